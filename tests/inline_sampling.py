@@ -13,7 +13,7 @@ import pytest
 from posttrain.recipes.recipe import Recipe
 from posttrain.train.build import prepare_sampling
 from posttrain.train.process import Weights, receive, send, send_weights
-from posttrain.train.sources import ahead, sampling_worker
+from posttrain.train.sources import ahead, sampling_process
 from posttrain.train.sources.sampling_process import KEPT
 
 
@@ -69,7 +69,7 @@ class InlineProcess:
         for _ in range(2):
             message = receive(pipe)
             assert message is not None
-            sampling_worker._answer(self.source, self.model, message, replies)
+            sampling_process._answer(self.source, self.model, message, replies)
         replies.seek(0)
         return replies
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import build_parser, main, parse, split_overrides
+from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
 
 
@@ -25,25 +25,25 @@ def test_overrides_are_told_from_the_commands_own_options() -> None:
     own, overrides = split_overrides(
         ["tiny/grpo", "--run", "a", "--train.lr", "1e-4", "--objective=grpo", "--resume", "--rewards.0.weight", "-1"],
         ["--run", "--resume"],
-        None,
+        ANY,
     )
     assert own == ["tiny/grpo", "--run", "a", "--resume"]
     assert overrides == [("train.lr", "1e-4"), ("objective", "grpo"), ("rewards.0.weight", "-1")]
 
 
 def test_a_value_may_hold_equals_signs_and_spaces() -> None:
-    _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], [], None)
+    _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], [], ANY)
     assert overrides == [("template.preamble", "a = b"), ("x.y", "c d")]
 
 
 def test_everything_after_two_dashes_is_the_commands_own() -> None:
-    assert split_overrides(["tiny", "--", "--train.lr"], [], None) == (["tiny", "--", "--train.lr"], [])
+    assert split_overrides(["tiny", "--", "--train.lr"], [], ANY) == (["tiny", "--", "--train.lr"], [])
 
 
 @pytest.mark.parametrize("arguments", [["--train.lr"], ["--train.lr", "--resume"]])
 def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match=r"--train\.lr: this key needs a value"):
-        split_overrides(arguments, ["--resume"], None)
+        split_overrides(arguments, ["--resume"], ANY)
 
 
 def test_only_the_sections_of_a_command_may_be_overridden() -> None:

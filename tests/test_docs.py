@@ -73,7 +73,7 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
     if words[1].startswith("-"):
         assert words[1] in cli.build_parser()[0].format_help()
         return
-    if len(words) == 2 and words[1] in cli.BODIES:  # the command as it is called in a sentence
+    if len(words) == 2 and words[1] in cli.COMMANDS:  # the command as it is called in a sentence
         return
     namespace = cli.parse(words[1:])
     if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
@@ -100,6 +100,9 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         if "principles:" in text:
             assert len(read_principles(str(path), "revise")) == len(read_principles(str(path), "label")) == 2
+            continue
+        if "methods:" in text:
+            assert len(load_comparison(str(path), folder=tmp_path / "unused").cells) == 9
             continue
         load = load_sae_recipe if "dictionary:" in text else load_recipe
         assert load(str(path)).resolve().train.steps > 0

@@ -17,28 +17,28 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76560
+MAX_PACKAGE_LINES = 76880
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2590,
+    "ground": 2580,
     "recipes": 1280,
-    "algorithms": 2060,
-    "graders": 6710,
-    "rewards": 430,
+    "algorithms": 2050,
+    "graders": 6700,
+    "rewards": 420,
     "render": 1360,
-    "tasks": 5620,
+    "tasks": 5630,
     "environments": 1760,
-    "store": 2630,
-    "models": 4660,
-    "engines": 8700,
-    "evals": 3010,
+    "store": 2660,
+    "models": 4790,
+    "engines": 8640,
+    "evals": 3020,
     "reward_models": 1620,
-    "train": 7730,
-    "interpret": 7300,
-    "runs": 3680,
-    "sweeps": 3330,
-    "reports": 3140,
-    "commands": 9030,
+    "train": 8100,
+    "interpret": 7310,
+    "runs": 3650,
+    "sweeps": 3240,
+    "reports": 3150,
+    "commands": 9000,
 }
 
 

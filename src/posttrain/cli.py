@@ -18,6 +18,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from posttrain import __version__
 from posttrain.commands.options.argument_types import (
@@ -38,61 +40,6 @@ from posttrain.consent import declare_from_command_line
 from posttrain.errors import INTERRUPTED, PosttrainError, UsageError, nearest
 from posttrain.untrusted import guard_output
 
-# Where the body of each command is: module of the package, function taking the namespace.
-BODIES = {
-    "demo": ("posttrain.commands.demo", "run_demo"),
-    "train": ("posttrain.commands.train", "run_train"),
-    "compare": ("posttrain.commands.sweeps.command", "run_compare"),
-    "study": ("posttrain.commands.sweeps.command", "run_study"),
-    "pipeline": ("posttrain.commands.sweeps.command", "run_pipeline"),
-    "evaluate": ("posttrain.commands.evaluate.command", "run_evaluate"),
-    "generate": ("posttrain.commands.generate", "run_generate"),
-    "feedback": ("posttrain.commands.feedback", "run_feedback"),
-    "chat": ("posttrain.commands.chat.command", "run_chat"),
-    "studio": ("posttrain.commands.chat.studio", "run_studio"),
-    "serve": ("posttrain.commands.serve.command", "run_serve"),
-    "serve-command": ("posttrain.commands.serve.vllm_line", "run_serve_command"),
-    "quantize": ("posttrain.commands.quantize", "run_quantize"),
-    "plan": ("posttrain.commands.plan", "run_plan"),
-    "recipes": ("posttrain.commands.recipes", "run_recipes"),
-    "explain": ("posttrain.commands.recipes", "run_explain"),
-    "data": ("posttrain.commands.data", "run_data"),
-    "runs": ("posttrain.commands.runs.show", "run_runs"),
-    "completion": ("posttrain.commands.options.completion", "run_completion"),
-    "activations": ("posttrain.commands.interpret.activations", "run_activations"),
-    "sae train": ("posttrain.commands.interpret.sae", "run_sae_train"),
-    "sae features": ("posttrain.commands.interpret.features", "run_sae_features"),
-    "sae diff": ("posttrain.commands.interpret.sae_diff", "run_sae_diff"),
-}
-# Commands that take keys of a recipe as further options; None: any key, else these sections.
-OVERRIDABLE: dict[str, tuple[str, ...] | None] = {
-    "train": None,
-    "plan": None,
-    "compare": None,
-    "study": None,
-    "pipeline": None,
-    "evaluate": ("task", "template", "engine"),
-    "generate": ("task", "template"),
-    "feedback": ("task", "template", "engine"),
-    "chat": ("template",),
-    "serve": ("template",),
-    "quantize": ("task", "template"),
-    "data": ("task",),
-    "activations": ("task", "template"),
-    "sae train": None,
-    "sae features": (),
-    "sae diff": None,
-}
-# Options that name models or runs whose weights are read: what is not there is refused before a library is imported.
-MODELS = {
-    "evaluate": ("models", "against", "best_of", "judge"),
-    "generate": ("model",),
-    "chat": ("models",),
-    "studio": ("models",),
-    "serve": ("model",),
-    "quantize": ("model",),
-    "activations": ("model", "paired"),
-}
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
@@ -112,9 +59,35 @@ start here:
 # process two threads were then 3 to 4 times as slow as one; with this 1.4 times, and on idle cores 5 % slower.
 SPINS = "3000"
 FORMATS = ("table", "json", "csv", "md")
-# Commands whose tables can be had in other forms; the actions of ``runs`` say it for themselves.
-WITH_TABLES = ("compare", "study", "evaluate", "quantize", "recipes", "explain", "data", "activations")
-WITHOUT_PLACES = ("recipes", "explain", "data", "sae", "completion")  # they open no runs, or their actions say where
+HOME = "posttrain.commands."
+ANY = ("",)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or an action of one.
+
+    ``help``: what ``--help`` says of it. ``body``: its module below ``HOME`` and the function that takes the namespace;
+    None: its actions have them. ``options``: who gives it its options, a function here or one named likewise; by
+    default ``add_options`` of the body's module. ``keys``: sections whose keys are options, too; ANY: all that a recipe
+    has; None: those are no options. ``models``: options that name models or runs whose weights are read: what is not
+    there is refused before a library is imported. ``tables``: they can be had in other forms. ``runs``: it opens runs.
+    """
+
+    help: str
+    body: str | None = None
+    options: Callable[[argparse.ArgumentParser], None] | str | None = None
+    keys: tuple[str, ...] | None = None
+    models: tuple[str, ...] = ()
+    tables: bool = False
+    runs: bool = True
+
+
+def imported(place: str) -> Callable[..., Any]:
+    """The function ``module:name`` below ``HOME``."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{HOME}{module}"), name)
+    return function
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -126,44 +99,37 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
-    places = Parser(add_help=False)
-    add_runs_dir(places)
-    add_consent(places)
     form = Parser(add_help=False)
     form.add_argument("--format", choices=FORMATS, default="table", help="of the tables (default: table)")
+    how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser: argparse.ArgumentParser = Parser(
-        prog="posttrain",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[common],
-        allow_abbrev=False,
+        "posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    actions: dict[str, argparse.ArgumentParser] = {}
-    for name, (help_line, options) in COMMANDS.items():
-        made = commands.add_parser(
-            name,
-            help=help_line,
-            description=f"{help_line[0].upper()}{help_line[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common, *([] if name in WITHOUT_PLACES else [places]), *([form] if name in WITH_TABLES else [])],
-            allow_abbrev=False,
-        )
-        if wanted not in (None, name):
+    groups = {"": parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")}
+    made: dict[str, argparse.ArgumentParser] = {}
+    for name, command in COMMANDS.items():
+        group, _, own = name.rpartition(" ")
+        parents = [common, *([_places(group)] if command.runs else []), *([form] if command.tables else [])]
+        description = f"{command.help[0].upper()}{command.help[1:]}."
+        made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
+        if command.body is None:
+            title = "actions (without one: list)" if name == "runs" else "actions"
+            groups[name] = made[name].add_subparsers(dest="action", metavar="ACTION", title=title, required=True)
+        if wanted not in (None, name.partition(" ")[0]):
             continue
-        if callable(options):
-            options(made)
-            continue
-        module = importlib.import_module(options)
-        if name == "sae":
-            actions = module.add_options(made, common, places)
-        elif name == "runs":
-            module.add_options(made, common, form)
-        else:
-            module.add_options(made)
-    return parser, dict(commands.choices) | actions
+        options = command.options or (command.body and f"{command.body.partition(':')[0]}:add_options")
+        if options:
+            (imported(options) if isinstance(options, str) else options)(made[name])
+    return parser, made
+
+
+def _places(group: str) -> argparse.ArgumentParser:
+    """Where runs are; an action says it where its command does not."""
+    places = Parser(add_help=False)
+    add_runs_dir(places, argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
+    add_consent(places)
+    return places
 
 
 TRAIN_EPILOG = """\
@@ -213,8 +179,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling, and which example (default: 0)")
-    steering = importlib.import_module("posttrain.commands.interpret.steering")
-    steering.add_steering_options(parser)
+    imported("interpret.steering:add_steering_options")(parser)
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -271,53 +236,76 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# What ``--help`` says of each command, and who gives it its options: a function here, or the module of one with many.
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | str]] = {
-    "demo": ("watch a small model learn to reason, and read the report", _add_demo_options),
-    "train": ("train by a recipe", _add_train_options),
-    "plan": ("say what a recipe takes on GPUs: memory and seconds by part", "posttrain.commands.plan"),
-    "compare": ("train several methods alike and tabulate them", "posttrain.commands.sweeps.command"),
-    "study": ("see what becomes of reward models when they are optimized", "posttrain.commands.sweeps.command"),
-    "pipeline": (
-        "the whole of RLHF: demonstrations, reward models, policies, contests",
-        "posttrain.commands.sweeps.command",
-    ),
-    "evaluate": ("measure models on held-out tasks", "posttrain.commands.evaluate.command"),
-    "generate": ("sample answers from a model or a run", _add_generate_options),
-    "feedback": ("make preference pairs from a model's own answers, by principles", "posttrain.commands.feedback"),
-    "chat": ("talk to a model, or to several at once", _add_chat_options),
-    "serve": ("let other programs ask a model over HTTP, as they ask OpenAI", "posttrain.commands.serve.command"),
-    "serve-command": ("print the line that starts a vLLM server", "posttrain.commands.serve.vllm_line"),
-    "quantize": ("store a model in 8 or 4 bits, and say what that costs", "posttrain.commands.quantize"),
-    "studio": ("a page on this machine: talk to models, look into runs and rollouts", _add_studio_options),
-    "recipes": ("list the recipes that ship, or show one", _add_recipes_options),
-    "explain": (
-        "explain a word or a section of a recipe: equation, options, recipes that use it",
-        _add_explain_options,
-    ),
-    "data": ("list the data sets, or show what is in one", _add_data_options),
-    "runs": ("list, compare, tag, prune, delete, export and resume runs", "posttrain.commands.runs.options"),
-    "activations": ("record what layers of a model compute", "posttrain.commands.interpret.activations"),
-    "sae": (
-        "sparse autoencoders: train one, read its features, see what training changed",
-        "posttrain.commands.interpret.sae",
-    ),
-    "completion": (
-        "print what makes a shell complete commands, recipes, runs and keys",
-        "posttrain.commands.options.completion",
-    ),
-}
+_ASKED = ("task", "template")
+COMMANDS = {
+    "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
+    "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
+    "plan": Command("say what a recipe takes on GPUs: memory and seconds by part", "plan:run_plan", keys=ANY),
+    "compare": Command("train several methods alike and tabulate them", "sweeps.command:run_compare", keys=ANY,
+                       tables=True),
+    "study": Command("see what becomes of reward models when they are optimized", "sweeps.command:run_study", keys=ANY,
+                     tables=True),
+    "pipeline": Command("the whole of RLHF: demonstrations, reward models, policies, contests",
+                        "sweeps.command:run_pipeline", keys=ANY),
+    "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_ASKED, "engine"),
+                        models=("models", "against", "best_of", "judge"), tables=True),
+    "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _ASKED,
+                        models=("model",)),
+    "feedback": Command("make preference pairs from a model's own answers, by principles", "feedback:run_feedback",
+                        keys=(*_ASKED, "engine")),
+    "chat": Command("talk to a model, or to several at once", "chat.command:run_chat", _add_chat_options, ("template",),
+                    models=("models",)),
+    "serve": Command("let other programs ask a model over HTTP, as they ask OpenAI", "serve.command:run_serve",
+                     keys=("template",), models=("model",)),
+    "serve-command": Command("print the line that starts a vLLM server", "serve.command:run_serve_command",
+                             "serve.command:add_line_options"),
+    "quantize": Command("store a model in 8 or 4 bits, and say what that costs", "quantize:run_quantize", keys=_ASKED,
+                        models=("model",), tables=True),
+    "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
+                      _add_studio_options, models=("models",)),
+    "recipes": Command("list the recipes that ship, or show one", "recipes:run_recipes", _add_recipes_options,
+                       tables=True, runs=False),
+    "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
+                       "recipes:run_explain", _add_explain_options, tables=True, runs=False),
+    "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
+                    tables=True, runs=False),
+    "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="runs.options:add_options"),
+    **{f"runs {name}": Command(text, f"runs.{body}", f"runs.options:add_{name}_options", tables="show:" in body)
+       for name, body, text in (
+           ("list", "show:run_list", "every run: where it stands, what it came from, what it takes up"),
+           ("show", "show:run_show", "one run or comparison in full"),
+           ("compare", "show:run_compare", "runs beside one another: where their recipes differ, and what came out"),
+           ("tag", "change:run_tag", "give a run tags, or take them away"),
+           ("note", "change:run_note", "write down a remark about a run, or read what was written"),
+           ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
+           ("delete", "change:run_delete", "delete runs or comparisons"),
+           ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
+           ("resume", "change:run_resume", "go on with a run by its own recipe, from its newest checkpoint"),
+           ("manage", "menu:run_manage", "all of this from a menu"),
+       )},
+    "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
+                           keys=_ASKED, models=("model", "paired"), tables=True),
+    "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
+    "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
+                         "interpret.sae:add_train_options", ANY),
+    "sae features": Command("what the features of a sparse autoencoder stand for, as one page",
+                            "interpret.features:run_sae_features", keys=()),
+    "sae diff": Command("what training changed: two models seen through the same features",
+                        "interpret.sae:run_sae_diff", "interpret.sae:add_diff_options", ANY),
+    "completion": Command("print what makes a shell complete commands, recipes, runs and keys",
+                          "options.completion:run_completion", runs=False),
+}  # fmt: skip
 
 
 def split_overrides(
-    arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str] | None
+    arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """(arguments of the command itself, dotted keys with their values).
 
     Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override.
 
     Raises:
-        UsageError: a key without a value, or outside ``sections`` (None: the recipe will judge).
+        UsageError: a key without a value, or outside ``sections`` (ANY: the recipe will judge).
     """
     own: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -346,8 +334,8 @@ def _note_key(name: str, keys: set[str]) -> None:
     keys.add(name)
 
 
-def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str] | None) -> None:
-    if sections is None:
+def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str]) -> None:
+    if sections == ANY:
         return
     section, dot, _ = name.removeprefix("--").partition(".")
     if section not in sections or not dot:
@@ -374,28 +362,26 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise UsageError(f"{shown(argument)}: an argument must be text in UTF-8; a file of that name, rename")
     rest = list(arguments)
     overrides: list[tuple[str, str]] = []
-    name = ""
+    name, keys = "", None
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
-        command = rest[start]
-        if command not in choices:
-            hint = _suggest(command, list(choices))
-            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(choices)}")
+        command, known = rest[start], [name for name in choices if " " not in name]
+        if command not in known:
+            hint = _suggest(command, known)
+            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
         name = " ".join(rest[start : start + 2])
         name, end = (name, start + 2) if name in choices else (command, start + 1)
-        if name in OVERRIDABLE:
-            known = list(choices[name]._option_string_actions)
-            own, overrides = split_overrides(rest[end:], known, OVERRIDABLE[name])
+        if (keys := COMMANDS[name].keys) is not None:
+            own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)
             rest = rest[:end] + own
         elif command == "runs":
-            complete_action = importlib.import_module("posttrain.commands.runs.options").complete_action
-            rest = rest[: start + 1] + complete_action(rest[start + 1 :])
+            rest = rest[: start + 1] + imported("runs.options:complete_action")(rest[start + 1 :])
     namespace, unknown = parser.parse_known_args(rest)
     if unknown:
         key, equals, value = unknown[0].partition("=")
-        hint = f" Did you mean --{key} {value}?" if equals and name in OVERRIDABLE else ""
-        if getattr(namespace, "action", None) == "resume" and name == "runs" and key.startswith("--"):
+        hint = f" Did you mean --{key} {value}?" if equals and keys is not None else ""
+        if getattr(namespace, "action", None) == "resume" and key.startswith("--"):
             hint = " A run goes on by its own recipe, but for its length: --steps N."
         called = f"posttrain {name}".rstrip()
         raise UsageError(
@@ -415,7 +401,7 @@ def refuse_absent_models(namespace: argparse.Namespace) -> None:
     """
     if getattr(namespace, "export_pt", None) or getattr(namespace, "import_pt", None):
         return  # there the first argument is a folder of activations, which says itself what it is not
-    for option in MODELS.get(namespace.command, ()):
+    for option in COMMANDS[namespace.command].models:
         named = getattr(namespace, option)
         for name in [named] if isinstance(named, str) else named or ():
             importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
@@ -432,8 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["__complete"]:  # asked by the script of a shell
-        completion = importlib.import_module("posttrain.commands.options.completion")
-        return int(completion.answer(arguments[1:], lambda command: build_parser(command)[1]))
+        return int(imported("options.completion:answer")(arguments[1:], lambda command: build_parser(command)[1]))
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()
@@ -450,11 +435,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command = namespace.command
         refuse_absent_models(namespace)
-        module, function = BODIES[command if command in BODIES else f"{command} {namespace.action}"]
-        if getattr(namespace, "format", "table") == "table":
-            return int(getattr(importlib.import_module(module), function)(namespace))
-        with importlib.import_module("posttrain.commands.console").tables_as(namespace.format):
-            return int(getattr(importlib.import_module(module), function)(namespace))
+        body = COMMANDS[command].body or COMMANDS[f"{command} {namespace.action}"].body
+        assert body is not None, "actions have bodies"
+        if (form := getattr(namespace, "format", "table")) == "table":
+            return int(imported(body)(namespace))
+        with imported("console:tables_as")(form):
+            return int(imported(body)(namespace))
     except PosttrainError as error:
         if show_traceback:
             raise

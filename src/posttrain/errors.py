@@ -45,6 +45,12 @@ def hide_secrets(text: str) -> str:
     return _KEY_IN_QUERY.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
+def first_line(error: BaseException) -> str:
+    """What the error of a library says, without what stands below it."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Which known name was meant: the one that takes the fewest slips, if these are few; None if none is near.
 

@@ -28,8 +28,7 @@ from posttrain.option_types import Options, explain_type, shorten
 HOMES: dict[str, dict[str, str]] = {
     "objective": {
         "posttrain.algorithms.objectives.supervised": "cross_entropy",
-        "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token reinforce sapo",
-        "posttrain.algorithms.objectives.actor_critic": "ppo",
+        "posttrain.algorithms.objectives.policy_gradient": "cispo gmpo grpo gspo gspo_token ppo reinforce sapo",
         "posttrain.algorithms.objectives.preference": (
             "apo_down apo_zero cpo dpo exo hinge ipo kto nca orpo robust_dpo rpo simpo"
         ),
@@ -54,9 +53,9 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.environments.openenv": "openenv",
     },
     "reward": {
-        "posttrain.rewards.correct": "correct",
-        "posttrain.rewards.environment": "environment tool_calls turn_rewards",
-        "posttrain.rewards.format": "overlong truncated xml_count xml_format xml_soft",
+        "posttrain.rewards.words": (
+            "correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
+        ),
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging.reward": "judge",

@@ -9,7 +9,7 @@ from random import Random
 from fuzz_case import COMPARISON, DIFF, FIFO, FOLDER, LOADERS, RL, SAE, SFT, STUDY, Case, dump, merged, with_value
 from fuzz_texts import BOMB
 
-from posttrain.cli import BODIES, OVERRIDABLE, build_parser
+from posttrain.cli import COMMANDS, build_parser
 
 HUGE = "9" * 5000
 BAD: dict[str, tuple[str, ...]] = {
@@ -221,8 +221,8 @@ def override_cases(random: Random) -> list[Case]:
             cases.append(
                 Case("override", (*words, "mine.yaml", *more), (*names, "changes", "'bad"), {"mine.yaml": dump(recipe)})
             )
-    for command, sections in OVERRIDABLE.items():
-        for section in sections or ():
+    for command, about in COMMANDS.items():
+        for section in filter(None, about.keys or ()):
             start = (*command.split(), *({"data": ["show", "stories"]}.get(command, ["tiny"])))
             if command == "quantize":
                 start = (*start, "--bits", "8")
@@ -621,4 +621,4 @@ def good_cases(random: Random) -> list[Case]:
     return cases
 
 
-__all__ = ["BODIES", "argument_cases", "good_cases", "merged", "override_cases", "place_cases"]
+__all__ = ["argument_cases", "good_cases", "merged", "override_cases", "place_cases"]

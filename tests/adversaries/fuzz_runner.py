@@ -249,9 +249,9 @@ def _children_left() -> bool:
 
 def warm_up() -> None:
     """Import what the commands import, so that a child does not."""
-    for module, _ in cli.BODIES.values():
+    for command in cli.COMMANDS.values():
         with suppress(ImportError):
-            importlib.import_module(module)
+            cli.imported(command.body or "console:say")
     from posttrain import registry
 
     for kind in registry.HOMES:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.algorithms.objectives.actor_critic import ppo
-from posttrain.algorithms.objectives.policy_gradient import grpo
+from posttrain.algorithms.objectives.policy_gradient import grpo, ppo
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.types import Batch, Outputs
 

@@ -9,8 +9,7 @@ import torch
 
 from posttrain import registry
 from posttrain.algorithms.advantages import gae, return_to_go, whitened
-from posttrain.algorithms.objectives.actor_critic import ppo
-from posttrain.algorithms.objectives.policy_gradient import reinforce
+from posttrain.algorithms.objectives.policy_gradient import ppo, reinforce
 from posttrain.types import Batch, Outputs
 
 F64 = torch.float64

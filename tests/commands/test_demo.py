@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.cli import build_parser, main
 from posttrain.commands import demo
-from posttrain.commands.demo_stories import STORIES
+from posttrain.commands.demo import STORIES
 from posttrain.evals.generation import Evaluation
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.interpret.sae_diff import find_model
+from posttrain.commands.interpret.sae import find_model
 from posttrain.interpret.differences.recipe import Compared
 from posttrain.recipes.recipe import load_recipe
 from posttrain.reports.differences import findings, render_diff

@@ -21,11 +21,11 @@ from posttrain.commands.evaluate import models as evaluation
 from posttrain.commands.sweeps import command as sweep
 from posttrain.commands.sweeps import view as sweep_view
 from posttrain.runs import children
-from posttrain.sweeps import comparison, runner, study_report
+from posttrain.sweeps import best_of_n, comparison, overoptimization, runner
 from posttrain.train import loop
 
 IMPORTED = (sweep, sweep_view, evaluation, training)
-IMPORTED += (comparison, runner, study_report, loop)  # before forking, which is the point
+IMPORTED += (best_of_n, comparison, overoptimization, runner, loop)  # before forking, which is the point
 
 
 class Forked(subprocess.Popen[bytes]):

@@ -22,7 +22,7 @@ from fake_vllm import Reset
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm import follow as follow_module
+from posttrain.engines.vllm import fleet as fleet_module
 from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.fleet import FollowingFleet
 from posttrain.engines.weights import checkpoint_weights
@@ -252,7 +252,7 @@ def started(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[type
         all, model, cannot_start = [], tiny.model, ()
         trouble = staticmethod(lambda server, body: None)  # type: ignore[assignment]
 
-    monkeypatch.setattr(follow_module, "OwnServer", Started)
+    monkeypatch.setattr(fleet_module, "OwnServer", Started)
     monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
     yield Started
     for server in Started.all:
@@ -560,7 +560,8 @@ def test_servers_that_are_placed_elsewhere(
     assert 1 not in asked_seeds(world.fakes["1/2"])
     assert world.fakes["1/2"].label.endswith(":2")
     (told,) = engine.take_notices()
-    assert told.startswith(f"vLLM server 1 of {servers} failed: node 10.0.0.7 is gone; it is started again")
+    which = "the vLLM server" if servers == 1 else f"vLLM server 1 of {servers}"
+    assert told.startswith(f"{which} failed: node 10.0.0.7 is gone; it is started again")
 
 
 class Kept(Elsewhere):
@@ -616,7 +617,7 @@ def test_a_kept_server_that_takes_no_weights_is_started_again(tiny: LoadedModel,
         engine.sync(3)
         assert [order["anew"] for order in world.orders] == [False, True]
         (said,) = engine.take_notices()
-        assert said.startswith(f"vLLM server 1 of 1 failed: {there.url}: the weights could not be handed over")
+        assert said.startswith(f"the vLLM server failed: {there.url}: the weights could not be handed over")
 
 
 def test_one_server_for_several_processes_is_a_fleet_of_one(

@@ -13,7 +13,7 @@ from fake_follower import SYNC, FakeFollower
 from fake_vllm import FakeVllm, model_answer
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.follow import FollowingEngine, Own
+from posttrain.engines.vllm.follow import FollowingEngine
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
@@ -27,7 +27,7 @@ ASKING: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1}
 
 
 def follow(tiny: LoadedModel, url: str, kind: type[FollowingEngine] = FollowingEngine, **options: Any) -> Any:
-    return kind(tiny.model, tiny.tokenizer, url, Own(), "gloo", **(ASKING | options))
+    return kind(tiny.model, tiny.tokenizer, url, "float32", "gloo", **(ASKING | options))
 
 
 def update(model: Any, seed: int = 0) -> None:
@@ -67,7 +67,7 @@ def test_clean_syncs_raise_no_alarm(tiny: LoadedModel, server: FakeFollower) -> 
 
 
 def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower, wrapped: Any) -> None:
-    engine = FollowingEngine(wrapped, tiny.tokenizer, server.url, Own(), "gloo", **ASKING)
+    engine = FollowingEngine(wrapped, tiny.tokenizer, server.url, "float32", "gloo", **ASKING)
     engine.sync(1)
     theirs = dict(server.model.named_parameters())
     assert all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(wrapped))

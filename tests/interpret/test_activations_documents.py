@@ -13,7 +13,7 @@ import torch
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
 from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import pack_documents
+from posttrain.interpret.activations.shards import Documents, pack_documents
 from posttrain.models.sources import TINY
 from posttrain.render import encode_plain, encode_prompt, r1_zero
 from posttrain.store.rollouts import RolloutStore
@@ -138,9 +138,7 @@ def test_what_an_environment_said_is_told_from_answers(tmp_path: Path) -> None:
     assert (found.prompt_lengths, found.told, found.data["told_tokens"]) == ([2, 1, 2], [[4], [], [4]], 2)
     whole = recorded_rollouts(path, context_tokens=9)
     assert (whole.told, whole.data["told_tokens"]) == ([[4, 5], [], [4, 5]], 4)
-    recorder = Recorder(
-        str(TINY), whole.ids, ["resid.1"], outliers=0, prompt_lengths=whole.prompt_lengths, told=whole.told
-    )
+    recorder = Recorder(str(TINY), whole, ["resid.1"], outliers=0)
     store = recorder.write(tmp_path / "recorded")
     rows = torch.arange(store.num_rows)
     told = {
@@ -149,11 +147,9 @@ def test_what_an_environment_said_is_told_from_answers(tmp_path: Path) -> None:
         if is_told
     }
     assert told == {(0, 4), (0, 5), (2, 4), (2, 5)}
-    plain = pack_documents(whole.ids, whole.prompt_lengths)
-    assert pack_documents(whole.ids, whole.prompt_lengths, [[], [], []]) == plain
-    assert pack_documents(whole.ids, whole.prompt_lengths, whole.told) != pack_documents(
-        whole.ids, whole.prompt_lengths
-    )
+    plain = pack_documents(Documents(whole.ids, whole.prompt_lengths))
+    assert pack_documents(Documents(whole.ids, whole.prompt_lengths, [[], [], []])) == plain
+    assert pack_documents(Documents(whole.ids, whole.prompt_lengths, whole.told)) != plain
     del store._documents["told"]
     assert not bool(store.told(rows).any())
 

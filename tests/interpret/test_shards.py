@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
+    Documents,
     Source,
     StoreIndex,
     StoreWriter,
@@ -230,7 +231,7 @@ def test_settings_that_changed_are_refused_by_name(tmp_path: Path) -> None:
 def test_counts_of_what_was_dropped_are_added_up(tmp_path: Path) -> None:
     index = index_of({"resid.2": 4})
     index.dropped = {"empty_documents": 2}
-    writer = StoreWriter(tmp_path / "s", index, DOCUMENTS, prompt_lengths=[2, 0, 4])
+    writer = StoreWriter(tmp_path / "s", index, Documents(DOCUMENTS, [2, 0, 4]))
     for part, dropped in ((rows(2), {"outlier": 1}), (rows(0), {"outlier": 3, "first_token": 1})):
         facts = {name: torch.arange(len(part)) for name in ("tokens", "document", "position")}
         writer.add({"resid.2@model": part} | facts, dropped)

@@ -11,7 +11,7 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.render import Template, decode_response, encode_prompt, encode_response, stop_ids
 from posttrain.render.rows import rows_of
 from posttrain.render.words import R1_ZERO_PREAMBLE
-from posttrain.rewards.format import xml_format
+from posttrain.rewards.words import xml_format
 from posttrain.types import Example, Message
 
 QUESTION = (Message("user", "Eva has 12 shells. How many?"),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.rewards.format import xml_count, xml_format, xml_soft
+from posttrain.rewards.words import xml_count, xml_format, xml_soft
 
 THINK = ("think", "answer")
 XML = ("reasoning", "answer")

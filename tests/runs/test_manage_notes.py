@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_tags_are_added_once_and_taken_away(folder: Path) -> None:
-    assert read_notes(folder) == Notes()
+    assert read_notes(folder) == Notes((), ())
     assert change_tags(folder, ["good", "+v1.2", "good"]).tags == ("good", "v1.2")
     assert change_tags(folder, ["-good", "+later"]).tags == ("v1.2", "later")
     assert read_notes(folder).tags == summarize_run(folder).tags == ("v1.2", "later")
@@ -53,7 +53,7 @@ def test_remarks_have_their_time_and_are_kept_in_order(folder: Path) -> None:
     assert all(before <= datetime.fromisoformat(remark.time) <= datetime.now(UTC) for remark in notes.remarks)
     assert read_notes(folder) == notes
     assert show_run(folder)["remarks"][0]["text"] == "entropy fell early"
-    assert clear_remarks(folder) == Notes(("good",))
+    assert clear_remarks(folder) == Notes(("good",), ())
     with pytest.raises(UsageError, match="the note is empty"):
         add_remark(folder, " \n")
 

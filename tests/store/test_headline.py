@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.store.headline import ACCURACY, REWARD, Headline, choose_headline, read_headline
+from posttrain.store.headline import ACCURACY, REWARD, Headline, choose_headline
+from posttrain.store.reading import stated
 
 GRADED = {"n": 8.0, "accuracy": 0.5, "accuracy_low": 0.2, "accuracy_high": 0.8, "reward": 0.7, "format": 1.0}
 UNGRADED = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "format": 1.0}
@@ -88,6 +90,6 @@ def test_how_it_reads() -> None:
 
 def test_a_file_gives_it_back() -> None:
     for headline in (ACCURACY, REWARD):
-        assert read_headline({**asdict(headline), "beside": list(headline.beside)}) == headline
-    with pytest.raises(ValueError, match="damaged"):
-        read_headline(asdict(REWARD) | {"higher_is_better": "yes"})
+        assert stated(Headline, json.dumps(asdict(headline))) == headline
+    with pytest.raises(ValueError, match="higher_is_better is 'yes'"):
+        stated(Headline, json.dumps(asdict(REWARD) | {"higher_is_better": "yes"}))

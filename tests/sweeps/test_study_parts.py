@@ -20,8 +20,7 @@ from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.reports.sweeps import write_study
 from posttrain.sweeps.plan import standings
 from posttrain.sweeps.runner import Outcome, part_command, run_sweep
-from posttrain.sweeps.study import StudyPlan, load_study
-from posttrain.sweeps.study_report import collect_study
+from posttrain.sweeps.study import StudyPlan, collect_study, load_study
 
 TEXT = """\
 study: overoptimization

@@ -28,7 +28,7 @@ from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
 from posttrain.train.process import Weights, receive, send, send_weights, weight_sums
-from posttrain.train.sources import sampling_worker
+from posttrain.train.sources import sampling_process
 from posttrain.train.sources.ahead import HELD, Ahead
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import Drawn
@@ -319,11 +319,11 @@ def test_wrong_weights_are_refused() -> None:
     _, model = prepare_sampling(stale_recipe(1))
     sums = weight_sums(model)
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sampling_worker._load({"tensors": trained, "weights": 3, "sums": sums}, model)
+    sampling_process._load({"tensors": trained, "weights": 3, "sums": sums}, model)
     name = max(trained, key=lambda n: float(trained[n].sum().abs()))
     trained[name] *= 1.01
     with pytest.raises(EngineMismatch, match=f"{name}.*version 4"):
-        sampling_worker._load({"tensors": trained, "weights": 4, "sums": sums}, model)
+        sampling_process._load({"tensors": trained, "weights": 4, "sums": sums}, model)
 
 
 def test_messages_come_back_bit_for_bit() -> None:

@@ -15,7 +15,7 @@ from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.recipes.recipe import Recipe
-from posttrain.rewards.format import truncated
+from posttrain.rewards.words import truncated
 from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate

@@ -17,12 +17,14 @@ from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import command
-from posttrain.engines.vllm.follow import FollowingEngine, Own
+from posttrain.engines.vllm.engine import vllm
+from posttrain.engines.vllm.fleet import FollowingFleet
 from posttrain.engines.vllm.probe import TOLERANCE
 from posttrain.engines.vllm.transfer import WeightSender
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
+from posttrain.world import ONE
 from small_runs import Events, make_recipe, recorded, watched
 
 pytestmark = pytest.mark.vllm
@@ -55,7 +57,7 @@ def tiny() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None) -> Iterator[FollowingEngine]:
+def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None) -> Iterator[FollowingFleet]:
     """With a plug-in that leaves tied heads old while a file lies beside it."""
     folder = tmp_path_factory.mktemp("following")
     real = command.PLUGIN / "posttrain_vllm.py"
@@ -63,8 +65,9 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_serv
     shutil.copytree(command.PLUGIN / "posttrain_vllm-1.dist-info", folder / "posttrain_vllm-1.dist-info")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "PLUGIN", folder)
-        engine = FollowingEngine(tiny.model, tiny.tokenizer, None, Own(eager=True), timeout_seconds=300.0)
-        engine.folder = folder
+        engine = vllm(tiny.model, tiny.tokenizer, eager=True, timeout_seconds=300.0)
+        assert isinstance(engine, FollowingFleet)
+        engine.settle(folder, ONE)
         try:
             engine.sync(0)
             yield engine
@@ -72,22 +75,23 @@ def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_serv
             engine.close()
 
 
-def follow(engine: FollowingEngine, versions: range) -> None:
+def follow(engine: FollowingFleet, versions: range) -> None:
     """An update and a sync for each version."""
     for version in versions:
-        update(engine.model, version)
+        update(engine.members[0].model, version)
         engine.sync(version)
 
 
-def difference(engine: FollowingEngine) -> float:
-    with engine._open() as server:
-        return engine.score(server, engine._connect(server))
+def difference(engine: FollowingFleet) -> float:
+    (member,) = engine.members
+    with member._open() as server:
+        return member.score(server, member._connect(server))
 
 
-def test_clean_syncs_raise_no_alarm_and_an_update_that_did_not_arrive_would(engine: FollowingEngine) -> None:
+def test_clean_syncs_raise_no_alarm_and_an_update_that_did_not_arrive_would(engine: FollowingFleet) -> None:
     seconds, worst, least = [], 0.0, 1.0
     for version in range(1, NUM_SYNCS + 1):
-        update(engine.model, version)
+        update(engine.members[0].model, version)
         if version % 50 == 0:
             least = min(least, difference(engine))
         started = time.perf_counter()
@@ -100,7 +104,7 @@ def test_clean_syncs_raise_no_alarm_and_an_update_that_did_not_arrive_would(engi
     assert worst < TOLERANCE / 10 < TOLERANCE < least
 
 
-def test_answers_are_the_models(engine: FollowingEngine, tiny: LoadedModel) -> None:
+def test_answers_are_the_models(engine: FollowingFleet, tiny: LoadedModel) -> None:
     prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2 + 1}") for n in range(10, 26)]
     greedy, keys = Sampling(24, temperature=0.0, stop_ids=frozenset({0})), [[1]] * 16
     found = engine.generate(prompts, keys, greedy)
@@ -109,7 +113,7 @@ def test_answers_are_the_models(engine: FollowingEngine, tiny: LoadedModel) -> N
     assert {c.version for g in found for c in g} == {engine.version}
 
 
-def test_more_prompts_than_are_read_at_once(engine: FollowingEngine, tiny: LoadedModel) -> None:
+def test_more_prompts_than_are_read_at_once(engine: FollowingFleet, tiny: LoadedModel) -> None:
     """With seeds of their own: vLLM 0.32 on a CPU ends at a seeded prompt that it reads in parts."""
     prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2}") * 24 for n in range(64)]
     assert sum(map(len, prompts)) > 4 * 4096
@@ -118,28 +122,28 @@ def test_more_prompts_than_are_read_at_once(engine: FollowingEngine, tiny: Loade
     assert engine.restarts == 0
 
 
-def one_tensor_scaled(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    sound = engine.weights
+def one_tensor_scaled(member: Any, patch: pytest.MonkeyPatch) -> None:
+    sound = member.weights
 
     def weights() -> Any:
         for name, weight in sound():
             yield name, weight * 1.01 if name == "model.layers.2.mlp.up_proj.weight" else weight
 
-    patch.setattr(engine, "weights", weights)
+    patch.setattr(member, "weights", weights)
 
 
-def one_layer_left_old(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    sound = engine.weights
-    patch.setattr(engine, "weights", lambda: ((n, w) for n, w in sound() if not n.startswith("model.layers.1.")))
+def one_layer_left_old(member: Any, patch: pytest.MonkeyPatch) -> None:
+    sound = member.weights
+    patch.setattr(member, "weights", lambda: ((n, w) for n, w in sound() if not n.startswith("model.layers.1.")))
 
 
-def tied_head_left_old(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    left_old = engine.folder / "tied-heads-left-old"
+def tied_head_left_old(member: Any, patch: pytest.MonkeyPatch) -> None:
+    left_old = member.folder / "tied-heads-left-old"
     left_old.touch()
     patch.callback = left_old.unlink  # type: ignore[attr-defined]
 
 
-def prefix_cache_kept(engine: Any, patch: pytest.MonkeyPatch) -> None:
+def prefix_cache_kept(member: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSender, "pause", "/pause?mode=abort&clear_cache=false")
     patch.setattr(WeightSender, "reset_caches", lambda self, server: None)
 
@@ -148,14 +152,14 @@ def prefix_cache_kept(engine: Any, patch: pytest.MonkeyPatch) -> None:
     ("fault", "updates"),
     [(one_tensor_scaled, 1), (one_layer_left_old, 1), (tied_head_left_old, 4), (prefix_cache_kept, 1)],
 )
-def test_a_sync_with_a_fault_is_caught(engine: FollowingEngine, fault: Any, updates: int) -> None:
+def test_a_sync_with_a_fault_is_caught(engine: FollowingFleet, fault: Any, updates: int) -> None:
     """After one update of 1e-5 at every weight; the next sync is sound again, and accepted.
 
     A head alone that is one such update old is about as far off as the tolerance: it is caught a few updates later.
     """
     last = engine.version + updates
     with pytest.MonkeyPatch.context() as patch:
-        fault(engine, patch)
+        fault(engine.members[0], patch)
         try:
             with pytest.raises(EngineMismatch, match=r"log-probabilities of a fixed batch differ by") as caught:
                 follow(engine, range(engine.version + 1, last + 1))

@@ -8,9 +8,6 @@ from typing import Any
 
 from posttrain.commands.options.argument_types import natural, new_place, positive, seed
 
-# Sections whose keys are options: --task.path, --template.preamble
-SECTIONS = ("task", "template")
-
 EPILOG = """\
 the folder that it writes is a model like any other:
   posttrain quantize runs/tiny-grpo --bits 4

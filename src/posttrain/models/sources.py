@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from posttrain.consent import TRUST_REMOTE_CODE
-from posttrain.errors import UsageError
+from posttrain.errors import UsageError, first_line
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
@@ -209,7 +209,7 @@ def base_of(adapter: str) -> str:
 
 def explain_loading(name: str, source: str, error: Exception) -> str:
     """What an error of transformers or peft means for the model called ``name``, which is ``source``."""
-    first = _first_line(error)
+    first = first_line(error)
     if "trust_remote_code" in str(error):
         return (
             f"model.name: {source} comes with Python of its own, which is not run unless you say so: "
@@ -221,8 +221,3 @@ def explain_loading(name: str, source: str, error: Exception) -> str:
         f"model.name: {name!r} is neither tiny, nor a folder or run here, and could not be had from the hub: {first} "
         "Download it beforehand and give its folder, or use the embedded model, tiny"
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

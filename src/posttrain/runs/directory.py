@@ -15,10 +15,10 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.file_kinds import kind_of_file
@@ -28,9 +28,9 @@ from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
-from posttrain.store.headline import ACCURACY, Headline, read_headline
+from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.locks import Held, hold, holder
-from posttrain.store.reading import read_json, read_yaml
+from posttrain.store.reading import read_json, read_stated, read_yaml
 from posttrain.untrusted import harmless
 
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -256,21 +256,9 @@ class RunDirectory:
             DataError: the file is damaged.
         """
         try:
-            data = read_json(self.status_path)
+            return read_stated(self.status_path, RunStatus)
         except FileNotFoundError:
             return None
-        if not isinstance(data, dict):
-            raise DataError(self.status_path, "damaged: not a mapping; delete it")
-        known = {item.name: data[item.name] for item in fields(RunStatus) if item.name in data}
-        wrong = [name for name in _STATUS_TYPES if not _fits(name, known.get(name))]
-        if wrong or known["state"] not in get_args(State):
-            name = (wrong or ["state"])[0]
-            raise DataError(self.status_path, f"damaged: {name} is {str(known.get(name))[:60]!r}; delete it")
-        try:
-            headline = None if known.get("headline") is None else read_headline(known["headline"])
-        except ValueError as error:
-            raise DataError(self.status_path, f"damaged: {error}; delete it") from None
-        return RunStatus(**{**known, "headline": headline, "held_out": known.get("held_out") or {}})
 
     def headline(self) -> Headline:
         """What the run is told by; the share of right answers where nothing is stored.
@@ -324,26 +312,6 @@ class RunDirectory:
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp}Z {harmless(text)}\n")
-
-
-# Types of what ``status.json`` holds; None: may be missing.
-_STATUS_TYPES: dict[str, tuple[type, ...]] = {
-    "state": (str,),
-    **dict.fromkeys(("step", "steps", "pid"), (int,)),
-    "host": (str,),
-    "updated": (int, float),
-    "message": (str, type(None)),
-    "headline": (dict, type(None)),
-    "held_out": (dict, type(None)),
-    "evaluation": (str, type(None)),
-    "guarantee": (str, type(None)),
-}
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name == "held_out" and isinstance(value, dict):
-        return all(isinstance(number, int | float) and not isinstance(number, bool) for number in value.values())
-    return isinstance(value, _STATUS_TYPES[name]) and not isinstance(value, bool)
 
 
 def _environment_problem(data: Any) -> str:

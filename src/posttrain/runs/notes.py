@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from posttrain.errors import DataError, RunConflict, UsageError
+from posttrain.errors import RunConflict, UsageError
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.locks import Held, hold
-from posttrain.store.reading import read_json
+from posttrain.store.reading import read_stated
 from posttrain.untrusted import harmless_json
 
 NOTES = "notes.json"
@@ -33,8 +33,8 @@ class Remark:
 class Notes:
     """The tags of a run, in the order in which they were given, and its remarks, oldest first."""
 
-    tags: tuple[str, ...] = ()
-    remarks: tuple[Remark, ...] = ()
+    tags: tuple[str, ...]
+    remarks: tuple[Remark, ...]
 
 
 def read_notes(folder: str | Path) -> Notes:
@@ -43,15 +43,10 @@ def read_notes(folder: str | Path) -> Notes:
     Raises:
         DataError: the file is damaged.
     """
-    path = Path(folder) / NOTES
     try:
-        data = read_json(path)
-        remarks = tuple(Remark(str(item["time"]), str(item["text"])) for item in data["remarks"])
-        return Notes(tuple(str(tag) for tag in list(data["tags"])), remarks)
+        return read_stated(Path(folder) / NOTES, Notes)
     except FileNotFoundError:
-        return Notes()
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(path, f"damaged ({type(error).__name__}: {error}); delete it") from None
+        return Notes((), ())
 
 
 def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
@@ -95,14 +90,12 @@ def add_remark(folder: str | Path, text: str) -> Notes:
 def clear_remarks(folder: str | Path) -> Notes:
     """Take all remarks away; the tags stay. Returns the new notes."""
     with _alone(Path(folder)):
-        return _write(folder, Notes(read_notes(folder).tags))
+        return _write(folder, Notes(read_notes(folder).tags, ()))
 
 
 def _write(folder: str | Path, notes: Notes) -> Notes:
-    content = {"tags": list(notes.tags), "remarks": [asdict(remark) for remark in notes.remarks]}
-    replace_file(
-        Path(folder) / NOTES, harmless_json(json.dumps(content, indent=1, ensure_ascii=False)).encode() + b"\n"
-    )
+    content = harmless_json(json.dumps(asdict(notes), indent=1, ensure_ascii=False))
+    replace_file(Path(folder) / NOTES, content.encode() + b"\n")
     return notes
 
 

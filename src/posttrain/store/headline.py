@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 
 Unit = Literal["share", "number", "nats"]
-_MAX_CHARACTERS = 80
+Further = Literal["kl_from_start", "loss", "perplexity", "token_accuracy"]
+Words = Annotated[str, Field(max_length=80)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,12 @@ class Headline:
     ``beside``: further results that are told with it, where there are such.
     """
 
-    metric: str
+    metric: Words
     higher_is_better: bool = True
     unit: Unit = "number"
-    label: str = ""
-    of: str = "problems"
-    beside: tuple[str, ...] = ()
+    label: Words = ""
+    of: Words = "problems"
+    beside: tuple[Further, ...] = ()
 
     @property
     def is_share(self) -> bool:
@@ -106,7 +109,7 @@ class Headline:
         return [f"KL {results[KL]:.2f}"] if KL in self.beside and KL in results else []
 
 
-KL = "kl_from_start"
+KL: Literal["kl_from_start"] = "kl_from_start"
 # What may stand beside a headline, or be named by ``eval.best``: its name, and how it is shown.
 NAMES: Mapping[str, tuple[str, str]] = {
     KL: ("KL from start", ".3f"),
@@ -177,23 +180,3 @@ def _named_headline(evaluations: Mapping[str, Mapping[str, float]], named: str) 
     unit: Unit = "share" if named in _SHARES or named.endswith("accuracy") else "nats" if named == KL else "number"
     label = NAMES[named][0] if named in NAMES else named.replace("_", " ")
     return Headline(named, named not in _LOWER_IS_BETTER, unit, label, "prompts")
-
-
-def read_headline(stored: Any) -> Headline:
-    """What ``dataclasses.asdict`` of a headline gave, read back from a file.
-
-    Raises:
-        ValueError: it is none; the message says why.
-    """
-    names = {field.name for field in fields(Headline)}
-    if not isinstance(stored, Mapping) or stored.keys() != names:
-        raise ValueError(f"headline is no mapping of {', '.join(sorted(names))}")
-    texts = [stored["metric"], stored["label"], stored["of"]]
-    beside = stored["beside"]
-    is_one = all(isinstance(text, str) and len(text) <= _MAX_CHARACTERS for text in texts)
-    is_one = is_one and isinstance(stored["higher_is_better"], bool) and stored["unit"] in get_args(Unit)
-    if not (
-        is_one and isinstance(beside, list | tuple) and all(isinstance(name, str) and name in NAMES for name in beside)
-    ):
-        raise ValueError("headline is damaged")
-    return Headline(**{**stored, "beside": tuple(beside)})

@@ -14,15 +14,15 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from posttrain.errors import DataError
 from posttrain.store.durable import cut_torn_line, storage_errors
-from posttrain.store.reading import open_record
+from posttrain.store.reading import open_record, stated
 
-EVENTS = ("issued", "done", "consumed", "dropped", "resumed")
+Event = Literal["issued", "done", "consumed", "dropped", "resumed"]
 DIED = "the sampling process died"
 _MAX_BYTES = 1 << 33
 _BEFORE = {"issued": "", "done": "issued", "consumed": "done", "dropped": "done"}
@@ -32,7 +32,7 @@ _BEFORE = {"issued": "", "done": "issued", "consumed": "done", "dropped": "done"
 class LedgerEvent:
     """One line. ``prompt``: the index of the prompt in the task; ``step``: of the batch's first update."""
 
-    event: str
+    event: Event
     batch: int
     step: int
     draw: int = 0
@@ -125,11 +125,6 @@ def _as_at(step: int, event: LedgerEvent) -> LedgerEvent:
 
 def _read_event(line: bytes, path: Path, number: int) -> LedgerEvent:
     try:
-        stated: Any = json.loads(line)
-        event = LedgerEvent(**stated)
-    except (ValueError, TypeError, RecursionError) as error:
+        return stated(LedgerEvent, line)
+    except ValueError as error:
         raise DataError(path, f"damaged: not an event of a ledger ({error}); move it away", number) from None
-    wanted = {f.name: str if f.name in ("event", "reason") else int for f in fields(LedgerEvent)}
-    if event.event not in EVENTS or not all(isinstance(getattr(event, name), kind) for name, kind in wanted.items()):
-        raise DataError(path, "damaged: not an event of a ledger; move it away", number)
-    return event

@@ -14,13 +14,17 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain import strict_yaml
 from posttrain.errors import DataError, RecipeError, StorageError
 from posttrain.store.durable import replace_file
 
+Kind = TypeVar("Kind")
 MAX_RECORD_BYTES = 1 << 24
 _MAX_YAML_BYTES = 1 << 20  # a megabyte takes a second
 _MAX_DEPTH, _MAX_VALUES = 100, 1_000_000
@@ -102,6 +106,39 @@ def read_yaml(path: Path) -> Any:
         DataError: see ``read_record``; or it is damaged.
     """
     return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name, quick=True)[0], _MAX_YAML_BYTES)
+
+
+def read_stated(path: Path, kind: type[Kind]) -> Kind:
+    """What a JSON file states, as ``stated``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: see ``read_json``; or it states something else.
+    """
+    content = json.dumps(read_json(path))
+    try:
+        return stated(kind, content)
+    except ValueError as error:
+        raise DataError(path, f"damaged: {error}; delete it") from None
+
+
+def stated(kind: type[Kind], content: str | bytes) -> Kind:
+    """The JSON of a dataclass of plain data, each value of its field's type; keys that it has not are left out.
+
+    Raises:
+        ValueError: it is none; the message says what stands where.
+    """
+    try:
+        return _adapter(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, value = ".".join(map(str, first["loc"])), None if first["type"] == "missing" else first["input"]
+        raise ValueError(f"{key or 'all of it'} is {str(value)[:60]!r}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> Any:

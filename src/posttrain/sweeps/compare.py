@@ -1,39 +1,6 @@
 """A comparison: one base, several methods, several seeds. What is compared, before anything is run.
 
-A compare file is YAML::
-
-    description: what it is about
-    start: tiny/sft            # optional: a recipe that is trained once; every cell starts from its final weights
-    base:                      # what is common to all: model, task, prompt, rewards, rollout or data, train, eval
-      task: {name: stories, split: train}
-      rollout: {prompts: 16, group: 8, max_tokens: 96}
-      train: {steps: 120, lr: 3.0e-5}
-      eval: {every: 10, n: 500}
-    methods:                   # a row of the table each
-      grpo: rl/grpo
-      dapo: {recipe: rl/dapo, objective: {clip_high: 0.3}}
-      plain: {objective: reinforce, advantage: centered}
-    seeds: 3                   # each method is trained with seeds 0, 1 and 2
-
-``start`` and ``base`` are the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written
-out; the base needs no objective. A method is one of
-
-* the name of a recipe: of it, only the method is taken (``METHOD_KEYS``: objective, advantage,
-  aggregation, correction, KL in the reward, head, teacher, and how rollouts are selected), in place
-  of the base's; all else is literally the base's. Where it learns from data and the base from its own
-  answers, or the other way round, it brings what it learns from (``SOURCE_KEYS``), and the table says
-  so; model, start, template, steps, rate, evaluation and seeds are held equal;
-* ``{recipe: name, ...overrides}``: the same, with overrides of any key;
-* overrides alone: the base with these changes. Nothing (``{}``) is the base as it is.
-
-Overrides are nested as in a recipe: sections are merged key by key, options without a ``name`` are
-added to the word that is there, a word with its name replaces it. They may touch any key, but
-whatever a cell has other than the base outside of its method is listed beside the table.
-``train.seed`` is the cell's seed.
-
-A cell is one method with one seed: an ordinary recipe, checked before the first one trains. Unknown
-keys are refused with a suggestion and the line. ``compare.yaml`` in the comparison's directory is
-the file with everything resolved; it makes the same cells again.
+The keys of its file are told in docs/compare.md.
 """
 
 from __future__ import annotations
@@ -70,6 +37,7 @@ from posttrain.sweeps.sources import (
     named_recipe,
     read_source,
     read_sweep_file,
+    refusal,
 )
 from posttrain.tasks.base import held_out_task
 
@@ -280,16 +248,14 @@ def load_comparison(
     names = choose_names(list(content.methods), methods, document.place, "method")
     rows = [_read_row(document, content, name, base, base_data) for name in names]
     if base.eval.every == 0:
-        raise RecipeError(
-            f"{document.line_of('base.eval.every')}base.eval.every: 0 switches evaluation off; without it there is "
-            "nothing to compare"
-        )
+        says = "0 switches evaluation off; without it there is nothing to compare"
+        raise refusal(document, "base.eval.every", says)
     start = None
     if content.start is not None:
         recipe = read_source(document, content.start, "start")
         if base.model.init is not None:
-            where = f"{document.line_of('base.model.init')}base.model.init"
-            raise RecipeError(f"{where}: it makes a new model, which leaves nothing for 'start' to do")
+            says = "it makes a new model, which leaves nothing for 'start' to do"
+            raise refusal(document, "base.model.init", says)
         start = plan_start(Path(folder), recipe, alone=True)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
     resolved = _resolve(content, start, base, rows, len(seeds))
@@ -388,7 +354,7 @@ def _read_row(
             data = merge(data, method_part(own))
         data = merge(data, {key: value for key, value in source.items() if key != "recipe"})
         if data.get("objective") is None:
-            raise RecipeError(f"{document.line_of(where)}{where}: give a recipe or an objective; the base has none")
+            raise refusal(document, where, "give a recipe or an objective; the base has none")
         recipe = document.part(Recipe, where, data).check().resolve()
     changes = differences(base.dump(), recipe.dump())
     if (recipe.rollout is None) != (base.rollout is None):

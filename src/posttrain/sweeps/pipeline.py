@@ -1,29 +1,6 @@
 """A pipeline: demonstrations, reward models, policies, contests. What is run, before it is.
 
-A pipeline file is YAML::
-
-    description: what it is about
-    start: sft-hh-gpt2           # trained once; everything else begins with its final weights
-    reward_models:               # trained once per seed
-      proxy: rm-hh-gpt2
-      judge: {recipe: rm-hh-gpt2, task: {half: second}}
-    optimize: proxy              # what policies are rewarded by
-    judge: judge                 # what says who wins; no policy has been trained against it
-    policies:                    # trained once per seed
-      grpo: grpo-hh-gpt2         # samples, and is rewarded by the proxy of its seed
-      dpo: {recipe: grpo-hh-gpt2, objective: dpo, ...}
-      dpo-files: dpo-hh-gpt2     # learns from the data themselves
-    evaluate: {task: {name: hh_rlhf, split: test}, n: 256, max_tokens: 128}
-    seeds: 3
-
-A source (``start``, a reward model, a policy) is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe
-written out, as in a compare file. ``model.name`` of all but the start is set to the start's weights, and
-``train.seed`` to the seed. A policy that samples is rewarded by the proxy of its seed: its words ``reward_model`` are
-given that run; where it has none, the proxy's score is its whole reward.
-
-In the end each policy meets the start on the prompts of ``evaluate`` (``posttrain evaluate POLICY --against START``):
-both judges score the same answers, and the KL is measured. Every part is an ordinary run under ``cells/`` (or
-``start``), or an ordinary evaluation under ``contests/``. Unknown keys are refused with a suggestion and the line.
+The keys of its file are told in docs/pipeline.md.
 """
 
 from __future__ import annotations
@@ -39,7 +16,18 @@ from posttrain.errors import RecipeError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord
 from posttrain.sweeps.plan import AskedSection, Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, check_task, choose_names, label_of, read_source, read_sweep_file
+from posttrain.sweeps.sources import (
+    Recipes,
+    Source,
+    SweepFile,
+    check_task,
+    choose_names,
+    label_of,
+    read_parts,
+    read_source,
+    read_sweep_file,
+    resolve_file,
+)
 
 # What a policy is rewarded by where its recipe names no reward model.
 _WHOLE_REWARD: dict[str, Any] = {"name": "reward_model", "run": ""}
@@ -128,31 +116,17 @@ def load_pipeline(
     wanted = None if methods is None or list(methods) == ["all"] else methods
     names = choose_names(list(content.policies), wanted, document.place, "policy")
     start = read_source(document, content.start, "start")
-    recipes = {
-        name: read_source(document, source, f"reward_models.{name}") for name, source in content.reward_models.items()
-    }
-    for name, recipe in recipes.items():
-        if not recipe.trains_scorer:
-            raise RecipeError(
-                f"{document.line_of(f'reward_models.{name}')}reward_models.{name}: objective {recipe.objective.name!r} "
-                "trains no reward model; use bradley_terry, outcome or process"
-            )
-    policies = {name: read_source(document, content.policies[name], f"policies.{name}") for name in names}
-    for name, recipe in (recipes | policies).items():
-        group = "policies" if name in policies else "reward_models"
-        where = f"{document.line_of(f'{group}.{name}')}{group}.{name}"
-        if recipe.model.init is not None:
-            raise RecipeError(f"{where}.model.init: it begins with the weights of the start; leave this out")
-        if name in policies and recipe.trains_scorer:
-            raise RecipeError(f"{where}: objective {recipe.objective.name!r} trains a reward model, not a policy")
+    chosen = {name: content.policies[name] for name in names}
+    groups = {"reward_models": content.reward_models, "policies": chosen}
+    recipes = read_parts(document, {(group, name): own[name] for group, own in groups.items() for name in own})
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
-    sources = {"start": content.start, **content.reward_models, **{name: content.policies[name] for name in names}}
+    sources = {"start": content.start, **content.reward_models, **chosen}
     return PipelinePlan(
         folder=Path(folder),
         description=content.description,
-        parts=_parts(content, Path(folder), start, recipes, policies, seeds),
+        parts=_parts(content, Path(folder), start, recipes, seeds),
         num_seeds=len(seeds),
-        resolved=_resolve(content, start, recipes, policies, len(seeds)),
+        resolved=resolve_file(content, start, recipes, len(seeds)),
         optimize=content.optimize,
         judge=content.judge,
         evaluate=content.evaluate,
@@ -160,53 +134,25 @@ def load_pipeline(
     )
 
 
-def _resolve(
-    content: PipelineFile,
-    start: Recipe,
-    reward_models: Mapping[str, Recipe],
-    policies: Mapping[str, Recipe],
-    num_seeds: int,
-) -> dict[str, Any]:
-    about = {"description": content.description} if content.description else {}
-    return {
-        **about,
-        "start": start.dump(),
-        "reward_models": {name: recipe.dump() for name, recipe in reward_models.items()},
-        "optimize": content.optimize,
-        "judge": content.judge,
-        "policies": {name: recipe.dump() for name, recipe in policies.items()},
-        "evaluate": content.evaluate.model_dump(mode="json"),
-        "seeds": num_seeds,
-    }
-
-
-def _parts(
-    content: PipelineFile,
-    folder: Path,
-    recipe: Recipe,
-    reward_models: Mapping[str, Recipe],
-    policies: Mapping[str, Recipe],
-    seeds: Sequence[int],
-) -> list[Part]:
+def _parts(content: PipelineFile, folder: Path, recipe: Recipe, recipes: Recipes, seeds: Sequence[int]) -> list[Part]:
     """The start, then seed by seed, so that a pipeline that is stopped has finished seeds to tell of."""
     start = plan_start(folder, recipe, alone=False)
     parts: list[Part] = [start]
     for seed in seeds:
-        scorers = {}
-        for name, own in reward_models.items():
-            run = plan_run(folder, "reward_models", name, seed, own, "part of the pipeline", ["start"])
+        trained: dict[str, Training] = {}
+        for (group, name), own in recipes.items():
+            run = plan_run(folder, group, name, seed, own, "part of the pipeline", ["start"])
             run.recipe.model.name = start.weights
-            scorers[name] = run
-        trained = [_policy(start, scorers[content.optimize], name, seed, own) for name, own in policies.items()]
-        judges = [scorers[content.judge], scorers[content.optimize]]
-        parts += [*scorers.values(), *trained, *(_contest(content.evaluate, start, own, judges) for own in trained)]
+            trained[name] = run if group == "reward_models" else _rewarded(run, trained[content.optimize])
+        judges = [trained[content.judge], trained[content.optimize]]
+        policies = [run for run in trained.values() if run.group == "policies"]
+        parts += [*trained.values(), *(_contest(content.evaluate, start, own, judges) for own in policies)]
     return parts
 
 
-def _policy(start: Training, proxy: Training, name: str, seed: int, recipe: Recipe) -> Training:
-    run = plan_run(start.folder.parent, "policies", name, seed, recipe, "part of the pipeline", ["start"])
-    run.recipe.model.name = start.weights
-    if recipe.rollout is None:
+def _rewarded(run: Training, proxy: Training) -> Training:
+    """A policy; where it samples, the proxy rewards it."""
+    if run.recipe.rollout is None:
         return replace(run, recipe=run.recipe.resolve())
     words = run.recipe.rewards
     if not any(word.name == "reward_model" for word in words):

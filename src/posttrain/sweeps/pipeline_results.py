@@ -25,8 +25,7 @@ from posttrain.sweeps.pipeline import PipelinePlan
 from posttrain.sweeps.plan import ITEMS, RESULTS, Training
 from posttrain.sweeps.runner import Outcome
 from posttrain.sweeps.sources import label_of_word
-from posttrain.sweeps.study import Answer, Answers, StudyResults
-from posttrain.sweeps.study_report import begin_report, describe_training
+from posttrain.sweeps.study import Answer, Answers, StudyResults, begin_report, describe_training
 from posttrain.untrusted import first_fault
 
 NUM_SAMPLES = 4

@@ -26,6 +26,8 @@ def _as_source(value: Any) -> Any:
     return {"recipe": value} if isinstance(value, str) else {} if value is None else value
 
 
+# By (key of the file, name), in the file's order.
+Recipes = Mapping[tuple[str, str], Recipe]
 Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
 
 
@@ -84,10 +86,8 @@ def read_sweep_file(
     for group, member in kind.groups.items():
         for name in getattr(content, group):
             if not RUN_NAME.fullmatch(name):
-                raise RecipeError(
-                    f"{document.line_of(f'{group}.{name}')}{group}.{name}: a {member}'s name is made of {NAME_RULE}, "
-                    "because its runs are called by it"
-                )
+                says = f"a {member}'s name is made of {NAME_RULE}, because its runs are called by it"
+                raise refusal(document, f"{group}.{name}", says)
     return content, document
 
 
@@ -152,6 +152,41 @@ def lay_over_recipe(document: Document[File], source: Mapping[str, Any]) -> dict
 def named_recipe(document: Document[File], source: Mapping[str, Any]) -> Recipe:
     """The recipe that a source names, without its overrides."""
     return load_recipe(str(source["recipe"]), is_own=not is_stored(document.place))
+
+
+def refusal(document: Document[File], where: str, says: str) -> RecipeError:
+    """That what stands at a dotted key cannot be."""
+    return RecipeError(f"{document.line_of(where)}{where}: {says}")
+
+
+def read_parts(document: Document[File], sources: Mapping[tuple[str, str], Mapping[str, Any]]) -> Recipes:
+    """The recipes of reward models and policies, all of which begin with the weights of the file's start.
+
+    Raises:
+        RecipeError, UnknownWord: with file, line and key; also one that begins otherwise, or is of the wrong kind.
+    """
+    recipes: dict[tuple[str, str], Recipe] = {}
+    for (group, name), source in sources.items():
+        where = f"{group}.{name}"
+        recipes[group, name] = recipe = read_source(document, source, where)
+        objective = f"objective {recipe.objective.name!r}"
+        if recipe.model.init is not None:
+            says = "it begins with the weights of the start; leave this out"
+            raise refusal(document, f"{where}.model.init", says)
+        if group == "reward_models" and not recipe.trains_scorer:
+            says = f"{objective} trains no reward model; use bradley_terry, outcome or process"
+            raise refusal(document, where, says)
+        if group == "policies" and recipe.trains_scorer:
+            raise refusal(document, where, f"{objective} trains a reward model, not a policy")
+    return recipes
+
+
+def resolve_file(content: SweepFile, start: Recipe, recipes: Recipes, num_seeds: int) -> dict[str, Any]:
+    """A file with everything resolved, from the recipes of its ``start`` and of its parts."""
+    resolved = content.model_dump(mode="json") | {"start": start.dump(), "seeds": num_seeds}
+    for group in content.groups:
+        resolved[group] = {name: recipe.dump() for (own, name), recipe in recipes.items() if own == group}
+    return {key: value for key, value in resolved.items() if value not in ("", None, {})}
 
 
 def check_task(document: Document[File], section: str, word: Word) -> None:

@@ -1,34 +1,6 @@
 """A study: one start, reward models, policies trained against them, the best of n. What is run, before it is.
 
-A study file is YAML::
-
-    study: overoptimization      # or best_of_n
-    description: what it is about
-    start: tiny/sft              # trained once; everything else begins with its final weights
-    reward_models:               # trained once per seed
-      proxy: {objective: bradley_terry, ...}
-    policies:                    # trained once per seed, against the reward model of that seed
-      grpo: {recipe: rl/grpo, train: {steps: 80}, eval: {every: 4, drift_prompts: 256}}
-    best_of_n: {task: {name: stories, split: validation}, n: 256, samples: 64, max_tokens: 96}
-    seeds: 3
-
-Reward models of steps may learn from the start's own answers, with steps that are labelled by the given working::
-
-    labelled: {task: {name: stories, split: train, seed: 5}, n: 256, samples: 8, max_tokens: 96}
-    reward_models:
-      prm: {objective: process, ...}      # without a task of its own
-
-``overoptimization`` has one reward model, the proxy; the gold reward is the verifier: whether an answer is right.
-The rewards of a policy are the study's: the proxy alone, with the verifier looking on. ``best_of_n`` has reward
-models that are to be compared, and no policies.
-
-A source (``start``, a reward model, a policy) is the name of a recipe, ``{recipe: name, ...overrides}`` or a
-recipe written out, as in a compare file. ``model.name`` of all but the start is set to the start's weights, and
-``train.seed`` to the seed. ``best_of_n`` draws ``samples`` answers to each of ``n`` held-out problems from the
-start, with the seed of the reward model that scores them.
-
-Every part is an ordinary run under ``cells/`` (or ``start``), or an ordinary evaluation under ``chosen/``; any of
-them can be looked at, or repeated by hand. Unknown keys are refused with a suggestion and the line.
+The keys of its file are told in docs/studies.md.
 """
 
 from __future__ import annotations
@@ -41,22 +13,45 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from posttrain.errors import RecipeError
+from posttrain.errors import DataError, RecipeError
+from posttrain.evals.items import Item, read_items
 from posttrain.evals.statistics import Summary
 from posttrain.evals.tables import NOTHING, TextTable, to_markdown
 from posttrain.recipes.document import Document
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord
 from posttrain.store.durable import sayable
-from posttrain.sweeps.plan import AskedSection, Labelling, Part, Plan, Sampling, Training, plan_run, plan_start
-from posttrain.sweeps.sources import Source, SweepFile, check_task, label_of, read_source, read_sweep_file
+from posttrain.sweeps.plan import (
+    ITEMS,
+    AskedSection,
+    Labelling,
+    Part,
+    Plan,
+    Sampling,
+    Training,
+    plan_run,
+    plan_start,
+    problems,
+)
+from posttrain.sweeps.runner import Outcome
+from posttrain.sweeps.sources import (
+    Recipes,
+    Source,
+    SweepFile,
+    check_task,
+    label_of,
+    label_of_word,
+    read_parts,
+    read_source,
+    read_sweep_file,
+    refusal,
+    resolve_file,
+)
 from posttrain.untrusted import paragraph, plain
 
 Kind = Literal["overoptimization", "best_of_n"]
 # Of steps that the study labels, as they were cut: each keeps the white space before it, so nothing is put between.
 _TASK_OF_STEPS = {"task": {"name": "preferences", "path": "", "step_separator": ""}}
-# Recipes by (key of the file, name), reward models first.
-Recipes = Mapping[tuple[str, str], Recipe]
 
 
 class BestOfNSection(AskedSection):
@@ -150,20 +145,19 @@ def load_study(
     for section in ("best_of_n", "labelled"):
         if (asked := getattr(content, section)) is not None:
             check_task(document, section, asked.task)
-    shared = set(content.reward_models) & set(content.policies)
-    if shared:
-        name = min(shared)
-        where = f"{document.line_of(f'policies.{name}')}policies.{name}"
-        raise RecipeError(f"{where}: a reward model and a policy have the same name; call one of them otherwise")
+    for name in set(content.reward_models) & set(content.policies):
+        says = "a reward model and a policy have the same name; call one of them otherwise"
+        raise refusal(document, f"policies.{name}", says)
     start = read_source(document, content.start, "start")
-    recipes = {}
-    for section in StudyFile.groups:
-        for name, source in getattr(content, section).items():
-            task = _TASK_OF_STEPS if content.learns_steps(name) else {}
-            recipes[section, name] = recipe = read_source(document, {**source, **task}, f"{section}.{name}")
-            _check_part(content, section, name, recipe, document)
+    given = {(group, name): source for group in StudyFile.groups for name, source in getattr(content, group).items()}
+    steps = {
+        key: {**source, **_TASK_OF_STEPS} if content.learns_steps(key[1]) else source for key, source in given.items()
+    }
+    recipes = read_parts(document, steps)
+    for name in content.policies:
+        _check_policy(content, name, recipes["policies", name], document)
     seeds = range(num_seeds if num_seeds is not None else content.seeds)
-    sources = {name: getattr(content, section)[name] for section, name in recipes}
+    sources = {"start": content.start, **{name: source for (_, name), source in given.items()}}
     return StudyPlan(
         folder=Path(folder),
         description=content.description,
@@ -172,26 +166,17 @@ def load_study(
         resolved=_resolve(content, start, recipes, len(seeds)),
         study=content.study,
         best_of_n=content.best_of_n,
-        sources={name: label_of(source) for name, source in {"start": content.start, **sources}.items()},
+        sources={name: label_of(source) for name, source in sources.items()},
     )
 
 
-def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, document: Document[StudyFile]) -> None:
-    """Raises RecipeError for a part that is of the wrong kind, or that says what is the study's to say."""
+def _check_policy(content: StudyFile, name: str, recipe: Recipe, document: Document[StudyFile]) -> None:
+    """Raises RecipeError for a policy that does not sample, or that says what is the study's to say."""
 
     def refuse(key: str, says: str) -> RecipeError:
-        where = f"{section}.{name}{key}"
-        return RecipeError(f"{document.line_of(where)}{where}: {says}")
+        return refusal(document, f"policies.{name}{key}", says)
 
-    scores = recipe.trains_scorer
-    if recipe.model.init is not None:
-        raise refuse(".model.init", "it begins with the weights of the study's start; leave this out")
-    if section == "reward_models":
-        if not scores:
-            objective = recipe.objective.name
-            raise refuse("", f"objective {objective!r} trains no reward model; use bradley_terry, outcome or process")
-        return
-    if scores or recipe.rollout is None:
+    if recipe.rollout is None:
         raise refuse("", "a policy learns from answers that it samples; give a recipe with 'rollout'")
     if "rewards" in content.policies[name]:
         raise refuse(".rewards", "the reward of a policy is the study's reward model; leave this out")
@@ -208,19 +193,12 @@ def _check_part(content: StudyFile, section: str, name: str, recipe: Recipe, doc
 
 def _resolve(content: StudyFile, start: Recipe, recipes: Recipes, num_seeds: int) -> dict[str, Any]:
     """The file with everything resolved, but for what is not the file's to say: what the study gives to its parts."""
-    resolved: dict[str, Any] = {"study": content.study}
-    resolved |= {"description": content.description} if content.description else {}
-    resolved |= {"start": start.dump()}
-    for (section, name), recipe in recipes.items():
-        data = recipe.dump()
-        if section == "policies":
-            del data["rewards"]
-        elif content.learns_steps(name):
-            del data["task"]
-        resolved.setdefault(section, {})[name] = data
-    if content.labelled is not None:
-        resolved["labelled"] = content.labelled.model_dump(mode="json")
-    return resolved | {"best_of_n": content.best_of_n.model_dump(mode="json"), "seeds": num_seeds}
+    resolved = resolve_file(content, start, recipes, num_seeds)
+    for name in content.policies:
+        del resolved["policies"][name]["rewards"]
+    for name in filter(content.learns_steps, content.reward_models):
+        del resolved["reward_models"][name]["task"]
+    return resolved
 
 
 def _parts(content: StudyFile, folder: Path, recipe: Recipe, recipes: Recipes, seeds: Sequence[int]) -> list[Part]:
@@ -340,6 +318,74 @@ class StudyResults:
     kind: Kind | Literal["pipeline"]
     report: StudyReport
     shown: tuple[Any, ...]
+
+
+def collect_study(plan: StudyPlan, outcome: Outcome, command: str) -> StudyResults:
+    """Read every finished part.
+
+    Raises:
+        RunFailure: too little is finished for a report.
+        DataError: a record is damaged.
+    """
+    from posttrain.sweeps import best_of_n, overoptimization  # they draw on this module
+
+    tell = {"overoptimization": overoptimization.report, "best_of_n": best_of_n.report}[plan.study]
+    chosen: dict[str, dict[int, list[Item]]] = {}
+    num_asked = 0
+    for part in plan.choosing:
+        if part.standing == "finished":
+            items = read_items(part.folder / ITEMS, plan.best_of_n.samples)
+            num_asked = num_asked or len(items)
+            if len(items) != num_asked or not any(item.samples for item in items):
+                raise DataError(part.folder / ITEMS, "not answers to the problems of this study; delete the folder")
+            chosen.setdefault(part.method, {})[part.seed] = items
+    about = {"study": plan.study, "sources": plan.sources}
+    return tell(plan, chosen, begin_report(plan, outcome, command, describe_common(plan), about))
+
+
+def begin_report(
+    plan: Plan, outcome: Outcome, command: str, common: list[tuple[str, str]], data: dict[str, Any]
+) -> StudyReport:
+    """What is told of any study or pipeline, before what it has found."""
+    return StudyReport(
+        title=plan.folder.name,
+        description=" ".join(plan.description.split()),
+        tables=[],
+        findings=[],
+        notes=[],
+        common=common,
+        data=data,
+        command=command,
+        problems=[f"{name}: {message}" for name, message in problems(plan, outcome.failures).items()],
+        environment=plan.environment(),
+    )
+
+
+def describe_common(plan: StudyPlan) -> list[tuple[str, str]]:
+    """What was done, as (what, value)."""
+    (start,), asked = plan.trainings("start"), plan.best_of_n
+    begin = f"{start.recipe.model.name} after {plan.sources['start']}, {start.recipe.train.steps} steps"
+    facts = [("start", begin), ("held-out problems", f"{asked.n} of {label_of_word(asked.task)}")]
+    how = f"at most {asked.max_tokens} tokens, temperature {asked.temperature:g}"
+    facts.append(("best of n", f"{asked.samples} answers to each problem, {how}"))
+    for part in (*plan.trainings("reward_models"), *plan.trainings("policies")):
+        if part.seed == 0:
+            facts.append((part.method, describe_training(part.recipe)))
+    facts.append(("seeds", ", ".join(str(seed) for seed in range(plan.num_seeds))))
+    return facts
+
+
+def describe_training(recipe: Recipe) -> str:
+    """How a part is trained: objective, steps, rate, and what it learns from."""
+    train = recipe.train
+    told = f"{recipe.objective.name}, {train.steps} steps at {train.lr:g}"
+    if recipe.rollout is not None:
+        updates = train.epochs * train.minibatches
+        batches = max(1, -(-(train.steps or 0) // updates))
+        each = f"{recipe.rollout.prompts} prompts × {recipe.rollout.group} answers"
+        return f"{told}; {each}" + (f", {batches} times" if batches > 1 else ", drawn once from the start")
+    assert recipe.data is not None
+    return f"{told}, {recipe.data.batch} rows each, of {label_of_word(recipe.task)}"
 
 
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:

@@ -307,7 +307,7 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
 def prepare_evaluating(recipe: Recipe, folder: Path, starts_servers: bool = False) -> tuple[Evaluator, Base, list[str]]:
     """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
 
-    Nothing that learns is built: for a process beside the trainer's (``evaluating/worker``), whose engine and rewards
+    Nothing that learns is built: for a process beside the trainer's (``evaluating/beside``), whose engine and rewards
     keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:
@@ -348,7 +348,7 @@ def prepare_sampling(
 ) -> tuple[RolloutSource, Any]:
     """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
 
-    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_worker``); engine and rewards
+    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_process``); engine and rewards
     keep things in ``folder``; ``starts_servers``: of the trainer's world.
 
     Raises:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError
+from posttrain.errors import PeerFailure, PosttrainError, RunFailure, UsageError, first_line
 from posttrain.models.forward.forward import ActorCritic, Forward
 from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
 from posttrain.models.load import choose_device
@@ -538,11 +538,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += tensor.numel()
     if bucket:
         yield bucket
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of torch's says, without the stack of C++ functions below it."""
-    return str(error).strip().partition("\n")[0][:300]
 
 
 def fail_thread(thread: int, failure: PeerFailure) -> None:

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.engines.models import ModelSource
-    from posttrain.interpret.activations.documents import Documents
     from posttrain.interpret.activations.record import Recorder
-    from posttrain.interpret.activations.shards import ActivationStore
-
-# Sections whose keys are options: --task.path, --template.preamble
-SECTIONS = ("task", "template")
+    from posttrain.interpret.activations.shards import ActivationStore, Documents
 
 # A recording above this is begun only with --yes, or after asking.
 LARGE_BYTES = 1 << 30
@@ -110,15 +106,11 @@ def run_activations(arguments: argparse.Namespace) -> int:
     documents = _read_documents(arguments, sources[0])
     recorder = Recorder(
         sections,
-        documents.ids,
+        documents,
         sites,
         dtype=arguments.dtype,
         outliers=arguments.outliers,
         batch=arguments.batch,
-        data=documents.data,
-        dropped=documents.dropped,
-        prompt_lengths=documents.prompt_lengths,
-        told=documents.told,
     )
     out = Path(arguments.out) if arguments.out else _default_out(sources, documents)
     announce = console.print if not arguments.quiet else lambda *_: None

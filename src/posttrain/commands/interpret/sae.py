@@ -1,29 +1,28 @@
-"""``posttrain sae``: its actions, and ``sae train``. Only the standard library is imported before it runs (``cli``)."""
+"""``posttrain sae train`` and ``sae diff``, what training changed inside a model. Imports little at first (``cli``)."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.interpret import features, sae_diff
-from posttrain.commands.options.argument_types import ACCEPT_HELP
-from posttrain.errors import INTERRUPTED
+from posttrain.commands.options.argument_types import ACCEPT_HELP, natural, repetitions
+from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from posttrain.commands.train import TrainRequest
     from posttrain.interpret.dictionaries.recipe import SaeRecipe
+    from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.recipes.recipe import Recipe
+    from posttrain.recipes.sections import ModelSection
 
-# The actions of ``posttrain sae``: what each does, and where its body is.
-SAE_ACTIONS = {
-    "train": "train a sparse autoencoder on activations, by a recipe",
-    "features": "what the features of a sparse autoencoder stand for, as one page",
-    "diff": "what training changed: two models seen through the same features",
-}
-SAE_TRAIN_EPILOG = """\
+TRAIN_EPILOG = """\
 any key of the recipe is an option; several sites are recorded in one pass, for a dictionary each:
   posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
@@ -32,31 +31,10 @@ any key of the recipe is an option; several sites are recorded in one pass, for 
 """
 
 
-def add_options(
-    sae: argparse.ArgumentParser, common: argparse.ArgumentParser, places: argparse.ArgumentParser
-) -> dict[str, argparse.ArgumentParser]:
-    """Give ``sae`` its actions; returns their parsers as ``sae train``."""
-    actions = sae.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
-    made = {
-        name: actions.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[common, places],
-            allow_abbrev=False,
-        )
-        for name, text in SAE_ACTIONS.items()
-    }
-    _add_train_options(made["train"])
-    features.add_options(made["features"])
-    sae_diff.add_options(made["diff"])
-    return {f"sae {name}": parser for name, parser in made.items()}
-
-
-def _add_train_options(parser: argparse.ArgumentParser) -> None:
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Which recipe, and how it is trained."""
     parser.usage = "posttrain sae train RECIPE [options] [--section.key value ...]"
-    parser.epilog = SAE_TRAIN_EPILOG
+    parser.epilog = TRAIN_EPILOG
     parser.add_argument("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
     parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
@@ -132,3 +110,161 @@ def _print_results(folder: Path) -> None:
             f"{loss['ce_mean']:.3f}): {loss['ce_recovered_zero']:.1%} recovered, {loss['ce_recovered_mean']:.1%} of "
             "what the mean loses"
         )
+
+
+# ``posttrain sae diff``: numbers and one page.
+
+REPORT = "report.html"
+DEFAULT_RUNS = "runs"
+
+DIFF_EPILOG = """\
+any key of the recipe is an option; the same command again keeps what is there:
+  posttrain sae diff tiny/what-did-rl-change
+  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --seeds 5
+  posttrain sae diff tiny runs/tiny-sft --task stories --changes.prompts 256 --changes.dictionary.k 8
+  posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
+"""
+
+
+def add_diff_options(parser: argparse.ArgumentParser) -> None:
+    """Which models or recipe, where to look, how often, where to."""
+    parser.usage = "posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]"
+    parser.epilog = DIFF_EPILOG
+    parser.add_argument(
+        "models",
+        metavar="MODEL_OR_RUN",
+        nargs="+",
+        help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
+    )
+    parser.add_argument("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
+    parser.add_argument("--site", choices=("resid", "mlp", "attn"), help="of the layer (default: resid)")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
+    parser.add_argument("--run", metavar="NAME", help="name of the directory under the runs directory")
+    parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress, only where the report is")
+
+
+class _Stopped(Exception):
+    """A training was interrupted; everything so far is saved."""
+
+
+def run_sae_diff(arguments: argparse.Namespace) -> int:
+    """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
+    from posttrain.commands.console import Text, open_console, say
+    from posttrain.commands.progress import show_duration
+    from posttrain.interpret.differences.recipe import load_diff_recipe
+
+    if len(arguments.models) > 2:
+        raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
+    recipe = load_diff_recipe(arguments.models, _overrides(arguments)).resolve()
+    if arguments.dry_run:
+        print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
+        print(recipe.to_yaml().rstrip())
+        return 0
+    started = time.monotonic()
+    console = open_console()
+    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
+    try:
+        folder, lines = _compare(recipe, arguments, tell, started)
+    except _Stopped:
+        return INTERRUPTED
+    if not arguments.quiet:
+        for line in lines:
+            say(console, line)
+        console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
+    say(console, f"report: {folder / REPORT}")
+    return 0
+
+
+def _compare(
+    recipe: DiffRecipe, arguments: argparse.Namespace, say: Callable[[str], Any], started: float
+) -> tuple[Path, list[str]]:
+    """The folder with the report, and what was found in sentences."""
+    from posttrain.interpret.differences.comparison import compare_in, prepare
+    from posttrain.interpret.differences.recipe import Compared
+    from posttrain.reports.differences import findings, render_diff
+    from posttrain.runs.models import find_source
+    from posttrain.store.durable import replace_file
+
+    root = Path(arguments.runs_dir)
+    folder = root / _folder_name(arguments)
+    base = find_model(recipe.base, root, None, arguments.quiet, say)
+    post = find_model(recipe.post, root, base, arguments.quiet, say)
+    recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
+    sources = find_source(base, root), find_source(post, root)
+    setting, recipe = prepare(recipe, *sources, allow_large=arguments.yes)
+    about = _about(recipe, setting.sections, arguments)
+    content = compare_in(folder, recipe, setting, about, say, started)
+    replace_file(folder / REPORT, render_diff(content).encode())
+    return folder, list(findings(content))
+
+
+def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Keys of the recipe; the command's own options are short for some of them."""
+    overrides = list(arguments.overrides)
+    if arguments.site is not None and arguments.layer is None:
+        raise UsageError("--site: say which layer with --layer")
+    if arguments.layer is not None:
+        overrides.append(("changes.site", f"{arguments.site or 'resid'}.{arguments.layer}"))
+    if arguments.seeds is not None:
+        overrides.append(("changes.seeds", str(arguments.seeds)))
+    return overrides
+
+
+def _folder_name(arguments: argparse.Namespace) -> str:
+    from posttrain.runs.directory import check_run_name, name_of_recipe
+
+    if arguments.run is not None:
+        return check_run_name(arguments.run)
+    if len(arguments.models) == 1:
+        return name_of_recipe(arguments.models[0])
+    labels = [re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.") for name in arguments.models]
+    return f"diff-{labels[0]}-{labels[1]}"
+
+
+def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str:
+    """The model of that name, or a finished run of that recipe under ``root``, which is trained where there is none.
+
+    ``base``: what the recipe starts from, if it is to start from the base.
+
+    Raises:
+        RunFailure: the training failed.
+    """
+    if compared.recipe is None:
+        assert compared.name is not None, "the section's validator"
+        return compared.name
+    from posttrain.commands.progress import choose_progress
+    from posttrain.commands.summary import write_summary
+    from posttrain.recipes.recipe import load_recipe
+    from posttrain.runs.launch import find_or_train
+
+    name = compared.recipe
+    changes = [("model.name", json.dumps(base))] if base is not None and compared.from_base else []
+    recipe = load_recipe(name, changes).resolve()
+    folder, result = find_or_train(
+        recipe, root=root, recipe_name=name, observing=lambda: choose_progress(name, quiet), say=say
+    )
+    if result is not None and result.reason != "finished":
+        raise _Stopped
+    if result is not None:
+        write_summary(folder)
+    return str(folder)
+
+
+def _about(recipe: DiffRecipe, sections: dict[str, ModelSection], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was compared, and the command that does it again."""
+    words = ["posttrain", "sae", "diff", *arguments.models]
+    for key, value in _overrides(arguments):
+        words += [f"--{key}", value]
+    words += ["--run", arguments.run] if arguments.run is not None else []
+    words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != DEFAULT_RUNS else []
+    return {
+        "title": "What did training change?",
+        "description": recipe.description,
+        "base": sections["base"].name,
+        "post": sections["post"].name,
+        "recipe": recipe.dump(),
+        "fingerprint": recipe.fingerprint(),
+        "command": shlex.join(words),
+    }

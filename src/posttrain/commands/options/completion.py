@@ -62,19 +62,17 @@ def complete(words: Sequence[str], parsers: Mapping[str, argparse.ArgumentParser
     command = next((word for word in before if not word.startswith("-")), None)
     if command is None:
         return _fitting(current, [name for name in parsers if " " not in name])
-    action = " ".join(before[:2])
-    parser = parsers.get(action) or parsers.get(command)
+    parser = parsers.get(" ".join(before[:2])) or parsers.get(command)
     if parser is None:
         return []
-    if command == "runs" and len(before) > 1:
-        parser = _actions_of(parser).get(before[1], parser)
     if current.startswith("-"):
         options = [name for name in parser._option_string_actions if name.startswith("--")]
         return _fitting(current, options) or _fitting(current, [f"--{key}" for key in _keys(command, before)])
     option = parser._option_string_actions.get(before[-1])
     if option is not None and option.nargs != 0:
         return _fitting(current, option.choices or ())
-    return _fitting(current, _positional(command, before, parser))
+    actions = [name.removeprefix(f"{command} ") for name in parsers if name.startswith(f"{command} ")]
+    return _fitting(current, actions if actions and len(before) == 1 else _positional(command, before, parser))
 
 
 def answer(words: Sequence[str], parsers: Callable[[str], Mapping[str, argparse.ArgumentParser]]) -> int:
@@ -98,20 +96,15 @@ def _positional(command: str, before: Sequence[str], parser: argparse.ArgumentPa
     if command in _OF_RUNS:
         return ["tiny", *_runs(before)]
     if command == "runs":
-        return _actions_of(parser) if number == 1 else _runs(before)
+        return _runs(before)
     if command == "sae":
-        return ("train", "features", "diff") if number == 1 else _recipes("sae")
+        return _recipes("sae")
     if command == "recipes" and number > 1:
         return _recipes("")
     if command in ("explain", "data") and number == (1 if command == "explain" else 2):
         return _words("task" if command == "data" else None)
     first = next((action for action in parser._actions if not action.option_strings), None)
     return first.choices or () if first is not None and number == 1 else ()
-
-
-def _actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(groups[0].choices) if groups else {}
 
 
 def _recipes(command: str) -> list[str]:

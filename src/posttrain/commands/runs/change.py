@@ -184,14 +184,18 @@ def prune_runs(
     what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
-    elif dry_run:
-        say(console, f"would delete {what}; nothing was changed")
-    elif ask(f"Delete {what}?"):
+    elif _may_delete(console, what, ask, dry_run):
         for plan in plans:
             prune(root, plan)
         say(console, f"deleted {what}")
-    else:
-        console.print("nothing was changed")
+
+
+def _may_delete(console: Console, what: str, ask: Ask, dry_run: bool) -> bool:
+    """Whether to delete it; says so where not."""
+    if not dry_run and ask(f"Delete {what}?"):
+        return True
+    say(console, f"would delete {what}; nothing was changed" if dry_run else "nothing was changed")
+    return False
 
 
 def delete_runs(
@@ -223,14 +227,10 @@ def delete_runs(
     what = f"{counted(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
     for line in _recordings_that_stay(root, places):
         say(console, line)
-    if dry_run:
-        say(console, f"would delete {what}; nothing was changed")
-    elif ask(f"Delete {what}?"):
+    if _may_delete(console, what, ask, dry_run):
         freed = sum(delete(root, place) for place in places)
         freed += sum(finish_deletions(root).values())
         say(console, f"deleted {what}" if freed == total else f"deleted, {show_bytes(freed)} freed")
-    else:
-        console.print("nothing was changed")
 
 
 def _recordings_that_stay(root: str, places: Sequence[Place]) -> list[str]:
@@ -277,9 +277,7 @@ def finish(console: Console, root: str, ask: Ask, dry_run: bool) -> int:
     for name, size in left.items():
         say(console, f"{Path(root) / name}: {show_bytes(size)}")
     what = f"what {counted(len(left), 'deletion')} left when cut off, {show_bytes(sum(left.values()))}"
-    if dry_run:
-        say(console, f"would delete {what}; nothing was changed")
-    elif ask(f"Delete {what}?"):
+    if _may_delete(console, what, ask, dry_run):
         finish_deletions(root)
         say(console, f"deleted {what}")
     return 0

@@ -5,29 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from posttrain.commands.options.argument_types import (
-    ACCEPT_HELP,
-    Parser,
-    add_consent,
-    add_runs_dir,
-    natural,
-    new_place,
-    positive,
-)
+from posttrain.commands.options.argument_types import ACCEPT_HELP, natural, new_place, positive
 
-ACTIONS = {
-    "list": "every run: where it stands, what it came from, what it takes up",
-    "show": "one run or comparison in full",
-    "compare": "runs beside one another: where their recipes differ, and what came out",
-    "tag": "give a run tags, or take them away",
-    "note": "write down a remark about a run, or read what was written",
-    "prune": "delete checkpoints that are neither the best nor the last",
-    "delete": "delete runs or comparisons",
-    "export": "copy a run's model, recipe and results to a clean folder or archive",
-    "resume": "go on with a run by its own recipe, from its newest checkpoint",
-    "manage": "all of this from a menu",
-}
-WITH_TABLES = ("list", "show", "compare")
 EPILOG = """\
 a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort accuracy
@@ -39,42 +18,12 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
 """
 
 
-def add_options(
-    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, form: argparse.ArgumentParser
-) -> None:
-    """Give the parser of ``runs`` its actions; each takes ``--runs-dir``, too, and those with tables ``--format``."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of ``runs`` itself; its actions have options of their own."""
     parser.epilog = EPILOG
-    places = Parser(add_help=False)
-    add_runs_dir(places, argparse.SUPPRESS)
-    add_consent(places)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (without one: list)", required=True)
-    made = {
-        name: actions.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            parents=[common, places, *([form] if name in WITH_TABLES else [])],
-            allow_abbrev=False,
-        )
-        for name, text in ACTIONS.items()
-    }
-    _add_list_options(made["list"])
-    made["show"].add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
-    made["compare"].add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
-    made["tag"].add_argument("name", metavar="NAME", help="the run")
-    made["tag"].add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
-    made["note"].add_argument("name", metavar="NAME", help="the run")
-    made["note"].add_argument("text", metavar="TEXT", nargs="?", help="the remark; without it: show")
-    made["note"].add_argument("--clear", action="store_true", help="take all remarks away")
-    _add_removal_options(made["prune"], made["delete"])
-    _add_export_options(made["export"])
-    made["resume"].add_argument("name", metavar="NAME", help="the run")
-    made["resume"].add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
-    made["resume"].add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
-    made["resume"].add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
 
-def _add_list_options(parser: argparse.ArgumentParser) -> None:
+def add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
     _add_filters(parser)
     parser.add_argument("--recipe", metavar="TEXT", help="only runs of recipes with this in their name")
@@ -95,26 +44,40 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--families", action="store_true", help="as trees: runs under the run they were trained from")
 
 
-def _add_filters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
-    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
+def add_show_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
 
 
-def _add_removal_options(prune: argparse.ArgumentParser, delete: argparse.ArgumentParser) -> None:
-    for parser in (prune, delete):
-        parser.add_argument("names", metavar="NAME", nargs="*", help="runs or comparisons; patterns such as 'test-*'")
-        _add_filters(parser)
-        parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
-        parser.add_argument("--yes", action="store_true", help="do not ask")
-    prune.add_argument("--all", action="store_true", help="every run, those of comparisons included")
-    prune.add_argument(
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
+
+
+def add_tag_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
+
+
+def add_note_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="the remark; without it: show")
+    parser.add_argument("--clear", action="store_true", help="take all remarks away")
+
+
+def add_prune_options(parser: argparse.ArgumentParser) -> None:
+    _add_removal(parser)
+    parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")
+    parser.add_argument(
         "--keep", default="best,last", metavar="WHICH", help="best, last, a number of newest ones (default: best,last)"
     )
-    delete.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
 
 
-def _add_export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the run")
+def add_delete_options(parser: argparse.ArgumentParser) -> None:
+    _add_removal(parser)
+    parser.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
     parser.add_argument(
         "--to", type=new_place, metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz"
     )
@@ -124,6 +87,33 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"
     )
+
+
+def add_resume_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
+    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
+    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def add_manage_options(parser: argparse.ArgumentParser) -> None:
+    """None: it asks."""
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the run")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
+
+
+def _add_removal(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="runs or comparisons; patterns such as 'test-*'")
+    _add_filters(parser)
+    parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:

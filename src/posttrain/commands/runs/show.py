@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -53,27 +52,11 @@ FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
 # What a narrow terminal does without, in this order.
 DISPENSABLE = ("size", "from", "model", "tags", "objective", "step", "held-out", "state")
 COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
-# Where the body of every other action is.
-BODIES = {
-    "compare": ("posttrain.commands.runs.show", "run_compare_runs"),
-    "tag": ("posttrain.commands.runs.change", "run_tag"),
-    "note": ("posttrain.commands.runs.change", "run_note"),
-    "prune": ("posttrain.commands.runs.change", "run_prune"),
-    "delete": ("posttrain.commands.runs.change", "run_delete"),
-    "export": ("posttrain.commands.runs.change", "run_export"),
-    "resume": ("posttrain.commands.runs.change", "run_resume"),
-    "manage": ("posttrain.commands.runs.menu", "run_manage"),
-}
 
 
-def run_runs(arguments: argparse.Namespace) -> int:
-    """List the runs, show one, or do what the action says."""
-    if arguments.action in BODIES:
-        module, function = BODIES[arguments.action]
-        return int(getattr(importlib.import_module(module), function)(arguments))
+def run_show(arguments: argparse.Namespace) -> int:
+    """Show one run, or a comparison."""
     console = open_console()
-    if arguments.action == "list":
-        return _run_list(console, arguments)
     if arguments.name is None:
         known = list_names(run_names(arguments.runs_dir))
         raise UsageError(f"give the run's name: posttrain runs show NAME. {known} in {arguments.runs_dir}")
@@ -98,8 +81,9 @@ def _home_of(folder: Path, root: Path) -> tuple[Path, str]:
     return folder.parent, folder.name
 
 
-def _run_list(console: Console, arguments: argparse.Namespace) -> int:
-    root = arguments.runs_dir
+def run_list(arguments: argparse.Namespace) -> int:
+    """List the runs: as a table, as trees, or as data."""
+    console, root = open_console(), arguments.runs_dir
     wanted = Filter(
         check_states(arguments.state),
         tuple(arguments.tag),
@@ -411,7 +395,7 @@ def show_bytes(count: int) -> str:
 MAX_VALUE_CHARACTERS = 60
 
 
-def run_compare_runs(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> int:
     """Print in what the recipes differ and what came out."""
     known = every_run_name(arguments.runs_dir)
     fitting = [[run for run in known if fits(run, name)] or [name] for name in arguments.names]

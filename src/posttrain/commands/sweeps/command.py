@@ -88,8 +88,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_study(arguments: argparse.Namespace) -> int:
     """Check every part, make those that are not finished, and write tables, picture and report."""
-    from posttrain.sweeps.study import load_study
-    from posttrain.sweeps.study_report import collect_study
+    from posttrain.sweeps.study import collect_study, load_study
 
     plan = load_study(arguments.recipe, **_asked(arguments))
     return _run_study_like(arguments, plan, collect_study)

@@ -46,7 +46,7 @@ from posttrain.engines.vllm.protocol import (
     seed_of,
 )
 from posttrain.engines.weights import checkpoint_weights, save_without_weights
-from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineMismatch, RunFailure, UsageError, first_line
 from posttrain.models.stated_sizes import context_length
 from posttrain.types import Completion
 
@@ -324,7 +324,7 @@ class ColocatedEngine(Engine):
                 logging.getLogger("vllm").error("this ends vLLM here", exc_info=error)
                 where = f" ({self._handler.baseFilename} has the whole of it)"
             self.close()
-            what = f"{type(error).__name__}: {_first_line(error)}"
+            what = f"{type(error).__name__}: {first_line(error)}"
             raise RunFailure(f"vLLM in this process failed: {what}{where}") from None
         except BaseException:
             self.close()
@@ -347,7 +347,7 @@ def _import_vllm(where: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"{where}.colocate: vLLM cannot be imported by the Python that trains, {sys.executable} "
-            f"({_first_line(error)}). Install it and posttrain into one environment, or leave colocate out: a server "
+            f"({first_line(error)}). Install it and posttrain into one environment, or leave colocate out: a server "
             "has an environment of its own (docs/serving.md)"
         ) from None
     return vllm
@@ -377,7 +377,3 @@ def _as_answer(output: Any) -> dict[str, Any]:
 def _empty_cache() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

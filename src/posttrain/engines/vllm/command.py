@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY, adapter_base, resolve_model_name
+from posttrain.store.checkpoint_files import stated_digests
 
 # What a server needs to take weights over: a back end of its own, and the folder in which Python finds that.
 TRANSFER = '{"backend": "posttrain"}'
@@ -27,6 +28,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+SERVED = "policy"  # what a server whose weights follow training calls its model
 NUM_BLOCKS, BLOCK_BYTES = 256, 4096
 
 
@@ -161,7 +163,7 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=4)
     files = sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)})
-    known = _manifest_digests(folder)
+    known = stated_digests(folder)
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
         digest.update(known[file.name].encode() if file.name in known else _sampled(file))
@@ -176,14 +178,6 @@ def _sampled(file: Path) -> bytes:
             opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
             content += opened.read(BLOCK_BYTES)
     return content
-
-
-def _manifest_digests(folder: Path) -> dict[str, str]:
-    try:
-        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
-        return {str(name): str(entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no checkpoint of a run, or a damaged one: its files are read
 
 
 def _room_for(adapter: str) -> int:

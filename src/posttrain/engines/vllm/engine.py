@@ -168,23 +168,25 @@ def vllm(
     urls: Sequence[str | None] = url if isinstance(url, list) else [url]
     if model is None:
         return _of_a_model_on_disk(urls, tokenizer, checkpoint, asking)
-    from posttrain.engines.vllm.follow import Own
-
-    own = Own(port, tuple(gpus or ()), gpu_memory, dtype, max_model_len, eager, restarts)
-    return _following(model, tokenizer, urls if servers == 1 else [None] * servers, own, collectives, asking)
+    own = {"port": port, "gpus": tuple(gpus or ()), "gpu_memory": gpu_memory, "eager": eager, "dtype": dtype}
+    own |= {"max_model_len": max_model_len}
+    places = urls if url is not None else [None] * servers
+    return _following(model, tokenizer, places, own, restarts, asking | {"collectives": collectives})
 
 
 def _following(
-    model: Any, tokenizer: Any, urls: Sequence[str | None], own: Any, collectives: Any, asking: dict[str, Any]
+    model: Any, tokenizer: Any, urls: Sequence[str | None], own: dict[str, Any], restarts: int, asking: dict[str, Any]
 ) -> Engine:
-    """What asks servers whose weights follow; None instead of a url: one of the run's own."""
-    if len(urls) == 1:
+    """What asks servers whose weights follow; None instead of a url: one that the run starts as ``own`` says."""
+    if len(urls) == 1 and urls[0] is not None:
         from posttrain.engines.vllm.follow import FollowingEngine
 
-        return FollowingEngine(model, tokenizer, urls[0], own, collectives, **asking)
+        return FollowingEngine(model, tokenizer, urls[0], own["dtype"], **asking)
+    from posttrain.engines.vllm.command import SERVED, ServerOptions  # needs transformers, which no list of words does
     from posttrain.engines.vllm.fleet import following_fleet
 
-    return following_fleet(model, tokenizer, urls, own, collectives, **asking)
+    options = ServerOptions(**own, follows=True, empty=True, name=SERVED)
+    return following_fleet(model, tokenizer, urls, options, restarts=restarts, **asking)
 
 
 def _of_a_model_on_disk(

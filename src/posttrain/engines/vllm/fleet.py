@@ -11,6 +11,7 @@ lost at once; behind every batch all tell which ones they have lost, and it give
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,12 +22,14 @@ from typing import Any, Literal, TypeVar
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Conversation, Groups, Respondent, converse_by_generating
+from posttrain.engines.vllm.command import ServerOptions, server_command
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.follow import FollowingEngine, Own
+from posttrain.engines.vllm.follow import FollowingEngine
 from posttrain.engines.vllm.http import HttpServer
 from posttrain.engines.vllm.placed import SERVERS, PlacedServer, loss_of
 from posttrain.engines.vllm.protocol import CompletionRequest
-from posttrain.engines.vllm.server import free_port, interpreter
+from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
+from posttrain.engines.weights import save_without_weights
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.types import Completion
 from posttrain.world import Within, World
@@ -43,8 +46,9 @@ def following_fleet(
     model: Any,
     tokenizer: Any,
     urls: Sequence[str | None],
-    own: Own,
-    collectives: Literal["auto", "gloo", "nccl"],
+    own: ServerOptions,
+    collectives: Literal["auto", "gloo", "nccl"] = "auto",
+    restarts: int = 2,
     **asking: Any,
 ) -> FollowingFleet:
     """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None."""
@@ -53,10 +57,10 @@ def following_fleet(
     members = [
         Member(model, tokenizer, url, share, collectives, **asking) for url, share in zip(urls, shares, strict=True)
     ]
-    return FollowingFleet(members, own if starts else None)
+    return FollowingFleet(members, own if starts else None, restarts)
 
 
-def _shared_out(own: Own, servers: int) -> list[Own]:
+def _shared_out(own: ServerOptions, servers: int) -> list[ServerOptions]:
     """How each of the run's own servers is started: its GPUs, and its port if it is on this machine."""
     each, ports = len(own.gpus) // servers, list[int]()
     while len(ports) < servers:
@@ -135,15 +139,22 @@ class Orders:
 
 
 class Member(FollowingEngine):
-    """One of several servers; see ``FollowingEngine``.
+    """One of the servers, a user's or (``url`` None) one that the run starts; see ``FollowingEngine``.
 
-    ``orders``: of whom it is ordered where this process does not start it; ``ordered``: which order that is.
-    ``answered`` is what it has answered of a batch, and keeps until all of it is there. ``is_current``: it has been
-    given the weights of ``version``, and nothing is known against it.
+    ``own``: how it is started. ``orders``: of whom it is ordered where this process does not start it; ``ordered``:
+    which order that is. ``answered`` is what it has answered of a batch, and keeps until all of it is there.
+    ``is_current``: it has been given the weights of ``version``, and nothing is known against it.
     """
 
-    def __init__(self, *arguments: Any, **asking: Any) -> None:
-        super().__init__(*arguments, **asking)
+    def __init__(
+        self, model: Any, tokenizer: Any, url: str | None, own: ServerOptions, collectives: Any, **asking: Any
+    ) -> None:
+        self.own = own if url is None else None
+        self.process: OwnServer | PlacedServer | None = None
+        if url is None:
+            url, asking["wanted"] = f"http://127.0.0.1:{own.port}", (own.name,)
+        dtype: Any = own.dtype
+        super().__init__(model, tokenizer, url, dtype, collectives, **asking)
         self.answered: dict[CompletionRequest, Completion] = {}
         self.is_current = False
         self.orders: Orders | None = None
@@ -174,10 +185,33 @@ class Member(FollowingEngine):
             process.start(anew)
             self.process, self.ordered = process, process.place
             return
+        assert self.own is not None, "a server of the run's own"
         if moves:
-            self._port = free_port(0)
-            self.url = f"http://127.0.0.1:{self._port}"
-        self._launch()
+            self.own = replace(self.own, port=free_port(0))
+            self.url = f"http://127.0.0.1:{self.own.port}"
+        model, options = self._to_be_served()
+        command = server_command(str(model), replace(options, interpreter=interpreter()))
+        self.process = OwnServer(command, self.url, model.parent / "vllm.log")
+        self.process.start()
+
+    def close(self) -> None:
+        """End the server, where it is the run's own."""
+        self._end_server()
+        self.version = -1
+
+    def _end_server(self) -> None:
+        self._sender = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+
+    def _to_be_served(self) -> tuple[Path, ServerOptions]:
+        """A folder with what a server needs to know of the model, and how it is started."""
+        assert self.own is not None, "a server of the run's own"
+        folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
+        save_without_weights(self.model, self.tokenizer, folder / "served")
+        on_cpu = not self.own.gpus and next(self.model.parameters()).device.type == "cpu"
+        return folder / "served", replace(self.own, whole_prompts=on_cpu)
 
     def tail(self) -> str:
         """The end of what its server said."""
@@ -216,9 +250,9 @@ class FollowingFleet(AskedFleet):
 
     members: Sequence[Member]
 
-    def __init__(self, members: Sequence[Member], own: Own | None) -> None:
+    def __init__(self, members: Sequence[Member], own: ServerOptions | None, most_restarts: int) -> None:
         super().__init__(members)
-        self.own, self.restarts = own, 0
+        self.own, self.restarts, self.most_restarts = own, 0, most_restarts
         self.reader = members[0].reader
         for member in members:
             member.reader = self.reader
@@ -233,13 +267,13 @@ class FollowingFleet(AskedFleet):
         for number, member in enumerate(self.members):
             name = f"{placed_as or SERVERS}-{number + 1}"
             if folder is not None:
-                member.folder = folder / name
+                member.folder = folder if size == world.size == 1 and placed_as is None else folder / name
             if placed_as is not None:
                 member.orders = Orders(world, name, self.own.port + number if self.own.port else 0)
         if placed_as is None and world.is_main:
             interpreter()  # missed before anything is trained
             for member in self.members:
-                free_port(member._port, where=member.where)
+                free_port(member.own.port if member.own else 0, where=member.where)
             if size > 1 and not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":
                 where = self.members[0].where
                 raise UsageError(f"{where}.servers: {size} of them need GPUs of their own; name these in {where}.gpus")
@@ -374,9 +408,10 @@ class FollowingFleet(AskedFleet):
         Raises:
             RunFailure: that was done too often.
         """
-        what = f"vLLM server {number + 1} of {len(self.members)} failed: {why}"
-        assert self.own is not None
-        if self.restarts == self.own.restarts:
+        size = len(self.members)
+        what = f"{'the vLLM server' if size == 1 else f'vLLM server {number + 1} of {size}'} failed: {why}"
+        assert self.own is not None, "a server of the run's own"
+        if self.restarts == self.most_restarts:
             raise RunFailure(
                 f"{what}. Servers were started again {self.restarts} times already "
                 f"({self.members[number].where}.restarts). {self.members[number].tail()}"

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.plugin.posttrain_vllm import address_towards, broadcast, join
 from posttrain.engines.vllm.protocol import Unreadable
-from posttrain.errors import RunFailure
+from posttrain.errors import RunFailure, first_line
 
 Collectives = Literal["gloo", "nccl"]
 NamedWeights = Iterable[tuple[str, Tensor]]
@@ -103,7 +103,7 @@ class WeightSender:
             try:
                 broadcast(self.group, weight.detach().to(device=device, dtype=dtype).contiguous()).wait()
             except RuntimeError as error:
-                raise RunFailure(f"a worker was lost at {name}: {_first_line(error)}") from None
+                raise RunFailure(f"a worker was lost at {name}: {first_line(error)}") from None
 
     def _wait_for(self, key: str, asked: Future[Any]) -> None:
         """Until every worker has set its key; an answer before that is what went wrong."""
@@ -162,7 +162,3 @@ def _address_of(host: str) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         return str(socket.getaddrinfo(host, None)[0][4][0])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

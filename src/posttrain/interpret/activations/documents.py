@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from posttrain.engines.models import ModelSource, complete_template
 from posttrain.errors import DataError, UsageError
+from posttrain.interpret.activations.shards import Documents
 from posttrain.interpret.activations.sites import read_config, tokenizer_hash
 from posttrain.models.load import load_tokenizer
 from posttrain.models.stated_sizes import context_length
@@ -23,26 +22,6 @@ from posttrain.tasks.reading import SUFFIXES, read_file
 
 TEXT_KEY = "text"
 MAX_CONTEXT_TOKENS = 8192
-
-
-@dataclass(slots=True)
-class Documents:
-    """Token ids of documents, none empty.
-
-    ``prompt_lengths``: how many tokens of each are its prompt (0: a plain text). ``told``: the places in each of what
-    an environment said between the turns of an answer, which the model did not write. ``data`` says where they come
-    from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
-    """
-
-    ids: list[list[int]] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
-    told: list[list[int]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.ids))
 
 
 def read_documents(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, UsageError, first_line
 from posttrain.interpret.activations.shards import ROW_FACTS, ActivationStore, write_tensors
 from posttrain.interpret.activations.sites import read_site
 from posttrain.store.durable import storage_errors
@@ -90,12 +90,8 @@ def _read(file: Path, num_dimensions: int) -> Tensor:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise DataError(file, f"this .pt file cannot be read as a plain tensor ({_first_line(error)})") from error
+        raise DataError(file, f"this .pt file cannot be read as a plain tensor ({first_line(error)})") from error
     if not isinstance(loaded, Tensor) or loaded.dim() != num_dimensions:
         what = f"shape {list(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
         raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got {what}")
     return loaded
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,6 +20,7 @@ from posttrain.interpret.activations.shards import (
     DTYPES,
     FORMAT,
     ActivationStore,
+    Documents,
     Source,
     StoreIndex,
     StoreWriter,
@@ -84,15 +85,12 @@ class Recorder:
 
     Args:
         models: one, or two over the same tokens (``base`` and ``post``); names or sections of a recipe.
-        documents: token ids of each, none empty or longer than the models' context.
+        documents: none longer than the models' context; or their token ids alone.
         sites: ``resid.20``, ``mlp.20``, ``attn.20``.
         dtype: of what is stored. Norms are taken before rounding.
         outliers: drop rows with a norm above so many times the median of the first shard, in any site and source;
             0 keeps them.
         batch: documents at a time; None: as many as fit into a number of tokens.
-        data: about the documents, for the index; ``dropped`` what was left out of them, by reason.
-        prompt_lengths: how many tokens of each document are its prompt.
-        told: the places in each document of what an environment said.
         seed: by which the documents were chosen, for the index.
         rows_per_shard: None: about 256 MiB.
 
@@ -104,25 +102,22 @@ class Recorder:
     def __init__(
         self,
         models: str | ModelSection | Sequence[str | ModelSection],
-        documents: Sequence[Sequence[int]],
+        documents: Documents | Sequence[Sequence[int]],
         sites: Sequence[str],
         *,
         dtype: Dtype = "bf16",
         outliers: float = OUTLIER_FACTOR,
         batch: int | None = None,
-        data: Mapping[str, Any] | None = None,
-        dropped: Mapping[str, int] | None = None,
-        prompt_lengths: Sequence[int] | None = None,
-        told: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         rows_per_shard: int | None = None,
     ) -> None:
         specs = [models] if isinstance(models, str | ModelSection) else list(models)
-        if len(specs) not in (1, 2) or not documents or not all(documents):
+        self.texts = Documents.of(documents)
+        self.documents = self.texts.ids
+        if len(specs) not in (1, 2) or not self.documents or not all(self.documents):
             raise UsageError("a recording needs one model or two, and documents that are not empty")
         sections = [ModelSection(name=model) if isinstance(model, str) else model for model in specs]
         names = [str(site) for site in dict.fromkeys(read_site(name) for name in sites)]
-        self.documents, self.prompt_lengths, self.told = documents, prompt_lengths, told
         self.outliers, self.batch = outliers, batch
         loaded = [load_layers(section, names) for section in sections]
         tokenizers = [tokenizer_hash(each.tokenizer) for each in loaded]
@@ -131,17 +126,17 @@ class Recorder:
                 f"{sections[0].name} and {sections[1].name} have different tokenizers, so no token stands for the same "
                 "in both; pair a model with one that was trained from it"
             )
-        longest, context = max(map(len, documents)), min(context_length(each.model.config) for each in loaded)
+        longest, context = max(map(len, self.documents)), min(context_length(each.model.config) for each in loaded)
         if longest > context:
             raise UsageError(f"a document of {longest} tokens does not fit into the model's {context}; cut it before")
         self.start_id = loaded[0].tokenizer.bos_token_id
         sides = ("model",) if len(loaded) == 1 else ("base", "post")
         self.extractors = {side: Extractor(each.model, names) for side, each in zip(sides, loaded, strict=True)}
-        self.index = self._describe(sections, loaded, names, dtype, tokenizers[0], dict(data or {}), seed)
-        self.index.dropped = {reason: count for reason, count in (dropped or {}).items() if count}
+        self.index = self._describe(sections, loaded, names, dtype, tokenizers[0], dict(self.texts.data), seed)
+        self.index.dropped = {reason: count for reason, count in self.texts.dropped.items() if count}
         rows = rows_per_shard or min(MAX_SHARD_ROWS, max(MIN_SHARD_ROWS, SHARD_BYTES // self.index.row_bytes))
         self.index.settings["rows_per_shard"] = rows
-        self.plan = plan_shards([len(ids) for ids in documents], rows)
+        self.plan = plan_shards([len(ids) for ids in self.documents], rows)
 
     @property
     def size(self) -> Size:
@@ -164,7 +159,7 @@ class Recorder:
             UsageError: the folder holds something else, or a recording under other settings.
             StorageError: the disk is full or not writable.
         """
-        writer = StoreWriter(folder, self.index, self.documents, self.prompt_lengths, self.told)
+        writer = StoreWriter(folder, self.index, self.texts)
         for number in range(writer.next_shard, len(self.plan)):
             if observe is not None:
                 observe(number, len(self.plan))
@@ -244,7 +239,7 @@ class Recorder:
 
 def record(
     models: str | ModelSection | Sequence[str | ModelSection],
-    documents: Sequence[Sequence[int]],
+    documents: Documents | Sequence[Sequence[int]],
     sites: Sequence[str],
     folder: str | Path,
     **options: Any,
@@ -268,15 +263,12 @@ def record(
 
 def recording_key(
     models: Sequence[ModelSection],
-    documents: Sequence[Sequence[int]],
+    documents: Documents,
     sites: Sequence[str],
     *,
     dtype: Dtype = "bf16",
     outliers: float = OUTLIER_FACTOR,
     batch: int | None = None,
-    data: Mapping[str, Any] | None = None,
-    prompt_lengths: Sequence[int] | None = None,
-    told: Sequence[Sequence[int]] | None = None,
 ) -> str | None:
     """16 hexadecimal digits of all that decides the rows of a recording; no model is loaded for it.
 
@@ -296,8 +288,8 @@ def recording_key(
         "models": [model.model_dump(mode="json", exclude={"name", "device"}) for model in models],
         "devices": [choose_device(model.device).type for model in models],
         "tokenizers": [tokenizer_hash(load_tokenizer(m.name, trust_remote_code=m.runs_remote_code)) for m in models],
-        "documents": hashlib.sha256(pack_documents(documents, prompt_lengths, told)).hexdigest(),
-        "data": dict(data or {}),
+        "documents": hashlib.sha256(pack_documents(documents)).hexdigest(),
+        "data": documents.data,
         "sites": list(sites),
         "settings": [dtype, outliers, batch],
     }
@@ -359,7 +351,7 @@ class ActivationStream(ActivationStore):
     def __init__(self, recorder: Recorder, notify: Callable[[str], None] = lambda message: None) -> None:
         self.recorder, self.index = recorder, recorder.index
         self.folder = Path("what is computed")  # what messages call it
-        self._documents = load(pack_documents(recorder.documents, recorder.prompt_lengths, recorder.told))
+        self._documents = load(pack_documents(recorder.texts))
         sizes = [sum(self._num_rows(recorder.documents[i]) for i in chunk) for chunk in recorder.plan]
         ends = torch.tensor([0, *sizes]).cumsum(0)
         self._starts = ends

@@ -37,6 +37,31 @@ LAYER_CONVENTION = (
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+@dataclass(slots=True)
+class Documents:
+    """Token ids of documents, none empty.
+
+    ``prompt_lengths``: how many tokens of each are its prompt (none given: plain texts). ``told``: the places in each
+    of what an environment said between the turns of an answer, which the model did not write. ``data`` says where they
+    come from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
+    """
+
+    ids: list[Sequence[int]] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    told: list[list[int]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, texts: Documents | Sequence[Sequence[int]]) -> Documents:
+        """Themselves, or token ids alone as documents."""
+        return texts if isinstance(texts, Documents) else cls(list(texts))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A model whose activations are stored: ``model``, or ``base`` and ``post`` where there are two."""
@@ -354,9 +379,7 @@ class StoreWriter:
     Args:
         folder: made if missing.
         index: what is recorded; its ``settings`` decide whether an interrupted recording may go on.
-        documents: token ids of all documents.
-        prompt_lengths: how many of each document's tokens are its prompt (default: none).
-        told: the places in each document of what an environment said (default: none).
+        documents: all of them, or their token ids alone.
 
     Raises:
         UsageError: the folder holds something else, or a recording under other settings (named).
@@ -367,13 +390,11 @@ class StoreWriter:
         self,
         folder: str | Path,
         index: StoreIndex,
-        documents: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int] | None = None,
-        told: Sequence[Sequence[int]] | None = None,
+        documents: Documents | Sequence[Sequence[int]],
     ) -> None:
-        self.folder = Path(folder)
-        content = pack_documents(documents, prompt_lengths, told)
-        self.index = replace(index, documents=len(documents), documents_sha256=_hash(content))
+        self.folder, texts = Path(folder), Documents.of(documents)
+        content = pack_documents(texts)
+        self.index = replace(index, documents=len(texts.ids), documents_sha256=_hash(content))
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
             _refuse_changes(self.folder, stored.deciding(), self.index.deciding())
@@ -497,24 +518,21 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
             )
 
 
-def pack_documents(
-    documents: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int] | None = None,
-    told: Sequence[Sequence[int]] | None = None,
-) -> bytes:
+def pack_documents(documents: Documents) -> bytes:
     """The documents as a safetensors file: ``ids`` of all, ``offsets`` of each, ``prompt_lengths`` (0 by default).
 
     Where an environment said something in one of them, ``told`` is 1 at each such token and 0 at all others.
     """
-    offsets = torch.tensor([0, *np.cumsum([len(ids) for ids in documents], dtype=np.int64).tolist()], dtype=torch.long)
-    flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents]
+    sizes = [len(ids) for ids in documents.ids]
+    offsets = torch.tensor([0, *np.cumsum(sizes, dtype=np.int64).tolist()], dtype=torch.long)
+    flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents.ids]
     ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int32)
-    lengths = torch.as_tensor(prompt_lengths or [0] * len(documents), dtype=torch.int32)
+    lengths = torch.as_tensor(documents.prompt_lengths or [0] * len(sizes), dtype=torch.int32)
     tensors = {"ids": ids, "offsets": offsets, "prompt_lengths": lengths}
-    if told is not None and any(told):
+    if any(documents.told):
         tensors["told"] = torch.zeros(len(ids), dtype=torch.int32)
         tensors["told"][
-            [start + place for start, its in zip(offsets.tolist(), told, strict=False) for place in its]
+            [start + place for start, its in zip(offsets.tolist(), documents.told, strict=False) for place in its]
         ] = 1
     return bytes(save(tensors))
 

@@ -40,6 +40,7 @@ from posttrain.models.load import (
 )
 from posttrain.models.sources import adapter_base, resolve_model_name
 from posttrain.recipes.sections import ModelSection
+from posttrain.store.checkpoint_files import stated_digests
 
 PLACES = ("resid", "mlp", "attn", "mlp_in")
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe")  # what a block calls its MLP itself, without norms around it
@@ -320,7 +321,6 @@ def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Itera
 # Models for extraction: only the blocks that are needed are read from the disk.
 
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
-_MANIFEST = "manifest.json"
 
 
 def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
@@ -411,7 +411,7 @@ def weights_hash(name: str) -> str:
     except LocalEntryNotFoundError:
         return ""
     digest = hashlib.sha256()
-    known = _manifest_hashes(folder)
+    known = stated_digests(folder)
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     for file in files:
         with file.open("rb") as opened:
@@ -427,14 +427,3 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """A hash of a tokenizer's vocabulary, by which two models are known to mean the same by the same ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
-
-
-def _manifest_hashes(folder: Path) -> dict[str, str]:
-    path = folder / _MANIFEST
-    if not path.is_file():
-        return {}
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return {str(file): str(entry["sha256"]) for file, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}  # a damaged manifest: the files themselves are read

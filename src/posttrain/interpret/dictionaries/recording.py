@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, RunConflict, UsageError
-from posttrain.interpret.activations.documents import Documents, recorded_rollouts, task_prompts, texts
+from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
 from posttrain.interpret.activations.record import LARGE_BYTES, ActivationStream, Recorder, recording_key
-from posttrain.interpret.activations.shards import INDEX, ActivationStore, check_files, read_index
+from posttrain.interpret.activations.shards import INDEX, ActivationStore, Documents, check_files, read_index
 from posttrain.interpret.activations.sites import check_layers, tokenizer_hash
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
 from posttrain.models.attention import chosen_attention
@@ -54,22 +54,13 @@ def open_or_record(
     documents = read_documents(section)
     paired = [] if section.paired is None else [section.model.model_copy(update={"name": section.paired})]
     models = [section.model, *paired]
-    options: dict[str, Any] = {
-        "dtype": section.dtype,
-        "outliers": section.outliers,
-        "batch": section.batch,
-        "data": documents.data,
-        "prompt_lengths": documents.prompt_lengths,
-        "told": documents.told,
-    }
-    key = recording_key(models, documents.ids, sites, **options)
+    options: dict[str, Any] = {"dtype": section.dtype, "outliers": section.outliers, "batch": section.batch}
+    key = recording_key(models, documents, sites, **options)
     if section.stream_rows is not None:
         if key is not None:
             _refuse_another(run, key)
             replace_file(run / USED, f"{key}\n".encode())
-        recorder = Recorder(
-            models, documents.ids, sites, dropped=documents.dropped, rows_per_shard=section.stream_rows, **options
-        )
+        recorder = Recorder(models, documents, sites, rows_per_shard=section.stream_rows, **options)
         return ActivationStream(recorder, notify)
     if key is None:
         place = run / ACTIVATIONS
@@ -79,7 +70,7 @@ def open_or_record(
     with _locked(place), chosen_attention(section.model):
         store = _usable(place, notify)
         if store is None:
-            recorder = Recorder(models, documents.ids, sites, dropped=documents.dropped, **options)
+            recorder = Recorder(models, documents, sites, **options)
             _check_room(recorder, place, notify, allow_large=allow_large)
             store = recorder.write(place)
     if key is not None:

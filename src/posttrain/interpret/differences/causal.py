@@ -45,6 +45,9 @@ ROOM = 32  # tokens for which a cache takes memory ahead
 class _Growing(DynamicLayer):
     """Keys and values that are written in place, into memory taken ahead, and not copied for every token."""
 
+    keys: Tensor
+    values: Tensor
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

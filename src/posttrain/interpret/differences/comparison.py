@@ -21,7 +21,7 @@ from posttrain.engines.models import ModelSource, complete_template, grader_for,
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
 from posttrain.interpret.activations.record import LARGE_BYTES, Recorder
-from posttrain.interpret.activations.shards import ActivationStore, column
+from posttrain.interpret.activations.shards import ActivationStore, Documents, column
 from posttrain.interpret.activations.sites import check_layers, read_config
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, save_dictionary
@@ -50,21 +50,19 @@ from posttrain.untrusted import harmless_json
 
 
 @dataclass(slots=True)
-class Answered:
+class Answered(Documents):
     """Documents (prompt and answer, token by token as sampled) with what each answer earned.
 
     ``by``: who wrote it, ``base`` or ``post``.
     """
 
-    documents: list[list[int]] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
     by: list[str] = field(default_factory=list)
 
     def add(self, rollouts: Sequence[Rollout], by: str) -> None:
         for rollout in rollouts:
-            self.documents.append([*rollout.prompt_ids, *rollout.completion.ids])
+            self.ids.append([*rollout.prompt_ids, *rollout.completion.ids])
             self.prompt_lengths.append(len(rollout.prompt_ids))
             self.rewards.append(rollout.reward)
             self.right.append(float(rollout.parts.get("correct", 0.0) == 1.0))
@@ -72,10 +70,10 @@ class Answered:
 
     def facts(self) -> dict[str, Any]:
         """How many, how long, what they earned: plain data."""
-        answers = sum(map(len, self.documents)) - sum(self.prompt_lengths)
+        answers = self.num_tokens - sum(self.prompt_lengths)
         facts: dict[str, Any] = {
-            "documents": len(self.documents),
-            "tokens": sum(map(len, self.documents)),
+            "documents": len(self.ids),
+            "tokens": self.num_tokens,
             "answer_tokens": answers,
         }
         for who in dict.fromkeys(self.by):
@@ -86,7 +84,7 @@ class Answered:
                 "reward": sum(rewards) / len(mine),
                 "reward_error": standard_error(rewards),
                 "accuracy": sum(self.right[i] for i in mine) / len(mine),
-                "tokens": sum(len(self.documents[i]) - self.prompt_lengths[i] for i in mine) / len(mine),
+                "tokens": sum(len(self.ids[i]) - self.prompt_lengths[i] for i in mine) / len(mine),
             }
         return facts
 
@@ -291,7 +289,7 @@ def compare(recipe: DiffRecipe, setting: Setting, folder: Path, observe: Observe
         who = ("base", "post") if changes.by == "both" else (changes.by,)
         answered = answer_prompts({name: work.subject(name) for name in who}, asked, changes)
         work.report["documents"] = answered.facts()
-    with work.timed("recording", f"both models read {sum(map(len, answered.documents)):,} tokens"):
+    with work.timed("recording", f"both models read {answered.num_tokens:,} tokens"):
         store = _record(work, answered)
     with work.timed("dictionaries", "dictionaries of the base are trained"):
         start = held_out_start(store, changes)
@@ -320,14 +318,13 @@ def held_out_start(store: ActivationStore, changes: ChangesSection) -> int:
 
 def _record(work: Comparison, answered: Answered) -> ActivationStore:
     changes, setting = work.changes, work.setting
+    answered.data |= {"source": "answers", "task": setting.task.name, "split": setting.task.split, "by": changes.by}
     recorder = Recorder(
         [setting.sections["base"], setting.sections["post"]],
-        answered.documents,
+        answered,
         [work.site],
         dtype=changes.dtype,
         outliers=changes.outliers,
-        data={"source": "answers", "task": setting.task.name, "split": setting.task.split, "by": changes.by},
-        prompt_lengths=answered.prompt_lengths,
         seed=changes.seed,
     )
     if recorder.size.num_bytes > LARGE_BYTES and not setting.allow_large:
@@ -453,11 +450,11 @@ def _limit(store: ActivationStore, site: str, source: str) -> float:
 def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> None:
     changes = work.changes
     base, post = work.subject("base"), work.subject("post")
-    shown = range(min(changes.kl_documents, len(answered.documents)))
+    shown = range(min(changes.kl_documents, len(answered.ids)))
     work.report["divergence"] = locate_divergence(
         base.model,
         post.model,
-        [answered.documents[i] for i in shown],
+        [answered.ids[i] for i in shown],
         [answered.prompt_lengths[i] for i in shown],
         post.tokenizer,
     )
@@ -469,11 +466,11 @@ def _diverge(work: Comparison, store: ActivationStore, answered: Answered) -> No
         return
     frozen = load_dictionary(work.folder / "dictionaries" / "frozen").to(work.device)
     difference = work.folder / "dictionaries" / "difference"
-    count = min(changes.patching.documents, len(answered.documents))
+    count = min(changes.patching.documents, len(answered.ids))
     work.report["patching"] = patch_curves(
         (base.model, post.model),
         work.site,
-        (answered.documents[-count:], answered.prompt_lengths[-count:]),
+        (answered.ids[-count:], answered.prompt_lengths[-count:]),
         changes,
         work.dictionaries,
         work.seen,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipes.recipe import Recipe
-from posttrain.store.headline import read_headline
+from posttrain.store.headline import Headline
 from posttrain.train.files import Observer
 
 if TYPE_CHECKING:
@@ -46,5 +46,6 @@ class Reading:
             if event == "start":
                 self.started, facts["recipe"] = True, self._recipe
             elif event == "evaluation" and facts["headline"] is not None:
-                facts["headline"] = read_headline(facts["headline"])
+                told = facts["headline"]
+                facts["headline"] = Headline(**told | {"beside": tuple(told["beside"])})
             self._observer(event, facts)

@@ -1,7 +1,7 @@
 """Evaluation in a process beside the trainer's, from the checkpoint of the step that is evaluated.
 
 Training goes on while it evaluates. What is evaluated, how and with which random numbers is what the trainer would have
-done, so the results are the same; only when they are written down depends on the clock.
+done, so the results are the same; only when they are written down depends on the clock. ``main`` runs in that process.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from posttrain.errors import UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.evals.generation import Evaluation
+from posttrain.models.trained_heads import restore_heads
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.rollouts import Row, to_row
-from posttrain.train.process import BesideProcess, send
+from posttrain.train.checkpoint import load_checkpoint, restore_model
+from posttrain.train.files import RunFiles
+from posttrain.train.process import Answer, BesideProcess, send, serve
 
-WORKER = "posttrain.train.evaluating.worker"
+if TYPE_CHECKING:
+    from posttrain.train.build import Base
+    from posttrain.train.evaluating.held_out import Evaluator
+
+KEPT = "beside"  # folder of a run, for what the engine of the process keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class Beside:
         kind, _, number = (recipe.eval.device or recipe.model.device).partition(":")
         own.model.device = cast(Any, kind)
         settings = {"folder": str(folder), "servers": starts_servers}
-        self._process = BesideProcess(WORKER, own, settings, only_gpu(number) if number else None)
+        self._process = BesideProcess(__name__, own, settings, only_gpu(number) if number else None)
         self._courier: ThreadPoolExecutor | None = None
         self._waiting: tuple[int, Future[Evaluated]] | None = None
 
@@ -141,3 +149,35 @@ def _plain(value: Any) -> Any:
 
 def _stored(value: Any) -> Any:
     return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
+
+
+# What runs in the process.
+
+
+def main() -> None:
+    """Serve until the trainer is gone."""
+    serve("while evaluating beside training", _prepare)
+
+
+def _prepare(recipe: Recipe, settings: dict[str, Any]) -> Answer:
+    from posttrain.train.build import prepare_evaluating  # which builds the trainer's side, too
+
+    folder = Path(settings["folder"])
+    evaluator, base, notices = prepare_evaluating(recipe, folder / KEPT, settings["servers"])
+    return partial(_answer, evaluator, base, RunFiles.within(folder).checkpoints, notices)
+
+
+def _answer(
+    evaluator: Evaluator, base: Base, checkpoints: Path, notices: list[str], message: dict[str, Any], replies: IO[bytes]
+) -> None:
+    step = message["step"]
+    if step:  # the weights of step 0 are those that it began with
+        checkpoint = load_checkpoint(checkpoints, step)
+        if checkpoint is None:
+            raise RunFailure(f"{checkpoints}: the checkpoint of step {step} is gone")
+        restore_model(base.loaded.model, checkpoint.path)
+        restore_heads(base.heads, checkpoint.heads)
+    evaluations = evaluator(step)
+    told = [*notices, *evaluator.sampler.engine.take_notices()]
+    notices.clear()
+    send(replies, {"evaluations": write_evaluations(evaluations), "notices": told})

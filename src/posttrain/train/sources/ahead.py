@@ -23,7 +23,7 @@ from torch import Tensor
 
 from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
-from posttrain.store.ledger import DIED, Ledger, LedgerEvent
+from posttrain.store.ledger import DIED, Event, Ledger, LedgerEvent
 from posttrain.train.process import Weights, sum_of
 from posttrain.train.sources.messages import check_written, read_drawn, write_drawn
 from posttrain.train.sources.rollouts import START_AGAIN, Drawn, RolloutSource
@@ -228,7 +228,7 @@ class Ahead:
             self._note(self._round(batch, attempt, "done", weights.version))
         return Ready(drawn, self._version)
 
-    def _round(self, batch: int, attempt: int, event: str, version: int, reason: str = "") -> list[LedgerEvent]:
+    def _round(self, batch: int, attempt: int, event: Event, version: int, reason: str = "") -> list[LedgerEvent]:
         """The same event for every group of a round of sampling."""
         step = batch * self.source.updates + 1
         places = self.source.order.turn(batch, attempt).places
@@ -243,11 +243,9 @@ class Ahead:
         for place, group in enumerate(drawn.sampled):
             draw, slot = divmod(place, size)
             prompt = group[0].prompt_index
-            if id(group) in chosen:
-                event, reason = "consumed", ""
-            else:
-                event, reason = "dropped", "not needed" if self.source.fits(group) else "uniform"
-            events.append(LedgerEvent(event, batch, step, draw, slot, prompt, drawn.version, reason))
+            why = "" if id(group) in chosen else "not needed" if self.source.fits(group) else "uniform"
+            used: Event = "dropped" if why else "consumed"
+            events.append(LedgerEvent(used, batch, step, draw, slot, prompt, drawn.version, why))
         self._note(events)
 
     def _note(self, events: list[LedgerEvent]) -> None:

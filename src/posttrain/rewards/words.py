@@ -1,16 +1,61 @@
-"""Rewards for the form of an answer: reasoning in one pair of tags, then the result in another; its length."""
+"""Rewards for a right answer, for its form and length, and what an environment pays."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.errors import UsageError
-from posttrain.graders.grading import is_blank
+from posttrain.errors import RewardFailure, UsageError
+from posttrain.graders.grading import Submission, Verdict, grade, is_blank
 from posttrain.registry import register
-from posttrain.types import TRUNCATED
+from posttrain.types import TRUNCATED, Turn
+
+
+@register("reward", batched=True, words={"mode": "grader"})
+def correct(
+    text: Sequence[str],
+    extracted: Sequence[str | None],
+    answer: Sequence[str | None],
+    grader: Sequence[str],
+    meta: Sequence[Mapping[str, Any]],
+    *,
+    mode: str | dict[str, Any] = "auto",
+    tolerance: Annotated[float, Field(ge=0)] = 0.0,
+) -> list[Verdict]:
+    """1 if the answer equals the gold answer, else 0.
+
+    ``r = 1[grader(completion, gold) = right]``. No answer, a grader that had to be stopped, and an example
+    without gold give 0.
+
+    Args:
+        mode: the grader: ``auto`` is the one that the task names (``numeric`` for GSM8K, ``math`` for MATH, ...);
+            or a grader's name; or a mapping with its ``name`` and options, such as
+            ``{name: multiple_choice}``. `posttrain explain grader` lists them.
+        tolerance: for graders of numbers, the largest absolute difference that still counts as equal.
+
+    Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
+
+    Raises:
+        RecipeError: a tolerance, and a grader that has none.
+    """
+    options = {} if isinstance(mode, str) else {key: value for key, value in mode.items() if key != "name"}
+    if tolerance:
+        options = {"tolerance": tolerance} | options
+    fixed = mode if isinstance(mode, str) else str(mode["name"])
+    names = list(grader) if fixed == "auto" else [fixed] * len(grader)
+    submissions = [Submission(*parts) for parts in zip(text, extracted, answer, meta, strict=True)]
+    verdicts: dict[int, Verdict] = {}
+    for name in dict.fromkeys(names):
+        places = [i for i, own in enumerate(names) if own == name]
+        graded = grade(name, [submissions[i] for i in places], options)
+        verdicts.update(zip(places, graded, strict=True))
+    return [verdicts[i] for i in range(len(submissions))]
+
+
+# Rewards for the form of an answer: reasoning in one pair of tags, then the result in another.
 
 
 @register("reward")
@@ -141,3 +186,34 @@ def truncated(finish: str) -> float:
     Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
     """
     return -1.0 if finish in TRUNCATED else 0.0
+
+
+# What an environment pays, and what calls cost.
+
+
+@register("reward")
+def environment(environment_reward: float | None) -> float:
+    """What the environment's ``get_reward()`` says at the end of the episode.
+
+    Raises:
+        RewardFailure: the recipe has no environment, or one without ``get_reward``.
+    """
+    if environment_reward is None:
+        raise RewardFailure("reward environment: there is no environment with get_reward; name one in the recipe")
+    return environment_reward
+
+
+@register("reward")
+def tool_calls(turns: Sequence[Turn]) -> float:
+    """How many calls of tools were made, the malformed ones included; with a negative weight they cost something."""
+    return float(sum(len(turn.calls) for turn in turns))
+
+
+@register("reward")
+def turn_rewards(turns: Sequence[Turn]) -> float:
+    """The sum of what the environment's ``get_turn_reward()`` said behind each turn.
+
+    Advantages per completion see the sum. ``turn_normalized``, and those per token (``return_to_go``, ``gae``), see
+    each at the last token of its turn; all other rewards are paid at the end.
+    """
+    return sum(turn.reward or 0.0 for turn in turns)
