@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
+from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
@@ -26,6 +27,14 @@ def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
     assert all(id(p) in own for p in frozen)
     assert trained
     assert not any(id(p) in own for p in trained)
+
+
+def test_that_batches_are_padded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare(make_recipe("sft")).notices == []
+    monkeypatch.setattr(Forward, "_packed_agrees", lambda forward: False)
+    parts = prepare(make_recipe("sft"))
+    assert parts.policy.path == "padded"
+    assert parts.notices == ["batches are padded, which is slower: packing them would change what this model computes"]
 
 
 @pytest.mark.parametrize(("trunk", "num_apart"), [("separate", True), ("shared", False)])

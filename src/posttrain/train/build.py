@@ -167,13 +167,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         evaluator=evaluator,
         beside=beside,
         guarantee=words.guarantee,
-        notices=[*notices, *_told_of_masks(base.policy, recipe), *(shards.notices if shards else ())],
+        notices=[*notices, *_told_of_slow_paths(base.policy, recipe), *(shards.notices if shards else ())],
     )
 
 
-def _told_of_masks(policy: Forward, recipe: Recipe) -> list[str]:
-    """A line where a GPU is to attend under masks, and nobody asked for that."""
-    meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda" or policy.path == "padded"
+def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """A line where batches are padded, or a GPU is to attend under masks, and nobody asked for that."""
+    if policy.path == "padded":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
+    meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda"
     if meant or policy.attention != "mask":
         return []
     return ["model.attention: neither variable-length nor flex attention works here; the trainer attends under masks"]
