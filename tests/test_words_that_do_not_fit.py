@@ -90,10 +90,6 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ),
         ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url: 'ftp://there' is no"),
         ("--eval.engine vllm --eval.engine.url there", "eval.engine.url: 'there' is no server's URL"),
-        (
-            "--rollout.staleness 1 --scale.processes 2",
-            "rollout.staleness: 1 samples in a process beside training, and 2 processes train here",
-        ),
         ("--data.batch 2", "give exactly one of 'rollout'"),
         ("--extends tiny/grpo", "command line: extends: only a file extends a recipe"),
     ],

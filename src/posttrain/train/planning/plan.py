@@ -72,8 +72,8 @@ class Plan:
 
     ``memory``: of one GPU, by sharding. ``fits``: the shardings that fit. ``micro``: what the activations are of.
     ``changes``: keys that make it fit, each list of them by itself; empty where it fits or nothing helps.
-    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness; ``partial``: where it has one
-    (the engines that go on with answers sample in one process), and answers go on across updates.
+    ``ahead``: seconds of a batch where sampling has as many GPUs of its own, by staleness; ``partial``: where it has
+    one (the engines that go on with answers sample in one process), and answers go on across updates.
     """
 
     count: int

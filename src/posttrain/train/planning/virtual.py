@@ -159,7 +159,7 @@ class VirtualPartial(PartialAhead):
 
     def _taken(self, cycle: int) -> Ready:
         ready = super()._taken(cycle)
-        writer: VirtualWriter = self._process
+        writer: Any = self._process
         writer.clock.now = max(writer.clock.now, writer.ready_at[cycle])
         return ready
 
