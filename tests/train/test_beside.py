@@ -20,7 +20,7 @@ import pytest
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.train import process
-from posttrain.train.evaluating import beside, worker
+from posttrain.train.evaluating import beside
 from posttrain.train.evaluating.beside import only_gpu
 from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
@@ -44,7 +44,7 @@ class Inline:
     """A ``BesideProcess`` that is none: another model in this process, told the same in the same words."""
 
     def __init__(self, module: str, recipe: Recipe, settings: Mapping[str, Any], environment: Any = None) -> None:
-        assert module == worker.__name__
+        assert module == beside.__name__
         self.recipe, self.settings = recipe, dict(settings)
         self.answer: process.Answer | None = None
         self.replies = io.BytesIO()
@@ -54,7 +54,7 @@ class Inline:
 
     def started(self) -> tuple[Any, bool]:
         is_new = self.answer is None
-        self.answer = self.answer or worker._prepare(self.recipe, self.settings)
+        self.answer = self.answer or beside._prepare(self.recipe, self.settings)
         self.asked = io.BytesIO()
         return self.asked, is_new
 
@@ -213,7 +213,7 @@ def test_an_evaluation_that_was_recorded_since_is_not_there_twice(
 @pytest.mark.usefixtures("inline")
 def test_an_evaluation_that_fails_ends_the_run_and_is_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("sft", is_beside=True)
-    answer = worker._answer
+    answer = beside._answer
 
     def broken(evaluator: Any, base: Any, checkpoints: Path, notices: Any, message: Any, replies: Any) -> None:
         if message["step"] == 2:
@@ -221,7 +221,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_is_owed(tmp_path: Path, monke
         answer(evaluator, base, checkpoints, notices, message, replies)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_answer", broken)
+        patch.setattr(beside, "_answer", broken)
         with pytest.raises(PosttrainError, match="the judge is down"):
             run(tmp_path / "parts", recipe)
     state = json.loads((tmp_path / "parts" / "checkpoints" / "step-000004" / "state.json").read_text())
@@ -236,7 +236,7 @@ def test_what_the_process_refuses_ends_the_run_with_its_words(tmp_path: Path) ->
     settings = {"folder": str(tmp_path / "run"), "servers": False}
     own = recipe.model_copy(deep=True)
     own.model.name = str(tmp_path / "nothing")
-    asked = process.BesideProcess(worker.__name__, own, settings)
+    asked = process.BesideProcess(beside.__name__, own, settings)
     with pytest.raises(UsageError, match=r"while evaluating beside training: .*nothing"):
         asked.repeat(asked.started, "evaluates step 0", "eval.beside: false evaluates without such a process")
     asked.close()
