@@ -136,7 +136,7 @@ def test_plain_progress_prints_about_twenty_lines() -> None:
     assert lines[1] == (
         "step 20/400 | reward 0.200 | accuracy 10.0% | tokens/s: generate 12,000 · update 30,000 | 3m 10s left"
     )
-    assert lines[-1] == "finished after step 400, 3m 20s; steps: generate 62% · score 1% · update 37%"
+    assert lines[-1] == "finished after step 400, 3m 20s; steps: generate 60% · update 40%"
 
 
 def test_plain_progress_always_shows_the_last_step() -> None:

@@ -71,6 +71,17 @@ def test_a_donor_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: 
     assert write(writer, writer, [far], site) == [greedy(writer)]
 
 
+def test_at_the_embeddings_too_each_treatment_sees_its_own_text(writer: Any) -> None:
+    """A donor of no blocks has no cache, by which prompts and answers could be told apart."""
+
+    def shove(x: Tensor, other: Tensor) -> Tensor:
+        return torch.ones_like(x) + 100.0 * (other - x)
+
+    shoved = write(writer, writer, [shove], "resid.0")[0]
+    assert shoved != greedy(writer)
+    assert write(writer, writer, [nothing, shove], "resid.0") == [greedy(writer), shoved]
+
+
 def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) -> None:
     """Along one answer, the rows that a treatment is given are those of a forward pass over the whole text."""
     from families import activations_of

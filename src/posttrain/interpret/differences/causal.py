@@ -180,7 +180,7 @@ def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments:
 
 def _donated(donor: Any, site: str, read: dict[str, Any], cache: Any, num_treatments: int) -> Tensor:
     """The donor's activations [R, tokens, d], float32. Prompts, the same under every treatment, are read once."""
-    is_first = not len(cache.layers)
+    is_first = read["input_ids"].shape == read["attention_mask"].shape  # a donor without blocks keeps no cache to tell
     size = len(read["input_ids"]) // num_treatments
     if is_first:
         read = {name: value[:size] if isinstance(value, Tensor) else value for name, value in read.items()}
