@@ -40,6 +40,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "game.py": ([["--seeds", "0", "--sft-steps", "2", "--grpo-steps", "2"]], None, "of the best (96 games)"),
     "kill_and_resume.py": ([["--kind", "sft", "--kills", "1", "--steps", "8"]], None, "all equal"),
     "parity.py": ([["--word", "grpo", "--seeds", "1"]], "trl", "grpo"),
+    "processes.py": ([["--rounds", "1", "--steps", "2"]], None, "times the tokens per second of one"),
     "reward_model_hh.py": ([["--data", "pairs", "--seeds", "0"]], None, "over length"),
     "training.py": (
         [["--ours", "--part", part, "--rounds", "1", "--steps", "1"] for part in ("grpo", "sft")],

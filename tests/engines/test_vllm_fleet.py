@@ -733,7 +733,35 @@ def test_one_port_for_two_fleets() -> None:
         words_of(ahead)
 
 
-def test_gpus_and_ports_are_shared_out(tiny: LoadedModel, started: type[OwnStandIn], tmp_path: Path) -> None:
+@pytest.fixture
+def six_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NVIDIA's driver lists on a machine that has six."""
+    for number in range(6):
+        (tmp_path / "driver" / f"0000:{number:02x}:00.0").mkdir(parents=True)
+    monkeypatch.setattr("posttrain.engines.vllm.server.DRIVER_GPUS", tmp_path / "driver")
+
+
+def test_gpus_that_are_not_there(
+    tiny: LoadedModel, started: type[OwnStandIn], six_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before a server is started on them, which would take a minute to fail."""
+    message = r"^rollout\.engine\.gpus: \[5, 7\]: this machine has no GPU 7; its 6 have the numbers 0 to 5$"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the trainer's, which says nothing about the server's
+    with pytest.raises(UsageError, match=message):
+        own_fleet(tiny, tmp_path, gpus=[5, 7], servers=2, where="rollout.engine")
+    monkeypatch.setattr("posttrain.engines.vllm.server.DRIVER_GPUS", tmp_path / "none")
+    own_fleet(tiny, tmp_path, gpus=[0], servers=1).close()  # another maker's, hidden from this process: nobody can tell
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"this machine has no GPU 0; it has none that CUDA sees$"):
+        own_fleet(tiny, tmp_path, gpus=[0], servers=1)
+    assert not started.all
+
+
+def test_gpus_and_ports_are_shared_out(
+    tiny: LoadedModel, started: type[OwnStandIn], six_gpus: None, tmp_path: Path
+) -> None:
     port = free_port()
     engine = own_fleet(tiny, tmp_path, gpus=[0, 1, 2, 5], servers=2, port=port)
     engine.sync(0)

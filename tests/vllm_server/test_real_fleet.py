@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 import urllib.request
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_updates import update
+from small_updates import KillsAServer, update
 
 from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
@@ -22,7 +19,7 @@ from posttrain.engines.vllm.placed import _is_in_order
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.world import ONE
-from small_runs import Events, make_recipe, recorded, watched
+from small_runs import make_recipe, recorded, watched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_servers")]
 
@@ -66,26 +63,13 @@ def test_two_servers_and_a_process_that_comes_back_to_them(tiny: LoadedModel, tm
 
 def test_training_with_two_servers_of_which_one_is_killed(tmp_path: Path) -> None:
     """It is started again, elsewhere, and asked for what it had not answered; no answer is lost or comes twice."""
-    seconds: list[float] = []
-
-    class Killing(Events):
-        def __call__(self, event: str, facts: dict[str, Any]) -> None:
-            super().__call__(event, facts)
-            seconds.append(time.perf_counter())
-            if event == "step" and facts["step"] == 1:
-                for stat in Path("/proc").glob("[0-9]*/cmdline"):
-                    words = stat.read_bytes().split(b"\0")
-                    if b"-m" in words[1:2] and str(tmp_path / "run" / "server-2" / "served").encode() in words:
-                        os.kill(int(stat.parent.name), signal.SIGKILL)
-                        return
-
     engine = {"name": "vllm", "eager": True, "timeout_seconds": 300, "servers": 2}
     recipe = make_recipe("grpo", rollout={"engine": engine}, train={"steps": 3})
-    events = Killing()
+    events = KillsAServer(tmp_path / "run" / "server-2")
     result = watched(tmp_path / "run", recipe, events)
     assert (result.step, result.reason) == (3, "finished")
     (said,) = [facts["message"] for facts in events.of("notice")]
     assert said.startswith("vLLM server 2 of 2 failed: ")
     rows = recorded(tmp_path / "run")[0]
     assert [(row.step, row.version) for row in rows] == [(s, s - 1) for s in (1, 2, 3) for _ in range(16)]
-    print(f"\nthe step in which one of two servers was killed: {max(b - a for a, b in pairwise(seconds)):.1f} s")
+    events.check_recovery()

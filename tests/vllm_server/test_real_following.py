@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_updates import update
+from small_updates import KillsAServer, update
 
 from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
@@ -25,7 +23,7 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.world import ONE
-from small_runs import Events, make_recipe, recorded, watched
+from small_runs import make_recipe, recorded, watched
 
 pytestmark = pytest.mark.vllm
 
@@ -171,22 +169,12 @@ def test_a_sync_with_a_fault_is_caught(engine: FollowingFleet, fault: Any, updat
 
 def test_training_from_end_to_end_with_a_server_that_is_killed(tmp_path: Path, own_servers: None) -> None:
     """Started by the recipe, killed after the first step, started again; no answer is lost or comes twice."""
-
-    class Killing(Events):
-        def __call__(self, event: str, facts: dict[str, Any]) -> None:
-            super().__call__(event, facts)
-            if event == "step" and facts["step"] == 1:
-                for stat in Path("/proc").glob("[0-9]*/cmdline"):
-                    words = stat.read_bytes().split(b"\0")
-                    if b"-m" in words[1:2] and str(tmp_path / "run" / "served").encode() in words:
-                        os.kill(int(stat.parent.name), signal.SIGKILL)
-                        return
-
     engine = {"name": "vllm", "eager": True, "timeout_seconds": 300}
     recipe = make_recipe("grpo", rollout={"engine": engine}, train={"steps": 3})
-    events = Killing()
+    events = KillsAServer(tmp_path / "run")
     result = watched(tmp_path / "run", recipe, events)
     assert (result.step, result.reason) == (3, "finished")
     assert len(events.of("notice")) == 1
     rows = recorded(tmp_path / "run")[0]
     assert [(row.step, row.version) for row in rows] == [(s, s - 1) for s in (1, 2, 3) for _ in range(16)]
+    events.check_recovery()

@@ -28,7 +28,7 @@ from posttrain.engines.vllm.follow import FollowingEngine
 from posttrain.engines.vllm.http import HttpServer
 from posttrain.engines.vllm.placed import SERVERS, PlacedServer, loss_of
 from posttrain.engines.vllm.protocol import CompletionRequest
-from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
+from posttrain.engines.vllm.server import OwnServer, check_gpus, free_port, interpreter
 from posttrain.engines.weights import save_without_weights
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.types import Completion
@@ -272,6 +272,7 @@ class FollowingFleet(AskedFleet):
                 member.orders = Orders(world, name, self.own.port + number if self.own.port else 0)
         if placed_as is None and world.is_main:
             interpreter()  # missed before anything is trained
+            check_gpus(self.own.gpus, self.members[0].where)
             for member in self.members:
                 free_port(member.own.port if member.own else 0, where=member.where)
             if size > 1 and not self.own.gpus and next(self.members[0].model.parameters()).device.type == "cuda":

@@ -15,7 +15,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from posttrain.engines.vllm import keeper
 from posttrain.engines.vllm.command import ServerCommand
@@ -32,6 +35,9 @@ OWN_PORTS = range(20_000, 30_000)
 TAIL_BYTES, TAIL_LINES = 8192, 12
 # What a launcher of many processes tells each of them about its place, and a server would take for its own.
 _PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# NVIDIA's driver has a folder for each GPU; which of them a process sees is the business of these variables.
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _PLACE_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -76,6 +82,23 @@ def free_port(wanted: int, address: str = "127.0.0.1", where: str = "engine") ->
                 ) from None
         if wanted:
             time.sleep(LOOK_SECONDS)
+
+
+def check_gpus(wanted: Sequence[int], where: str = "engine") -> None:
+    """That this machine has these GPUs, before a server that is started on them finds out in a minute.
+
+    NVIDIA's driver lists them all, whatever ``CUDA_VISIBLE_DEVICES`` leaves to this process; where it says nothing,
+    torch counts, unless such a variable hides some from it, too.
+
+    Raises:
+        UsageError: one is not there.
+    """
+    listed = len(list(DRIVER_GPUS.iterdir())) if DRIVER_GPUS.is_dir() else 0
+    if not wanted or (not listed and any(os.environ.get(name) is not None for name in HIDING)):
+        return
+    if missing := [gpu for gpu in wanted if gpu >= (there := listed or torch.cuda.device_count())]:
+        has = f"its {there} have the numbers 0 to {there - 1}" if there else "it has none that CUDA sees"
+        raise UsageError(f"{where}.gpus: {list(wanted)}: this machine has no GPU {missing[0]}; {has}")
 
 
 class OwnServer:
