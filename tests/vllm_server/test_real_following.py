@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from posttrain.engines.vllm.transfer import WeightSender
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
+from posttrain.store.ledger import Ledger, count
 from posttrain.world import ONE
-from small_runs import make_recipe, recorded, watched
+from small_runs import end_of, make_recipe, recorded, start, steps_of, watched
 
 pytestmark = pytest.mark.vllm
 
@@ -178,3 +182,23 @@ def test_training_from_end_to_end_with_a_server_that_is_killed(tmp_path: Path, o
     rows = recorded(tmp_path / "run")[0]
     assert [(row.step, row.version) for row in rows] == [(s, s - 1) for s in (1, 2, 3) for _ in range(16)]
     events.check_recovery()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_two_processes_train_with_a_server_by_one_command(staleness: int, tmp_path: Path, own_servers: None) -> None:
+    """The line of docs/serving.md, in small: every answer is there once, by the version that its batch is due."""
+    changes = {"scale.processes": 2, "rollout.engine.name": "vllm", "rollout.engine.eager": "true"}
+    changes |= {"rollout.staleness": staleness, "rollout.prompts": 4, "rollout.max_tokens": 32, "train.steps": 4}
+    changes |= {"train.warmup_steps": 1, "train.save_every": 0, "eval.every": 4, "eval.n": 8, "eval.max_tokens": 32}
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    where = ["--runs-dir", str(tmp_path), "--run", "it", "--quiet"]
+    code, error = end_of(start([sys.executable, "-m", "posttrain", "train", "tiny/grpo", *words, *where], os.environ))
+    assert code == 0, error
+    assert "failed" not in error
+    training, evaluated = recorded(tmp_path / "it")
+    due = [(step, max(0, step - 1 - staleness)) for step in range(1, 5)]
+    assert sorted((row.step, row.version) for row in training) == [pair for pair in due for _ in range(32)]
+    assert Counter(row.step for row in evaluated) == {0: 8, 4: 8}
+    assert max(step["mismatch_kl"] for step in steps_of(tmp_path / "it")) < 1e-3
+    if staleness:
+        assert count(Ledger(tmp_path / "it" / "ledger.jsonl").read()) == {"consumed": 4 * 4}
