@@ -285,7 +285,7 @@ def test_the_card_of_an_export_shows_text_as_text(tmp_path: Path) -> None:
     (evil / "env.json").write_text(
         json.dumps({"recipe": "`\n<img src=x>", "starts": [{"versions": {"posttrain": "<i>"}}]})
     )
-    lines = model_card(evil, 1).splitlines()
+    lines = model_card(evil, 1, evil).splitlines()
     assert [i for i, line in enumerate(lines) if line == "---"] == [0, 4]
     assert [line for line in lines if line.startswith("#")] == ["# evil"]
     assert lines[8] == (

@@ -209,6 +209,46 @@ def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_
     assert load_file(done.target / "model.safetensors").keys() == load_file(TINY / "model.safetensors").keys()
 
 
+def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: Path, tmp_path: Path) -> None:
+    """peft would attach the upper one to the model below both, without a word."""
+    from posttrain.models.load import load_model
+    from posttrain.models.lora import apply_adapter
+    from posttrain.recipes.sections import AdapterSection, ModelSection
+    from posttrain.train.checkpoint import save_checkpoint
+
+    lower = str(step_folder(adapter_run / "checkpoints", 1))
+    run = make_run(tmp_path / "runs", "upper", recipe={"model": {"name": lower, "dtype": "float32"}}, steps=())
+    section = ModelSection(name=lower, device="cpu", adapter=AdapterSection(rank=2))
+    loaded = load_model(section, seed=0)
+    model = apply_adapter(loaded.model, section.adapter, seed=0)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.fill_(0.02)
+        expected = model(torch.arange(40)[None]).logits
+    save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
+    with pytest.raises(UsageError, match=f"upper: its adapter stands on an adapter, {lower}, .*; --merge exports"):
+        export_run(run.parent, run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
+    assert (logits_of(merged) - expected).abs().max() < 1e-4
+    assert (logits_of(Path(lower)) - expected).abs().max() > 0.1
+
+
+def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp_path: Path) -> None:
+    folder = step_folder(adapter_run / "checkpoints", 1) / "sequence-classification"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    reseal(folder.parent, 1)
+    try:
+        done = export_run(adapter_run.parent, adapter_run, tmp_path / "out")
+    finally:
+        (folder / "adapter_config.json").unlink()
+        folder.rmdir()
+        reseal(folder.parent, 1)
+    assert "config.pad_token_id = None" in done.notices[1]
+    assert done.notices[1] in (done.target / "README.md").read_text()
+
+
 def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--merge: a has no adapter"):
         export_run(root, root / "a", tmp_path / "out", merge=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from posttrain.models.load import ONE_FILE, SCORE
+from posttrain.models.sources import SCORER_FOLDER
 
-ADAPTER_FOLDER = "sequence-classification"
 LABEL = "reward"
 
 
@@ -62,7 +62,7 @@ def save_adapter_scorer(path: Path, model: Any, weight: Tensor) -> bool:
     """
     if classifier_class(model.get_base_model()) is None or weight.shape[0] != 1:
         return False
-    folder = path / ADAPTER_FOLDER
+    folder = path / SCORER_FOLDER
     folder.mkdir()
     settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}

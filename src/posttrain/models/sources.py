@@ -20,6 +20,7 @@ from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"
+SCORER_FOLDER = "sequence-classification"  # in a checkpoint, a reward model's adapter with its head, as peft has it
 HUB_PATIENCE_SECONDS = 1.0
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, UsageError
+from posttrain.models.sources import SCORER_FOLDER, is_adapter
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
@@ -42,7 +43,11 @@ RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report
 # Of a checkpoint, what only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
-_CARD = "README.md"
+_CARD, _HEADS = "README.md", "heads.safetensors"
+_SCORER = (
+    f"{SCORER_FOLDER}/ is the reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
+    "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,7 @@ def export_run(
             content.mkdir(parents=True)
             notices = [] if step is None else _copy_weights(run, step, content, merge)
             _copy_records(run, content)
-            card = model_card(run, step, is_adapter=(content / "adapter_config.json").is_file())
-            (content / _CARD).write_text(card, encoding="utf-8")
+            (content / _CARD).write_text(model_card(run, step, content), encoding="utf-8")
             files = sorted(item for item in content.rglob("*") if item.is_file())
             count, size = len(files), sum(item.stat().st_size for item in files)
             written = _pack(content, aside / goal.name) if is_archive else content
@@ -114,14 +118,14 @@ def choose_step(run: Path, weights: Weights | None) -> int | None:
     return steps[-1] if weights == "last" or best is None else best
 
 
-def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
-    """``README.md`` of an export: where the weights come from, what was measured, how to load them."""
+def model_card(run: Path, step: int | None, weights: Path) -> str:
+    """``README.md`` of an export: where the ``weights`` in it come from, what was measured, how to load them."""
     recipe = RunDirectory(run).read_recipe()
     summary = summarize_run(run)
     base = _text(recipe, "model", "name")
     starts = RunDirectory(run).read_environment().get("starts") or [{}]
     version = (starts[-1].get("versions") or {}).get("posttrain", "?")
-    front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["posttrain"]}
+    front: dict[str, Any] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers", "tags": ["posttrain"]}
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
     head = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
     about = str(recipe.get("description") or "").strip()
@@ -146,7 +150,9 @@ def model_card(run: Path, step: int | None, *, is_adapter: bool = False) -> str:
         ]
         lines += [_evaluation_row(row, headline) for row in measured]
         lines.append("")
-    if is_adapter:
+    if (weights / SCORER_FOLDER).is_dir():
+        lines += [f"{_SCORER}.", ""]
+    if is_adapter(str(weights)):
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return harmless("\n".join([*head, *lines]))
 
@@ -193,21 +199,25 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     if merge:
         if not adapter.is_file():
             raise UsageError(f"--merge: {run.name} has no adapter; its weights are whole already")
-        if "heads.safetensors" in names:
+        if _HEADS in names:
             raise UsageError(
                 f"--merge: {run.name} has a head beside its adapter, which a merged model would lose; leave out --merge"
             )
         _merge_into_base(RunDirectory(run).read_recipe(), source, content)
         return []
+    base = str(json.loads(adapter.read_bytes()).get("base_model_name_or_path")) if adapter.is_file() else ""
+    if base and is_adapter(base):  # peft would load another model, and say nothing
+        remedy = "train it from a merged export" if _HEADS in names else "--merge exports a model that stands alone"
+        raise UsageError(f"{run.name}: its adapter stands on an adapter, {base}, which peft does not load; {remedy}")
     for name in names:
         (content / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, content / name, follow_symlinks=False)
-    if not adapter.is_file():
+    if not base:
         return []
-    base = str(json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+    remedy = "" if _HEADS in names else "; --merge exports a model that stands alone"
     what = f"the weights are an adapter on top of {base}"
-    remedy = ", which is a folder of this machine; --merge exports a model that stands alone"
-    return [what + remedy if Path(base).exists() else what]
+    what += f", which is a folder of this machine{remedy}" if Path(base).exists() else ""
+    return [what, _SCORER] if (content / SCORER_FOLDER).is_dir() else [what]
 
 
 def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> None:
