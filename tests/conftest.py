@@ -92,6 +92,14 @@ def quick_stories() -> Iterator[None]:
     stories.usual_results.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def no_curves() -> Iterator[None]:
+    """Runs end without a picture of their curves, which takes two to four times as long as they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posttrain.commands.summary.draw_curves", lambda panels, title, path: path)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def consent_kept() -> Iterator[None]:
     """What one test allows to be imported (``consent``) is not allowed in the next."""

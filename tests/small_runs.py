@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,24 @@ def save_perturbed(folder: Path, noise: float = 0.05) -> str:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return str(folder)
+
+
+@cache
+def shallow(num_layers: int) -> str:
+    """Where the embedded model lies without its upper layers, as long as this process lives.
+
+    For runs that are compared with runs: of what they show the most is shown by one layer, and each layer costs.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _kept_folders.append(folder := tempfile.TemporaryDirectory(prefix=f"tiny-{num_layers}-"))
+    fewer: dict[str, Any] = {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    AutoModelForCausalLM.from_pretrained(TINY, **fewer).save_pretrained(folder.name)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder.name)
+    return folder.name
+
+
+_kept_folders: list[tempfile.TemporaryDirectory[str]] = []  # each is removed with its object
 
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,19 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported_names(path: Path, *, at_import_time: bool = False) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported_names(path: Path, *, at_import_time: bool = False) -> tuple[str, ...]:
     """Dotted names that a file imports, anywhere; or only those that run when it is imported."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = _toplevel(tree.body) if at_import_time else ast.walk(tree)
+    tree = tree_of(path)
+    return tuple(_names_in(_toplevel(tree.body) if at_import_time else ast.walk(tree), path))
+
+
+def _names_in(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -149,7 +159,7 @@ def _toplevel(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _toplevel(getattr(node, part, []))
 
 
-def ours(names: Iterator[str]) -> set[str]:
+def ours(names: Iterable[str]) -> set[str]:
     """Of imported names, the modules of this package, as in ``MODULES``."""
     found = set()
     for name in names:
@@ -189,7 +199,7 @@ def test_a_folder_has_few_modules(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [f for f in _folders() if f != "."])
 def test_a_room_says_in_one_sentence_what_it_is(folder: str) -> None:
-    tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+    tree = tree_of(PACKAGE / folder / "__init__.py")
     assert ast.get_docstring(tree), f"{folder}/__init__.py says in one sentence what belongs there"
 
 
@@ -224,7 +234,7 @@ def test_one_door_per_heavy_dependency(package: str) -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if component(m) in PURE_ROOMS and m not in WORKERS])
 def test_words_are_pure(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    tree = tree_of(MODULES[module])
     impure = {name.partition(".")[0] for name in imported_names(MODULES[module])} & IMPURE_MODULES
     assert impure == set(), f"{module} is a word: no files, clocks or devices"
     for node in ast.walk(tree):
@@ -236,7 +246,7 @@ def test_words_are_pure(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_is_swallowed(module: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type is not None else "everything"
             broad = {"everything", "Exception", "BaseException"}
@@ -277,7 +287,7 @@ def test_listing_recipes_imports_no_torch() -> None:
 @pytest.mark.parametrize("module", [name for name in MODULES if component(name) not in ROOMS["cli"]])
 def test_no_namespace_is_made_up(module: str) -> None:
     """What a command does with a command line, a library call does with a typed request."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    tree = tree_of(MODULES[module])
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not [call for call in calls if call.endswith("Namespace")]
 

@@ -25,6 +25,8 @@ from posttrain.errors import install_command
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 REWARDS = '''
 from __future__ import annotations
 from pathlib import Path

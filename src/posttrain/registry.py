@@ -15,7 +15,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
@@ -148,6 +148,10 @@ class Entry:
         Raises:
             RecipeError: an annotation that is no type.
         """
+        return self._options_model
+
+    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
+    def _options_model(self) -> type[Options]:
         fields: dict[str, Any] = {}
         for parameter in self._signature().parameters.values():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:

@@ -19,6 +19,8 @@ from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 RECIPE: dict[str, Any] = {
     "task": {"name": "stories", "size": 16, "max_steps": 1},
     "rollout": {"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.5},

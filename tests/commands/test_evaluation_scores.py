@@ -14,7 +14,7 @@ from posttrain.errors import UsageError
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
-pytestmark = pytest.mark.usefixtures("quick_stories")
+pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
 SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
 EVERY_STEP = ["--train.save_every", "1"]
 

@@ -9,6 +9,8 @@ import pytest
 
 from posttrain.cli import main
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 RULE = """\
 principles:
   - name: plain ending

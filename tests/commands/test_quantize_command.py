@@ -21,6 +21,8 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.models import find_source
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 
 SMALL = ["--task.size", "64", "--task.max_steps", "1"]

@@ -19,6 +19,8 @@ from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 SFT = """\
 model: {name: tiny}
 task: {name: stories, size: 40, max_steps: 1}

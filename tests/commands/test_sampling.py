@@ -17,6 +17,8 @@ from posttrain.runs.models import find_source
 from posttrain.tasks.base import choose_task
 from posttrain.types import Message
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 
 def test_the_test_split_is_measured_unless_another_is_given() -> None:
     assert choose_task(None, "tiny", None).options["split"] == "test"

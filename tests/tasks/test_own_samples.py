@@ -18,6 +18,8 @@ from posttrain.tasks.preferences.task import preferences
 from posttrain.tasks.steps.judged_solutions import judged_solutions
 from posttrain.types import Message, Response
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 
 def answered(text: str, outcome: str) -> ItemSample:
     return ItemSample(text, None, outcome, num_tokens=3, finish="stop", reward=0.0, in_format=True, parts={})

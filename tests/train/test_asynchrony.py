@@ -41,6 +41,7 @@ from small_runs import (
     run,
     same_bits,
     saved_tensors,
+    shallow,
     steps_of,
     untimed,
     watched,
@@ -69,7 +70,8 @@ def fails_at_last(text: str) -> float:
 
 
 def stale_recipe(staleness: int, *, rollout: Mapping[str, Any] = ROLLOUT, **changes: Any) -> Recipe:
-    changes = {"train": TRAIN, "rewards": ["test_asynchrony:starts_with_a_digit"]} | changes
+    usual = {"model": {"name": shallow(1)}, "train": TRAIN, "rewards": ["test_asynchrony:starts_with_a_digit"]}
+    changes = usual | changes
     return make_recipe("grpo", rollout=dict(rollout) | {"staleness": staleness}, **changes)
 
 
@@ -292,7 +294,7 @@ def test_a_reward_that_fails_beside_it_is_one_message(tmp_path: Path) -> None:
 
 
 def test_corrections_see_how_old_the_sampler_was(tmp_path: Path, inline: None) -> None:
-    options = {"correction": {"name": "token_tis"}, "train": {"steps": 4, "lr": 1e-2}}
+    options = {"model": {"name": "tiny"}, "correction": {"name": "token_tis"}, "train": {"steps": 4, "lr": 1e-2}}
     trainer = {"old_logprobs": "trainer", "max_tokens": 8}
     run(tmp_path / "run", stale_recipe(1, rollout=trainer, rewards=["small_runs:digit_share"], **options))
     first, *later = steps_of(tmp_path / "run")

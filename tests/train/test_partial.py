@@ -45,7 +45,7 @@ from posttrain.train.sources.partial import PartialAhead
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.types import Completion
 from posttrain.world import ONE, World
-from small_runs import fail_in_step, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
+from small_runs import fail_in_step, make_recipe, recorded, run, same_bits, saved_tensors, shallow, steps_of, untimed
 
 # Two tokens of an answer by each version; two updates for each, and groups that are dropped and replaced.
 ROLLOUT = {"prompts": 4, "group": 2, "max_tokens": 7, "temperature": 1.3, "partial": True, "partial_tokens": 2}
@@ -55,7 +55,8 @@ OF_PARTIAL = ("token_staleness", "continued")
 
 
 def partial_recipe(staleness: int, *, rollout: Mapping[str, Any] = ROLLOUT | DROPPING, **changes: Any) -> Recipe:
-    changes = {"train": TRAIN, "rewards": ["test_partial:starts_with_a_digit"]} | changes
+    usual = {"model": {"name": shallow(1)}, "train": TRAIN, "rewards": ["test_partial:starts_with_a_digit"]}
+    changes = usual | changes
     return make_recipe("grpo", rollout=dict(rollout) | {"staleness": staleness}, **changes)
 
 
@@ -153,7 +154,8 @@ def test_each_token_is_of_the_version_that_the_schedule_says(
 ) -> None:
     """Versions as worked by hand; ids and log-probabilities those of whole forward passes of these very weights."""
     changes = {"steps": 8, "lr": 1e-2, "save_every": 0}
-    recipe = partial_recipe(staleness, rollout=ROLLOUT, train=TRAIN | changes, rewards=["test_partial:no_two_equal"])
+    whole = {"model": {"name": "tiny"}, "train": TRAIN | changes}  # one layer soon ends its answers
+    recipe = partial_recipe(staleness, rollout=ROLLOUT, rewards=["test_partial:no_two_equal"], **whole)
     watch = Watch(monkeypatch)
     run(tmp_path / "run", recipe)
     updates, num_continued = 2, 0
