@@ -125,7 +125,8 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     base = _text(recipe, "model", "name")
     starts = RunDirectory(run).read_environment().get("starts") or [{}]
     version = (starts[-1].get("versions") or {}).get("posttrain", "?")
-    front: dict[str, Any] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers", "tags": ["posttrain"]}
+    library = "peft" if is_adapter(str(weights)) else "transformers"
+    front: dict[str, Any] = {"library_name": library, "tags": ["posttrain"]}
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
     head = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
     about = str(recipe.get("description") or "").strip()
