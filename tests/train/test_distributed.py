@@ -215,9 +215,9 @@ def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, t
     assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
     one, other, sharded = (steps[0]["grad_norm"] for steps in (alone, exact, parted))
     assert sharded == pytest.approx(one, rel=1e-3)
-    # the norm, or where four parts of a gradient are each rounded to bf16 and added the loss, of which each row is whole
-    nearer = [3 * abs(parted[0][k] - alone[0][k]) < abs(exact[0][k] - alone[0][k]) for k in ("grad_norm", "loss")]
-    assert any(nearer), f"nothing was computed in bf16: {one}, {other}, {sharded}"
+    assert abs(sharded - other) > 1e-4 * other, "nothing was computed in bf16: fp32 is within 1e-5"
+    if several.size == 2:  # four parts of a gradient, each rounded to bf16, are as far from one as fp32 is
+        assert 3 * abs(sharded - one) < abs(other - one)
     tensors = [saved_tensors(tmp_path / name, 2) for name in ("alone", "parted")]
     floats = {name for name, x in tensors[1].items() if x.is_floating_point()}
     assert {tensors[1][name].dtype for name in floats} == {torch.float32}
