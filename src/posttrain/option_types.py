@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain.strict_yaml import OldTruth
@@ -14,6 +15,10 @@ LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
 _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Word\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
+_LIST = re.compile(r"\ba valid (list|tuple)\b")
+_LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+) items? after validation")
+# What pydantic puts into a place for a value of several possible types: the type that it tried.
+_TRIED = re.compile(r"(?:str|int|float|bool|(?:list|dict|tuple|literal|function-\w+)\[.*)")
 
 
 class AnySize:
@@ -123,6 +128,31 @@ def _types(annotation: Any) -> set[Any]:
     return ({annotation} if isinstance(annotation, type) or annotation is Any else set()).union(*inner)
 
 
+def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
+    """The faults of pydantic's (``loc``, ``type``, ``msg``, ``input``), of a value of several possible types one.
+
+    That of the type that fits best, which is wrong further inside, or else all types that it could have. An entry that a
+    list lacks is said of the list.
+    """
+    tried: dict[Any, list[dict[str, Any]]] = {}
+    for item in error.errors():
+        fault = dict(item)
+        if fault["type"] == "missing" and type(fault["loc"][-1]) is int:
+            few = f"Input should have at least {fault['loc'][-1] + 1} entries"
+            fault |= {"loc": fault["loc"][:-1], "type": "too_short", "msg": few}
+        loc = fault["loc"]
+        cut = next((at for at, part in enumerate(loc) if at and _TRIED.fullmatch(str(part))), None)
+        fault["loc"] = loc if cut is None else loc[:cut] + loc[cut + 1 :]
+        tried.setdefault(len(tried) if cut is None else loc[:cut], []).append(fault)
+    for items in tried.values():
+        depth = max(len(item["loc"]) for item in items)
+        best = [item for item in items if len(item["loc"]) == depth]
+        if len({item["loc"] for item in best}) < len(best):
+            first, *others = dict.fromkeys(_SECTION.sub("Input should be a section of keys", i["msg"]) for i in best)
+            best = [best[0] | {"msg": " or ".join([first, *(o.removeprefix("Input should be ") for o in others)])}]
+        yield from best
+
+
 def explain_type(message: str, value: Any) -> str:
     """A message of pydantic's about a value, with what stands there: a value, or of something larger its kind and size.
 
@@ -134,6 +164,8 @@ def explain_type(message: str, value: Any) -> str:
     message = _SECTION.sub(
         "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
     )
+    message = _LENGTH.sub(r"Input \1 entries", message)
+    message = _LIST.sub("a list ([a, b])", message)
     return f"{message}; got {describe_value(value)}"
 
 
