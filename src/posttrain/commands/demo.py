@@ -311,7 +311,7 @@ def write_story(
         title=plan.story.title,
         lead=plan.story.lead + outcome(plan.story, stages),
         stages=[Stage(stage.label, stage.description, stage.evaluation.results) for stage in stages],
-        stages_note=f"{n:.0f} problems of the test split, the same for all; greedy decoding.",
+        stages_note=f"{n:.0f} problems of the test split{_asked(plan)}, the same for all; greedy decoding.",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
         chapters=[
@@ -335,6 +335,12 @@ def outcome(story: Story, stages: Sequence[Measured]) -> str:
     return story.outcome(stages[-2].evaluation.results, stages[-1].evaluation.results)
 
 
+def _asked(plan: Plan) -> str:
+    """From which seed the problems follow, where their task has one: under another they are other problems."""
+    options = plan.grpo_recipe.task.options
+    return f" (task.seed {options['seed']})" if "seed" in options else ""
+
+
 def _say(console: Console, title: str, text: str) -> None:
     console.print()
     console.print(Panel(Text(text), title=title, title_align="left", width=min(100, console.width)))
@@ -354,7 +360,8 @@ def _show_end(
     report: Path,
     seconds: float,
 ) -> None:
-    _say(console, "4. The three, side by side", "The same problems, none of which was trained on. Greedy decoding.")
+    told = f"The same problems{_asked(plan)}, none of which was trained on. Greedy decoding."
+    _say(console, "4. The three, side by side", told)
     for transcript in transcripts[:NUM_SHOWN]:
         console.print(_transcript_table(transcript))
     rows = [Row(stage.label, None, stage.evaluation.name, stage.evaluation.results) for stage in stages]

@@ -163,7 +163,7 @@ def differences_table(paired: Paired) -> TextTable:
     lines = []
     for name, gap in paired.differences.items():
         is_share = name != "num_tokens"
-        unit, form = (100.0, ".1f") if is_share else (1.0, ".1f")
+        unit, form = (100.0, ".1f") if is_share else (1.0, ".2f")
         percent = "%" if is_share else ""
         label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
         lines.append(
