@@ -129,24 +129,22 @@ def _types(annotation: Any) -> set[Any]:
 
 
 def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
-    """The faults of pydantic's (``loc``, ``type``, ``msg``, ``input``), of a value of several possible types one.
+    """pydantic's faults (``loc``, ``type``, ``msg``, ``input``); of a value of several possible types, one.
 
-    That of the type that fits best, which is wrong further inside, or else all types that it could have. An entry that a
-    list lacks is said of the list.
+    That of the type that is wrong furthest inside, else all types that it could have. What a list lacks is the list's.
     """
     tried: dict[Any, list[dict[str, Any]]] = {}
-    for item in error.errors():
-        fault = dict(item)
-        if fault["type"] == "missing" and type(fault["loc"][-1]) is int:
-            few = f"Input should have at least {fault['loc'][-1] + 1} entries"
-            fault |= {"loc": fault["loc"][:-1], "type": "too_short", "msg": few}
+    for fault in map(dict[str, Any], error.errors()):
         loc = fault["loc"]
+        if fault["type"] == "missing" and type(loc[-1]) is int:
+            few = f"Input should have at least {loc[-1] + 1} entries"
+            fault |= {"loc": loc[:-1], "type": "too_short", "msg": few}
         cut = next((at for at, part in enumerate(loc) if at and _TRIED.fullmatch(str(part))), None)
-        fault["loc"] = loc if cut is None else loc[:cut] + loc[cut + 1 :]
+        if cut is not None:
+            fault["loc"] = loc[:cut] + loc[cut + 1 :]
         tried.setdefault(len(tried) if cut is None else loc[:cut], []).append(fault)
     for items in tried.values():
-        depth = max(len(item["loc"]) for item in items)
-        best = [item for item in items if len(item["loc"]) == depth]
+        best = [item for item in items if len(item["loc"]) == max(len(other["loc"]) for other in items)]
         if len({item["loc"] for item in best}) < len(best):
             first, *others = dict.fromkeys(_SECTION.sub("Input should be a section of keys", i["msg"]) for i in best)
             best = [best[0] | {"msg": " or ".join([first, *(o.removeprefix("Input should be ") for o in others)])}]
@@ -164,8 +162,7 @@ def explain_type(message: str, value: Any) -> str:
     message = _SECTION.sub(
         "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
     )
-    message = _LENGTH.sub(r"Input \1 entries", message)
-    message = _LIST.sub("a list ([a, b])", message)
+    message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1 entries", message))
     return f"{message}; got {describe_value(value)}"
 
 

@@ -125,7 +125,8 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     base = _text(recipe, "model", "name")
     starts = RunDirectory(run).read_environment().get("starts") or [{}]
     version = (starts[-1].get("versions") or {}).get("posttrain", "?")
-    front: dict[str, Any] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers", "tags": ["posttrain"]}
+    library = "peft" if is_adapter(str(weights)) else "transformers"
+    front: dict[str, Any] = {"library_name": library, "tags": ["posttrain"]}
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
     head = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
     about = str(recipe.get("description") or "").strip()
@@ -152,7 +153,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         lines.append("")
     if (weights / SCORER_FOLDER).is_dir():
         lines += [f"{_SCORER}.", ""]
-    if is_adapter(str(weights)):
+    if library == "peft":
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return harmless("\n".join([*head, *lines]))
 
