@@ -18,7 +18,13 @@ from posttrain.registry import Entry
 
 
 def sample_word(
-    text: str, *, limit: int = 3, mode: Literal["a", "b"] = "a", scale: float
+    text: str,
+    *,
+    limit: int = 3,
+    mode: Literal["a", "b"] = "a",
+    scale: float,
+    pair: tuple[int, int] = (0, 1),
+    names: str | list[str] = "x",
 ) -> tuple[str, int, str, float]:
     """A word for these tests."""
     return text, limit, mode, scale
@@ -28,7 +34,13 @@ WORD = Entry("reward", "sample_word", sample_word, {})
 
 
 def test_options_fill_defaults_and_bind():
-    assert WORD.options({"scale": 2}) == {"limit": 3, "mode": "a", "scale": 2.0}
+    assert WORD.options({"scale": 2}) == {
+        "limit": 3,
+        "mode": "a",
+        "scale": 2.0,
+        "pair": (0, 1),
+        "names": "x",
+    }
     assert WORD.bind({"scale": 0.5, "limit": "7"})("x") == ("x", 7, "a", 0.5)
     assert WORD.provided == ("text",)
 
@@ -42,6 +54,11 @@ def test_options_fill_defaults_and_bind():
         ),
         ({}, r"rewards\.0\.scale: reward 'sample_word' needs this key"),
         ({"scale": "much"}, r"rewards\.0\.scale: .*valid number.*'much'"),
+        ({"scale": 1, "pair": 5}, r"rewards\.0\.pair: Input should be a list \(\[a, b\]\); got 5"),
+        ({"scale": 1, "pair": [1]}, r"rewards\.0\.pair: Input should have at least 2 entries; got \[1\]"),
+        ({"scale": 1, "pair": [1, 2, 3]}, r"rewards\.0\.pair: Input should have at most 2 entries, not 3; got"),
+        ({"scale": 1, "names": 5}, r"rewards\.0\.names: Input should be a valid string or a list \(\[a, b\]\); got 5$"),
+        ({"scale": 1, "names": [5]}, r"^rewards\.0\.names\.0: Input should be a valid string; got 5$"),
         ({"scale": 1, "mode": "c"}, r"rewards\.0\.mode: Input should be 'a' or 'b'; got 'c'"),
     ],
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from posttrain.strict_yaml import OldTruth
@@ -14,6 +15,10 @@ LARGEST_COUNT = 10**9
 _SHOWN_CHARS = 100
 _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Word\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
+_LIST = re.compile(r"\ba valid (list|tuple)\b")
+_LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+) items? after validation")
+# What pydantic puts into a place for a value of several possible types: the type that it tried.
+_TRIED = re.compile(r"(?:str|int|float|bool|(?:list|dict|tuple|literal|function-\w+)\[.*)")
 
 
 class AnySize:
@@ -123,6 +128,29 @@ def _types(annotation: Any) -> set[Any]:
     return ({annotation} if isinstance(annotation, type) or annotation is Any else set()).union(*inner)
 
 
+def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
+    """pydantic's faults (``loc``, ``type``, ``msg``, ``input``); of a value of several possible types, one.
+
+    That of the type that is wrong furthest inside, else all types that it could have. What a list lacks is the list's.
+    """
+    tried: dict[Any, list[dict[str, Any]]] = {}
+    for fault in map(dict[str, Any], error.errors()):
+        loc = fault["loc"]
+        if fault["type"] == "missing" and type(loc[-1]) is int:
+            few = f"Input should have at least {loc[-1] + 1} entries"
+            fault |= {"loc": loc[:-1], "type": "too_short", "msg": few}
+        cut = next((at for at, part in enumerate(loc) if at and _TRIED.fullmatch(str(part))), None)
+        if cut is not None:
+            fault["loc"] = loc[:cut] + loc[cut + 1 :]
+        tried.setdefault(len(tried) if cut is None else loc[:cut], []).append(fault)
+    for items in tried.values():
+        best = [item for item in items if len(item["loc"]) == max(len(other["loc"]) for other in items)]
+        if len({item["loc"] for item in best}) < len(best):
+            first, *others = dict.fromkeys(_SECTION.sub("Input should be a section of keys", i["msg"]) for i in best)
+            best = [best[0] | {"msg": " or ".join([first, *(o.removeprefix("Input should be ") for o in others)])}]
+        yield from best
+
+
 def explain_type(message: str, value: Any) -> str:
     """A message of pydantic's about a value, with what stands there: a value, or of something larger its kind and size.
 
@@ -134,6 +162,7 @@ def explain_type(message: str, value: Any) -> str:
     message = _SECTION.sub(
         "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
     )
+    message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1 entries", message))
     return f"{message}; got {describe_value(value)}"
 
 

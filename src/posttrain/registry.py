@@ -22,7 +22,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
-from posttrain.option_types import Options, explain_type, shorten
+from posttrain.option_types import Options, explain_type, faults, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
 HOMES: dict[str, dict[str, str]] = {
@@ -350,7 +350,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
     """A pydantic error as lines for a user: place, what, what would work."""
     lines = []
-    for item in error.errors():
+    for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
         if item["type"] == "extra_forbidden":

@@ -69,6 +69,8 @@ def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.Captu
     assert list(facts["results"]) == ["base", "after SFT", "after GRPO"]
     assert all(results["n"] == 5.0 for results in facts["results"].values())
     report = (tmp_path / "demo-grpo" / "report.html").read_text()
+    assert "5 problems of the test split (task.seed 2), the same for all" in report  # not the run's seed, which is 3
+    assert "The same problems (task.seed 2), none of which was trained on." in shown
     assert report.count('class="card transcript"') == 5
     assert (tmp_path / "demo-grpo" / "curves.png").is_file()
     recipe = RunDirectory(tmp_path / "demo-grpo").read_recipe()

@@ -70,6 +70,14 @@ def test_a_row_over_fewer_items_says_so() -> None:
     assert labels == ["right", "format", "tokens, of 1 items that both answered"]
 
 
+def test_a_small_difference_in_length_is_not_rounded_away() -> None:
+    """0.0 [0.0, 0.0] with p = 0.007 stood there of answers that were a sixtieth of a token longer."""
+    items = [Item(f"made/{i}", i, "?", "1", {}, (ANSWER,)) for i in range(60)]
+    longer = [replace(items[0], samples=(replace(ANSWER, num_tokens=ANSWER.num_tokens + 3),)), *items[1:]]
+    lines = differences_table(compare_items(items, longer, labels=("a", "b"), samples=1)).lines
+    assert lines[-1][3] == "+0.05"
+
+
 def test_two_models_are_measured_alike_first(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

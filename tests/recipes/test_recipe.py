@@ -432,6 +432,10 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("track", "5", "command line: track: Input should be a list ([a, b]); got 5"),
+        ("rewards", "[5]", "command line: rewards.0: Input should be a name or a section; got 5"),
+        ("model.adapter", "{targets: q}", "targets: Input should be a list ([a, b]) or 'all-linear'; got 'q'"),
+        ("model.adapter", "{targets: [1]}", "command line: model.adapter.targets.0: Input should be a valid string"),
         ("task", "5", "task: Input should be a name or a section; got 5"),
         ("rollout", "3", "rollout: Input should be a section of keys; got 3"),
         ("train.lr", "{fast: 3}", "train.lr: Input should be a valid number; got a section with the keys 'fast'"),

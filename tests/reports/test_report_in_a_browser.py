@@ -55,6 +55,14 @@ def test_nothing_is_wider_than_the_page(opened: object, width: int) -> None:
     assert "a\\x1b[31mred\\x00\\u202egnp.exe" in opened.locator("pre").nth(1).inner_text()
 
 
+@pytest.mark.parametrize(("width", "least"), [(390, 300), (1280, 900)])
+def test_a_fact_has_room_beside_its_name_or_below_it(opened: object, width: int, least: int) -> None:
+    """On a telephone a name took most of the row, and its value five letters a line."""
+    opened.set_viewport_size({"width": width, "height": 900})
+    value = opened.locator('th[scope="row"] + td', has_text="y" * 300)
+    assert value.bounding_box()["width"] > least
+
+
 def test_text_runs_the_way_of_its_letters(opened: object) -> None:
     ends = """e => { const range = document.createRange(); range.selectNodeContents(e);
         const last = [...range.getClientRects()].at(-1), box = e.getBoundingClientRect();

@@ -306,12 +306,12 @@ def write_story(
     results = {stage.label: stage.evaluation.results for stage in stages}
     content = {"seed": seed, "seconds": seconds, "evaluation": stages[0].evaluation.name, "results": results}
     replace_file(plan.grpo / "demo.json", json.dumps(content, indent=1).encode() + b"\n", durable=False)
-    n = stages[0].evaluation.results["n"]
+    about = f"{stages[0].evaluation.results['n']:.0f} problems of the test split{_asked(plan)}"
     report = Report(
         title=plan.story.title,
         lead=plan.story.lead + outcome(plan.story, stages),
         stages=[Stage(stage.label, stage.description, stage.evaluation.results) for stage in stages],
-        stages_note=f"{n:.0f} problems of the test split, the same for all; greedy decoding.",
+        stages_note=f"{about}, the same for all; greedy decoding.",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
         chapters=[
@@ -335,6 +335,12 @@ def outcome(story: Story, stages: Sequence[Measured]) -> str:
     return story.outcome(stages[-2].evaluation.results, stages[-1].evaluation.results)
 
 
+def _asked(plan: Plan) -> str:
+    """From which seed the problems follow, where their task has one: under another they are other problems."""
+    seed = plan.grpo_recipe.task.options.get("seed")
+    return "" if seed is None else f" (task.seed {seed})"
+
+
 def _say(console: Console, title: str, text: str) -> None:
     console.print()
     console.print(Panel(Text(text), title=title, title_align="left", width=min(100, console.width)))
@@ -354,16 +360,15 @@ def _show_end(
     report: Path,
     seconds: float,
 ) -> None:
-    _say(console, "4. The three, side by side", "The same problems, none of which was trained on. Greedy decoding.")
+    what = f"The same problems{_asked(plan)}, none of which was trained on. Greedy decoding."
+    _say(console, "4. The three, side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
         console.print(_transcript_table(transcript))
-    rows = [Row(stage.label, None, stage.evaluation.name, stage.evaluation.results) for stage in stages]
-    print_table(console, results_table(rows))
+    print_table(console, results_table([Row(s.label, None, s.evaluation.name, s.evaluation.results) for s in stages]))
     console.print(Text(f"\n{outcome(plan.story, stages)} {show_duration(seconds)} in all."))
     # What is to be opened or typed stays on one line, however narrow the terminal.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
-    command = (f"posttrain generate {plan.grpo}", "bold cyan")
-    console.print(Text.assemble("Now ask it yourself:  ", command), soft_wrap=True)
+    console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
 
 
 def _transcript_table(transcript: Transcript) -> Table:

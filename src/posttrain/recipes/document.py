@@ -22,7 +22,7 @@ from posttrain import registry
 from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import RecipeError
 from posttrain.file_kinds import kind_of_file
-from posttrain.option_types import explain_type, shorten
+from posttrain.option_types import explain_type, faults, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 
@@ -174,11 +174,10 @@ class Document(Generic[T]):
     def line_of(self, key: str) -> str:
         """``file:line: `` of a dotted key, or of the nearest section around it; ``command line: `` of an override.
 
-        A section that only the command line has begun is the command line's.
+        A section that only the command line has begun, and all in what it gave, is the command line's.
         """
-        if key in self.overridden or (
-            key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)
-        ):
+        within = any(f"{key}.".startswith(f"{name}.") for name in self.overridden)
+        if within or (key and key not in self.places and any(name.startswith(f"{key}.") for name in self.overridden)):
             return "command line: "
         around = key
         while around and around not in self.places:
@@ -195,7 +194,7 @@ class Document(Generic[T]):
         try:
             content = self.model.model_validate(self.content)
         except ValidationError as error:
-            raise RecipeError("\n".join(self._explain(item) for item in error.errors())) from None
+            raise RecipeError("\n".join(self._explain(item) for item in faults(error))) from None
         for broken, key, says in content.rules():
             if broken:
                 raise RecipeError(f"{self.line_of(key)}{key}{says}")

@@ -153,7 +153,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         lines.append("")
     if (weights / SCORER_FOLDER).is_dir():
         lines += [f"{_SCORER}.", ""]
-    if is_adapter(str(weights)):
+    if library == "peft":
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return harmless("\n".join([*head, *lines]))
 

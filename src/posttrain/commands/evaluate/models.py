@@ -162,9 +162,7 @@ def differences_table(paired: Paired) -> TextTable:
     """Each measure of both, and what lies between them."""
     lines = []
     for name, gap in paired.differences.items():
-        is_share = name != "num_tokens"
-        unit, form = (100.0, ".1f") if is_share else (1.0, ".1f")
-        percent = "%" if is_share else ""
+        unit, form, percent = (1.0, ".2f", "") if name == "num_tokens" else (100.0, ".1f", "%")
         label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
         lines.append(
             [
