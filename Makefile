@@ -23,6 +23,9 @@ PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
 PACKAGES_ray := -c constraints.txt ray
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Each of two processes takes one half of the tests, so that what a file's tests share is made once, and then what the
+# other has left.
+SHARED := -n 2 --dist worksteal
 CHECKED := src tests tools benchmarks examples
 
 .PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu docs clean
@@ -37,14 +40,14 @@ demo: $(CORE)    ## watch a small model learn to reason, on this machine, in min
 	$(BIN)/posttrain demo
 
 test: $(DEV)     ## the fast test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --folder-seconds build/test_seconds.json
+	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) --folder-seconds build/test_seconds.json
 
 coverage: $(DEV) ## which lines the fast suite runs, those of started processes too: build/coverage/index.html
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --cov --cov-report=html:build/coverage --cov-report=term:skip-covered
+	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) --cov --cov-report=html:build/coverage --cov-report=term:skip-covered
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
-	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest -n 2 -m gpu tests/gpu # what needs no kernel of a GPU's
+	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow
+	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
 
 test-gpu: $(DEV) ## the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -26,7 +26,7 @@ from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
 from posttrain.train.checkpoint import JoinedRows, load_checkpoint
 from posttrain.train.checks import words_of
 from posttrain.world import ONE, World
-from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, steps_of
+from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
 SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
@@ -102,7 +102,7 @@ def recipe_of(case: str, dtype: str, **changes: Any) -> dict[str, Any]:
     """A resolved recipe's plain data."""
     about = {"train": {}, "model": {}, **CASES[case], **changes}
     about["train"] = {**TRAIN, **CASES[case].get("train", {}), **changes.get("train", {})}
-    about["model"] = {**about["model"], "dtype": dtype}
+    about["model"] = {**CASES[case].get("model", {}), **changes.get("model", {}), "dtype": dtype}
     return make_recipe(**about).dump()
 
 
@@ -393,7 +393,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
     Of five problems and micro-batches of 60 tokens one process has more than another, and repeats of the other's count
     nowhere, not in what is held out and not in the drift either.
     """
-    tiny = load_model(ModelSection(dtype="float64"), seed=0)
+    tiny = load_model(ModelSection(name=shallow(2), dtype="float64"), seed=0)
     folders = {}
     for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
         folders[name] = tmp_path / name
@@ -406,7 +406,8 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
                 "drift_prompts": 5,
                 "engine": {**engine, "logprobs": True},
             }
-            about = {} if case in ("kto", "sft") else {"rollout": {**SHORT, "engine": engine}}
+            about: dict[str, Any] = {"model": {"name": shallow(2)}}
+            about |= {} if case in ("kto", "sft") else {"rollout": {**SHORT, "engine": engine}}
             uneven = {"steps": 3, "tokens_per_micro": 60}
             recipe = recipe_of(case, "float64", **about, eval=shown, train=uneven, **scale)
             _, events = train_case(world, recipe, folders[name])
@@ -498,6 +499,7 @@ def test_several_processes_sample_ahead_as_one(
     """Rank 0 has it done, for all; stopped, the run goes on in as many processes to the bit, and in one."""
     sample_inline(monkeypatch)
     about: dict[str, Any] = {"rollout": {**SHORT, **rollout}, "train": {"steps": 4, "lr": 1e-3}}
+    about["model"] = {"name": shallow(2)}
     plain, shared = recipe_of("grpo", "float64", **about), recipe_of("grpo", "float64", **about, **scale)
     train_case(ONE, plain, tmp_path / "alone")
     train_case(several, shared, tmp_path / "together")
@@ -518,11 +520,12 @@ def test_several_processes_sample_ahead_as_one(
 def test_weights_in_parts_go_to_a_server_ahead(several: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process has a whole model: all give their parts when rank 0 hands a version to the process that samples."""
     sample_inline(monkeypatch)
-    tiny = load_model(ModelSection(dtype="float64"), seed=0)
+    tiny = load_model(ModelSection(name=shallow(2), dtype="float64"), seed=0)
     for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
         with FakeFollower(tiny.model, tiny.tokenizer) as server:
             rollout = {**SHORT, "staleness": 1, "engine": {"name": "vllm", "url": server.url}}
             about: dict[str, Any] = {"rollout": rollout, "train": {"steps": 3, "lr": 1e-3}, "eval": {"every": 0}}
+            about["model"] = {"name": shallow(2)}
             recipe = recipe_of("grpo", "float64", **about, **scale)
             train_case(world, recipe, tmp_path / name)
             assert server.label.endswith(":1"), "the last batch is of the weights one batch ago"
