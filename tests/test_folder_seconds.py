@@ -54,6 +54,8 @@ def test_seconds_and_tests_of_every_folder(tmp_path: Path, processes: list[str])
 
 def test_make_test_asks_for_it() -> None:
     root = Path(__file__).parents[1]
-    assert "pytest -n 2 --folder-seconds build/test_seconds.json\n" in (root / "Makefile").read_text()
+    makefile = (root / "Makefile").read_text()
+    assert "pytest $(SHARED) --folder-seconds build/test_seconds.json\n" in makefile
+    assert "SHARED := -n 2 " in makefile
     assert 'pytest_plugins = ("folder_seconds",)' in (root / "tests" / "conftest.py").read_text()
     assert "build/" in (root / ".gitignore").read_text().splitlines()

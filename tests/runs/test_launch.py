@@ -433,12 +433,13 @@ def test_the_second_signal_exits() -> None:
 
 
 def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_said_otherwise() -> None:
-    with stop_on_signals() as should_stop:
-        assert not should_stop()
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert should_stop()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be under nohup
     try:
+        with stop_on_signals() as should_stop:
+            assert not should_stop()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert should_stop()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with stop_on_signals() as should_stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not should_stop()
