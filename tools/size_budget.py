@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76955
+MAX_PACKAGE_LINES = 76960
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2612,
+    "ground": 2614,
     "recipes": 1280,
     "algorithms": 2050,
     "graders": 6700,
@@ -35,7 +35,7 @@ ROOMS: dict[str, int] = {
     "reward_models": 1620,
     "train": 8100,
     "interpret": 7310,
-    "runs": 3660,
+    "runs": 3662,
     "sweeps": 3240,
     "reports": 3150,
     "commands": 9000,

@@ -16,7 +16,7 @@ _SHOWN_CHARS = 100
 _WORD = re.compile(r"Input should be a valid dictionary or instance of \w*Word\b")
 _SECTION = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")
 _LIST = re.compile(r"\ba valid (list|tuple)\b")
-_LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+) items? after validation")
+_LENGTH = re.compile(r"(?:List|Tuple) (should have at \w+ \d+ items?) after validation")
 # What pydantic puts into a place for a value of several possible types: the type that it tried.
 _TRIED = re.compile(r"(?:str|int|float|bool|(?:list|dict|tuple|literal|function-\w+)\[.*)")
 
@@ -137,9 +137,10 @@ def faults(error: ValidationError) -> Iterator[dict[str, Any]]:
     for fault in map(dict[str, Any], error.errors()):
         loc = fault["loc"]
         if fault["type"] == "missing" and type(loc[-1]) is int:
-            few = f"Input should have at least {loc[-1] + 1} entries"
+            few = f"Input should have at least {loc[-1] + 1} item{'s' * (loc[-1] > 0)}"
             fault |= {"loc": loc[:-1], "type": "too_short", "msg": few}
-        cut = next((at for at, part in enumerate(loc) if at and _TRIED.fullmatch(str(part))), None)
+        places = loc[: -1 if fault["type"] == "extra_forbidden" else None]  # such a key may be called as a type is
+        cut = next((at for at, part in enumerate(places) if at and _TRIED.fullmatch(str(part))), None)
         if cut is not None:
             fault["loc"] = loc[:cut] + loc[cut + 1 :]
         tried.setdefault(len(tried) if cut is None else loc[:cut], []).append(fault)
@@ -162,7 +163,7 @@ def explain_type(message: str, value: Any) -> str:
     message = _SECTION.sub(
         "Input should be a section of keys", _WORD.sub("Input should be a name or a section", message)
     )
-    message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1 entries", message))
+    message = _LIST.sub("a list ([a, b])", _LENGTH.sub(r"Input \1", message))
     return f"{message}; got {describe_value(value)}"
 
 

@@ -261,7 +261,7 @@ def test_tags_that_are_tokens_cannot_be_written_in_a_file(tmp_path: Path) -> Non
         (SHORT.replace("limit", "limits"), "revise", "Did you mean 'limit'?"),
         (SHORT + SHORT, "revise", "mine.yaml:4: principles.1.name: 'short' is the name of two principles"),
         ("  - {name: a, critic: b}\n", "revise", "has no key 'critic'. Did you mean 'critique'?"),
-        ("  []\n", "revise", "principles: Input should have at least 1 entries"),
+        ("  []\n", "revise", "principles: Input should have at least 1 item, not 0"),
     ],
 )
 def test_files_that_cannot_be_are_refused_with_their_line(tmp_path: Path, text: str, way: Any, message: str) -> None:

@@ -107,7 +107,8 @@ def test_tokens_are_those_of_the_contiguous_cache(architecture: str, shape: dict
     ],
 )
 def test_every_way_to_draw(sampling: Sampling) -> None:
-    both(build_tiny_random("qwen3"), sampling, work=work(), slots=9, cache_tokens=240)
+    _, found = both(build_tiny_random("qwen3"), sampling, work=work(), slots=9, cache_tokens=240)
+    assert all((len({c.ids for c in group}) == 1) == (sampling.temperature == 0.0) for group in found)
 
 
 def test_answers_of_more_than_512_tokens_and_rows_of_several_lengths() -> None:
@@ -204,8 +205,19 @@ def test_a_prompt_is_read_once_for_its_group(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of at most 50 tokens, the shorter ones filled up; a longer prompt is one of its own."""
     monkeypatch.setattr(schedule, "PREFILL_TOKENS", 50)
-    both(build_tiny_random("llama"), Sampling(max_tokens=6), work=work((6, 4, 9, 30, 2, 60), 3))
+    model, (prompts, keys) = build_tiny_random("llama"), work((6, 4, 9, 30, 2, 60), 3)
+    both(model, Sampling(max_tokens=6), work=(prompts, keys))
+    engine = NativeEngine(model, cache="paged")
+    assert engine.path == "lean"  # the probe's own prefill comes before the count
+    chunks: list[list[int]] = []
+    prefill = LeanDecoder.prefill
+    monkeypatch.setattr(LeanDecoder, "prefill", lambda self, ids: chunks.append([*map(len, ids)]) or prefill(self, ids))
+    engine.generate(prompts, keys, Sampling(max_tokens=6))
+    assert sorted(n for chunk in chunks for n in chunk) == [1, 3, 5, 8, 29, 59]
+    assert all(len(chunk) == 1 or len(chunk) * max(chunk) <= 50 for chunk in chunks)
+    assert 1 < len(chunks) < len(prompts)
 
 
 def test_a_batch_is_filled_up_to_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

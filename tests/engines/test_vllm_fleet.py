@@ -699,6 +699,7 @@ URL = "http://127.0.0.1:9"
         ({"url": "ftp://there"}, r"^rollout\.engine\.url: 'ftp://there' is no server's URL"),
         ({"url": [URL, "ftp://there"]}, r"^rollout\.engine\.url: 'ftp://there' is no server's URL"),
         ({"servers": 2, "gpus": [0, 1, 2]}, r"^rollout\.engine\.gpus: 3 GPUs cannot be shared out among 2 servers"),
+        ({"gpus": [0, -1]}, r"^rollout\.engine\.gpus: -1 is no GPU's number; they count from 0"),
         ({"servers": 2, "gpus": [1, 1]}, r"^rollout\.engine\.gpus: \[1, 1\] names one twice"),
         ({"servers": 2, "port": 65535}, r"^rollout\.engine\.port: 65536 is no port"),
         ({"port": -1}, r"^rollout\.engine\.port: -1 is no port"),

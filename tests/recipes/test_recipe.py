@@ -432,6 +432,11 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        (
+            "train.str",
+            "3",
+            "command line: train.str: section 'train' has no key 'str'. Known keys: ",
+        ),  # not a type's name
         ("track", "5", "command line: track: Input should be a list ([a, b]); got 5"),
         ("rewards", "[5]", "command line: rewards.0: Input should be a name or a section; got 5"),
         ("model.adapter", "{targets: q}", "targets: Input should be a list ([a, b]) or 'all-linear'; got 'q'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,12 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def seal_again(checkpoint: Path) -> None:
+    """A manifest of what is in the folder now, as a stranger may write it."""
+    (checkpoint / "manifest.json").unlink()
+    seal(checkpoint, 1)
+
+
 def logits_of(folder: Path) -> torch.Tensor:
     from posttrain.models.load import load_model
     from posttrain.recipes.sections import ModelSection
@@ -232,6 +239,25 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
     assert (logits_of(merged) - expected).abs().max() < 1e-4
     assert (logits_of(Path(lower)) - expected).abs().max() > 0.1
+    shutil.copytree(adapter_run, tmp_path / "runs" / "lower")  # its base by a place beside it, exported from elsewhere
+    settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
+    relative = f"runs/lower/checkpoints/{Path(lower).name}"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
+    seal_again(settings.parent)
+    with pytest.raises(UsageError, match="its adapter stands on an adapter"):
+        export_run(run.parent, run, tmp_path / "other")
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{", '{"a": ' + "9" * 5000 + "}", "\ud800", "[" * 99_999])
+def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, tmp_path: Path) -> None:
+    """A stranger's checkpoint, whose manifest is right."""
+    run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "strange"))
+    settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
+    settings.write_bytes(content.encode(errors="surrogatepass"))
+    seal_again(settings.parent)
+    with pytest.raises(UsageError, match=r"adapter_config\.json (cannot be read|must hold a JSON object)"):
+        export_run(run.parent, run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ The weights are taken from a checkpoint that verifies against its manifest; what
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import tarfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from typing import Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.sources import SCORER_FOLDER, is_adapter
+from posttrain.models.sources import SCORER_FOLDER, base_of, is_adapter
+from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
 from posttrain.runs.notes import NOTES
@@ -206,8 +207,11 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
             )
         _merge_into_base(RunDirectory(run).read_recipe(), source, content)
         return []
-    base = str(json.loads(adapter.read_bytes()).get("base_model_name_or_path")) if adapter.is_file() else ""
-    if base and is_adapter(base):  # peft would load another model, and say nothing
+    base = str(read_object(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
+    lower = ""
+    with suppress(UsageError):  # a base that is not there peft does not find either
+        lower = base_of(str(source)) if base else ""
+    if lower and is_adapter(lower):  # peft would load another model, and say nothing
         remedy = "train it from a merged export" if _HEADS in names else "--merge exports a model that stands alone"
         raise UsageError(f"{run.name}: its adapter stands on an adapter, {base}, which peft does not load; {remedy}")
     for name in names:

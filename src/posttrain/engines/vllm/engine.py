@@ -104,6 +104,8 @@ def _check_own(servers: int, gpus: list[int], port: int, key: str) -> None:
             f"{key}.gpus: {len(gpus)} GPUs cannot be shared out among {servers} servers; give {servers} or a "
             f"multiple ({key}.servers)"
         )
+    if gpus and min(gpus) < 0:
+        raise RecipeError(f"{key}.gpus: {min(gpus)} is no GPU's number; they count from 0")
     if len(set(gpus)) < len(gpus):
         raise RecipeError(f"{key}.gpus: {gpus} names one twice")
     if not 0 <= port <= MAX_PORT + 1 - servers:

@@ -33,11 +33,11 @@ PORT_SECONDS = keeper.GRACE_SECONDS + 2.0
 # Below what systems give connections that go out (from 32768 or 49152 on), and Kubernetes its services (from 30000 on).
 OWN_PORTS = range(20_000, 30_000)
 TAIL_BYTES, TAIL_LINES = 8192, 12
-# What a launcher of many processes tells each of them about its place, and a server would take for its own.
-_PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # NVIDIA's driver has a folder for each GPU; which of them a process sees is the business of these variables.
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# What a launcher of many processes tells each of them about its place, and a server would take for its own.
+_PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -96,7 +96,8 @@ def check_gpus(wanted: Sequence[int], where: str = "engine") -> None:
     listed = len(list(DRIVER_GPUS.iterdir())) if DRIVER_GPUS.is_dir() else 0
     if not wanted or (not listed and any(os.environ.get(name) is not None for name in HIDING)):
         return
-    if missing := [gpu for gpu in wanted if gpu >= (there := listed or torch.cuda.device_count())]:
+    there = listed or torch.cuda.device_count()
+    if missing := [gpu for gpu in wanted if gpu >= there]:
         has = f"its {there} have the numbers 0 to {there - 1}" if there else "it has none that CUDA sees"
         raise UsageError(f"{where}.gpus: {list(wanted)}: this machine has no GPU {missing[0]}; {has}")
 
