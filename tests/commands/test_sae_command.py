@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,22 @@ def test_what_is_said_of_mistakes(
     assert "nowhere: no recorded activations here" in capsys.readouterr().err
     assert main(["train", "tiny/sae"]) == 2
     assert "this trains a dictionary; run it with: posttrain sae train tiny/sae" in capsys.readouterr().err
+
+
+def test_too_few_rows_are_refused_before_anything_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ["--activations.max_rows", "1000"]
+    for shown in (few, [*few, "--activations.stream_rows", "400"]):
+        assert main(["sae", "train", "tiny/sae", *shown]) == 2
+        told = capsys.readouterr()
+        assert re.search(
+            r"at most (9\d\d|1,000) rows of activations, of which 16,384 are held out .* batch of 2,048", told.err
+        )
+        assert "recording" not in told.out + told.err
+        assert not list(Path().glob("runs/activations/*/*.safetensors"))
+        assert not Path("runs/tiny-sae").exists()
 
 
 def test_a_transcoder_from_a_recipe(

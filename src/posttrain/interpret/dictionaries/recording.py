@@ -31,13 +31,19 @@ _MAX_LABEL_CHARS = 60
 
 
 def open_or_record(
-    section: ActivationsSection, run: Path, notify: Callable[[str], None], *, allow_large: bool = False
+    section: ActivationsSection,
+    run: Path,
+    notify: Callable[[str], None],
+    *,
+    allow_large: bool = False,
+    check_rows: Callable[[int], None] = lambda most: None,
 ) -> ActivationStore:
     """The folder that a recipe names; else the recording for all that the section says, made where there is none.
 
     One that was interrupted goes on, one that is damaged is made again, and ``notify`` is told which it is. Every file
     of a recording that is used again is compared with its hash first (about a second per GB). Weights without files of
-    their own have no hash, so their activations are recorded into the run and not shared.
+    their own have no hash, so their activations are recorded into the run and not shared. ``check_rows`` is told how
+    many rows the texts give at most, and may refuse them before anything is computed.
 
     Raises:
         UsageError: no such model, site or text; too little room; more than 1 GiB without ``allow_large``; or the run
@@ -52,6 +58,7 @@ def open_or_record(
     sites = section.sites or [section.one_site, *([] if section.target is None else [section.target])]
     check_layers(section.model.name, sites)  # before texts are read
     documents = read_documents(section)
+    check_rows(sum(map(len, documents.ids)))
     paired = [] if section.paired is None else [section.model.model_copy(update={"name": section.paired})]
     models = [section.model, *paired]
     options: dict[str, Any] = {"dtype": section.dtype, "outliers": section.outliers, "batch": section.batch}

@@ -89,6 +89,14 @@ class StoreRows:
         return int(self.store.documents(torch.tensor([row]))[0])
 
 
+def too_few_rows(rows: str, held_out: int, batch: int) -> UsageError:
+    """What to say where the rows, as many as ``rows`` says, leave less than a batch to train on."""
+    return UsageError(
+        f"{rows} rows of activations, of which {held_out:,} are held out (eval.rows), do not make one "
+        f"batch of {batch:,} (train.batch). Record more, or set them lower"
+    )
+
+
 def first_held_out(rows: Rows, held_out: int, batch: int) -> int:
     """How many rows are trained on: all but the last ``held_out``, and no document on both sides.
 
@@ -99,10 +107,7 @@ def first_held_out(rows: Rows, held_out: int, batch: int) -> int:
     if start > 0:
         start = rows.boundary(start) or start  # one document alone is cut
     if start < batch:
-        raise UsageError(
-            f"{rows.num_rows:,} rows of activations, of which {held_out:,} are held out (eval.rows), do not make one "
-            f"batch of {batch:,} (train.batch). Record more, or set them lower"
-        )
+        raise too_few_rows(f"{rows.num_rows:,}", held_out, batch)
     return start
 
 

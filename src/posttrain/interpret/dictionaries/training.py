@@ -27,7 +27,7 @@ from posttrain.interpret.dictionaries.fitting import Learner, build_dictionary
 from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure, recovered_by, results_of
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.recording import forget_recorded, open_or_record
-from posttrain.interpret.dictionaries.rows import RowBatches, Rows, StoreRows, first_held_out, sample_rows
+from posttrain.interpret.dictionaries.rows import RowBatches, Rows, StoreRows, first_held_out, sample_rows, too_few_rows
 from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
     ASIDE,
@@ -295,8 +295,13 @@ def train_run(
         observer("notice", {"message": message})
 
     trackers = build_trackers(recipe.track, TrackedRun(files.folder, recipe.dump(), notify))
-    store = open_or_record(recipe.activations, files.folder, notify, allow_large=allow_large)
     asked = recipe.activations
+
+    def check_rows(most: int) -> None:
+        if most - recipe.eval.rows < recipe.train.batch:
+            raise too_few_rows(f"at most {most:,}", recipe.eval.rows, recipe.train.batch)
+
+    store = open_or_record(asked, files.folder, notify, allow_large=allow_large, check_rows=check_rows)
     rows = StoreRows(store, asked.one_site, asked.source, asked.target)
     metrics = TrackedMetrics(files.metrics, trackers)
     try:
