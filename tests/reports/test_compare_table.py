@@ -4,11 +4,14 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.ticker import PercentFormatter
 from test_report import Page
 
 from made_up_cells import make_cell, make_comparison, two_methods
+from posttrain.reports.charts import comparison
 from posttrain.reports.charts.comparison import draw_comparison, make_lines, spread_labels
 from posttrain.reports.sweeps import (
     make_notes,
@@ -124,6 +127,21 @@ def test_the_picture_is_drawn_for_one_and_for_twenty_methods(tmp_path: Path) -> 
         assert len({(line.color, str(line.dashes)) for line in lines}) == count  # no two look alike
         path = draw_comparison(comparison, tmp_path / f"{count}.png")
         assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("shares", "last"), [([0.0, 0.0, 0.0], 0.05), ([0.0, 0.5, 1.0], 1.0)])
+def test_no_tick_stands_where_no_share_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float], last: float
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(comparison, "save_picture", lambda figure, path: drawn.append(figure))
+    draw_comparison(make_comparison([make_cell("m", seed, shares) for seed in (0, 1)]), tmp_path / "x.png")
+    shown = [axes for axes in drawn[0].axes if isinstance(axes.yaxis.get_major_formatter(), PercentFormatter)]
+    assert len(shown) == 2  # curves and pace; the third has rewards
+    for axes in shown:
+        ticks = list(axes.get_yticks())
+        assert (ticks[0], ticks[-1]) == (pytest.approx(0.0), pytest.approx(last))
+        assert axes.get_ylim()[0] == pytest.approx(-0.01)  # room for the line at zero
 
 
 def test_methods_without_a_finished_cell_are_not_drawn() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, titled_grid
+from posttrain.reports.charts.picture import COLORS, DASHES, label_panel, save_picture, ticks_of_shares, titled_grid
 from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import Band, Comparison, band_over_seeds
 
@@ -186,4 +186,5 @@ def _dress(axes: Any, title: str, subtitle: str, x_label: str, is_share: bool = 
     if is_share:
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, -0.01), min(high, 1.02))
+        ticks_of_shares(axes)
     label_panel(axes, title, subtitle, x_label, is_share=is_share)

@@ -57,6 +57,13 @@ def show_percent(axis: Any, decimals: int | None = None) -> None:
     axis.set_major_formatter(PercentFormatter(1.0, decimals=decimals))
 
 
+def ticks_of_shares(axes: Any) -> None:
+    """No tick below 0 % or above 100 %, where the axis only leaves room for a line; its limits stay."""
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in axes.get_yticks() if max(low, 0.0) <= tick <= min(high, 1.0 + 1e-9)])
+    axes.set_ylim(low, high)
+
+
 def error_bars(values: Sequence[float], low: Sequence[float], high: Sequence[float]) -> list[list[float]]:
     """Intervals as matplotlib's ``errorbar`` reads them: how far they reach below and above."""
     below = [max(0.0, value - end) for value, end in zip(values, low, strict=True)]

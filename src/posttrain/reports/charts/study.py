@@ -18,6 +18,7 @@ from posttrain.reports.charts.picture import (
     label_panel,
     save_picture,
     show_percent,
+    ticks_of_shares,
     titled_grid,
 )
 from posttrain.sweeps.best_of_n import Chosen
@@ -145,6 +146,8 @@ def _dress(axes: Any, title: str, subtitle: str, label: str, is_share: bool = Fa
     low, high = min(heights), max(heights)
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
+    if is_share:
+        ticks_of_shares(axes)
 
 
 # ``study.png`` of a pipeline: who wins, and how far each policy went for it.
