@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76960
+MAX_PACKAGE_LINES = 77001
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
@@ -34,11 +34,11 @@ ROOMS: dict[str, int] = {
     "evals": 3020,
     "reward_models": 1620,
     "train": 8100,
-    "interpret": 7310,
+    "interpret": 7320,
     "runs": 3662,
     "sweeps": 3240,
-    "reports": 3150,
-    "commands": 9000,
+    "reports": 3157,
+    "commands": 9012,
 }
 
 

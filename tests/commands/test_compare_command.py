@@ -110,12 +110,16 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view("evaluation", {"part": cell, "step": 1, "told": "25.0% right", "remaining": 130.0})
     view("end", {"part": cell, "seconds": 65.0, "told": "50.0% right", "remaining": None})
     view("failure", {"part": cell, "message": "too hot", "log": "a.log"})
+    view("stop", {"num_working": 1})
+    view("stop", {"num_working": 2})
     assert capsys.readouterr().out.splitlines() == [
-        "6 runs, 2 at a time, 1 threads each; 2 are finished already",
+        "6 runs, 2 at a time, 1 thread each; 2 finished already",
         "grpo-seed0: goes on",
         "grpo-seed0: step 1/2, 25.0% right; 2m 10s left",
         "grpo-seed0: finished in 1m 05s, 50.0% right (3 of 6)",
         "grpo-seed0: failed: too hot (a.log)",
+        "1 run at work",
+        "2 runs at work",
     ]
 
 

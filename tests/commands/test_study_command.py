@@ -154,7 +154,7 @@ def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     view("failure", {"part": part, "message": "too hot", "log": "a.log"})
     view("dropped", {"part": part, "message": "not begun"})
     assert capsys.readouterr().out.splitlines() == [
-        "13 parts, 2 at a time, 1 threads each; 2 are finished already",
+        "13 parts, 2 at a time, 1 thread each; 2 finished already",
         "grpo-seed0: goes on",
         "a at step 1/2; b samples and scores",
         "grpo-seed0: finished in 1m 05s (3 of 13)",

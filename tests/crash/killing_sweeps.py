@@ -23,7 +23,7 @@ from killing import Forking
 _HERE = Path(__file__).parent
 _MARK = "POSTTRAIN_KILLED"
 _POLL_SECONDS = 0.01
-_AT_WORK = (": started", ": goes on", "are finished already")
+_AT_WORK = (": started", ": goes on", "finished already")
 
 # The grader for mathematics works in processes of its own: grandchildren of the command.
 REWARDS = [{"name": "vowels:share_of_vowels"}, {"name": "correct", "mode": "math", "weight": 0.5}]

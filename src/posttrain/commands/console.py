@@ -93,6 +93,11 @@ class OutputConsole(Console):
         raise BrokenPipeError
 
 
+def counted(number: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def full_width(console: Console, table: Table) -> int:
     """How many columns a table takes in which nothing is wrapped."""
     return Measurement.get(console, console.options.update(width=MAX_COLUMNS), table).maximum

@@ -482,8 +482,8 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yields ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP. The second one exits at once.
+def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
+    """Yields ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, when ``first`` is said. The second exits.
 
     A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
     always False.
@@ -499,7 +499,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         received.append(number)
         # printing through Python's buffers from a handler may re-enter them; this may not
         with suppress(OSError):  # after a hang-up nobody may be there to read it
-            os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+            os.write(2, f"\n{first}; once more to stop at once\n".encode())
 
     sys.stderr.flush()
     numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]

@@ -147,7 +147,7 @@ class _Runner:
         """All parts, ``num_jobs`` at a time. After a signal none is begun, and those at work save and end."""
         self.waiting, self.parts, self.started = list(parts), parts, time.monotonic()
         self.shares = {part.name: _share_done(part) for part in parts}
-        with stop_on_signals() as should_stop:
+        with stop_on_signals("stopping when what is at work has saved what it has") as should_stop:
             try:
                 while self.waiting or self.working:
                     if should_stop() and not self.interrupted:

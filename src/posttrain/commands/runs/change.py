@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from posttrain.commands.console import open_console, say
-from posttrain.commands.runs.show import counted, describe_link, show_bytes
+from posttrain.commands.console import counted, open_console, say
+from posttrain.commands.runs.show import describe_link, show_bytes
 from posttrain.errors import DataError, RecipeError, RunConflict, UsageError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import Weights, export_run

@@ -12,7 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from posttrain.commands.console import MAX_COLUMNS, Text, open_console, plain_table, say, wants_json, write_json
+from posttrain.commands.console import (
+    MAX_COLUMNS,
+    Text,
+    counted,
+    open_console,
+    plain_table,
+    say,
+    wants_json,
+    write_json,
+)
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
@@ -266,11 +275,6 @@ def _print_foot(
         console.print(Text(f"{what}; `posttrain runs delete` without a name goes on with them", style="yellow"))
     if runs or comparisons:
         console.print(Text("posttrain runs show NAME tells more", style="dim"))
-
-
-def counted(number: int, what: str) -> str:
-    """``1 run``, ``2 runs``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[Link]) -> None:

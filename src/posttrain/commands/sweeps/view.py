@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, full_width, leaves_out_tables, open_console, plain_table, say
+from posttrain.commands.console import Text, counted, full_width, leaves_out_tables, open_console, plain_table, say
 from posttrain.commands.progress import show_duration
 from posttrain.commands.train import tell_missing
 from posttrain.errors import INTERRUPTED, RunFailure
@@ -101,9 +101,9 @@ class SweepProgress:
         name = facts["part"].name if "part" in facts else ""
         if event == "plan":
             self.num_parts, self.num_ended = facts["num_parts"], facts["num_finished"]
-            line = f"{self.num_parts} {self.parts_are}, {facts['num_jobs']} at a time"
-            line += f", {facts['num_threads']} threads each"
-            self._say(f"{line}; {self.num_ended} are finished already" if self.num_ended else line, "dim")
+            line = f"{self._counted(self.num_parts)}, {facts['num_jobs']} at a time"
+            line += f", {counted(facts['num_threads'], 'thread')} each"
+            self._say(f"{line}; {self.num_ended} finished already" if self.num_ended else line, "dim")
         elif event == "begin":
             self._say(f"{name}: {'goes on' if facts['resumed'] else 'started'}", "dim")
         elif event == "evaluation" and facts["told"]:
@@ -118,7 +118,7 @@ class SweepProgress:
             what = f"failed: {facts['message']} ({facts['log']})" if event == "failure" else facts["message"]
             self.warn(f"{name}: {what}")
         elif event == "stop":
-            self._say(f"waiting for {facts['num_working']} {self.parts_are} to save what they have", "yellow")
+            self._say(f"{self._counted(facts['num_working'])} at work", "yellow")
 
     def _end_line(self, facts: dict[str, Any]) -> str:
         told = f", {facts['told']}" if facts["told"] else ""
@@ -127,6 +127,9 @@ class SweepProgress:
             return line
         self.num_ended += 1
         return f"{line} ({self.num_ended} of {self.num_parts}){_left(facts['remaining'])}"
+
+    def _counted(self, number: int) -> str:
+        return counted(number, self.parts_are.removesuffix("s"))
 
     def _say(self, line: str, style: str = "") -> None:
         if not self.quiet:
