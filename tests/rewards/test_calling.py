@@ -13,7 +13,7 @@ import pytest
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.errors import RewardFailure, UnknownWord, UsageError
-from posttrain.rewards.calling import bind_reward, call_reward
+from posttrain.rewards.calling import bind_reward
 
 GIVEN: dict[str, Any] = {
     "prompt": "1 + 1?",
@@ -36,7 +36,7 @@ def test_parameters_are_passed_by_name_in_any_order() -> None:
     def score(num_tokens: int, prompt: str, meta: Mapping[str, int], *, scale: float = 1.0) -> float:
         return scale * (100 * num_tokens + 10 * len(prompt) + meta["level"])
 
-    assert call_reward(score, GIVEN) == 763.0
+    assert bind_reward(score)(GIVEN) == 763.0
     assert bind_reward(score, {"scale": 2.0})(GIVEN) == 1526.0
 
 
@@ -44,7 +44,7 @@ def test_a_function_with_open_keywords_gets_everything() -> None:
     def score(num_tokens: int, **rest: Any) -> float:
         return num_tokens + 10 * len(rest)
 
-    assert call_reward(score, GIVEN) == 127.0
+    assert bind_reward(score)(GIVEN) == 127.0
 
 
 def test_registered_rewards_and_their_options() -> None:
@@ -52,7 +52,7 @@ def test_registered_rewards_and_their_options() -> None:
     assert reward.name == "overlong"
     assert reward.parameters == ("num_tokens",)
     assert reward(GIVEN) == -0.75
-    assert call_reward(registry.find("reward", "xml_format"), GIVEN) == 1.0
+    assert bind_reward(registry.find("reward", "xml_format"))(GIVEN) == 1.0
 
 
 def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_an_exception_becomes_a_reward_failure_with_its_cause() -> None:
     with pytest.raises(
         RewardFailure, match=r"reward 'broken', example 'gsm8k/train/3': .* ZeroDivisionError"
     ) as caught:
-        call_reward(broken, GIVEN, "gsm8k/train/3")
+        bind_reward(broken)(GIVEN, "gsm8k/train/3")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.exit_code == 1
 
@@ -128,7 +128,7 @@ def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
         return value
 
     with pytest.raises(RewardFailure, match=rf"reward 'odd', example 'e1': the function {message}"):
-        call_reward(odd, GIVEN, "e1")
+        bind_reward(odd)(GIVEN, "e1")
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None
     def fine(text: str) -> Any:
         return value
 
-    result = call_reward(fine, GIVEN)
+    result = bind_reward(fine)(GIVEN)
     assert result == number
     assert type(result) is float
 
 
 def test_a_usage_error_of_ours_passes_through() -> None:
     with pytest.raises(UsageError, match="needs a prompt template with tags"):
-        call_reward(registry.find("reward", "xml_format"), {**GIVEN, "tags": ()}, "e1")
+        bind_reward(registry.find("reward", "xml_format"))({**GIVEN, "tags": ()}, "e1")

@@ -122,14 +122,6 @@ def bind_reward(
     return BoundReward(name, bound, _asked(name, function, where, bound.keywords), batched)
 
 
-def call_reward(
-    reward: BoundReward | Entry | Callable[..., Any], available: Mapping[str, Any], example_id: str = ""
-) -> float:
-    """Bind (unless bound already) and call once; see ``bind_reward`` and ``BoundReward``."""
-    bound = reward if isinstance(reward, BoundReward) else bind_reward(reward)
-    return bound(available, example_id)
-
-
 def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
     """The names that the function asks for, beside those that are ``bound`` already."""
     place = f"{where}: " if where else ""

@@ -10,7 +10,6 @@ the same random numbers.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.errors import DataError
-from posttrain.store.durable import cut_torn_line, storage_errors
+from posttrain.store.durable import cut_torn_line, storage_errors, sync_file
 from posttrain.store.reading import open_record, stated
 
 Event = Literal["issued", "done", "consumed", "dropped", "resumed"]
@@ -74,8 +73,8 @@ class Ledger:
             StorageError: it could not be written.
         """
         if self.path.exists():
-            with storage_errors("ledger", self.path), open(self.path, "rb+") as file:
-                os.fsync(file.fileno())
+            with storage_errors("ledger", self.path):
+                sync_file(self.path)
 
     def read(self) -> list[LedgerEvent]:
         """Every event, oldest first; a line that a kill has torn is none.
