@@ -172,10 +172,14 @@ def vllm(
         return _of_a_model_on_disk(urls, tokenizer, checkpoint, asking)
     own = {"port": port, "gpus": tuple(gpus or ()), "gpu_memory": gpu_memory, "eager": eager, "dtype": dtype}
     own |= {"max_model_len": max_model_len}
+    places = urls if url is not None else [None] * servers
+    return _following(model, tokenizer, places, own, restarts, asking | {"collectives": collectives})
+
+
+def _following(*told: Any) -> Engine:
     from posttrain.engines.vllm.fleet import following_fleet  # needs transformers, which no list of words does
 
-    places = urls if url is not None else [None] * servers
-    return following_fleet(model, tokenizer, places, own, restarts, asking | {"collectives": collectives})
+    return following_fleet(*told)
 
 
 def _of_a_model_on_disk(
