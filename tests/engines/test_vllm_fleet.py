@@ -22,7 +22,7 @@ from fake_vllm import Reset
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm import fleet as fleet_module
+from posttrain.engines.vllm import follow as follow_module
 from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.fleet import FollowingFleet
 from posttrain.engines.weights import checkpoint_weights
@@ -90,7 +90,8 @@ def test_a_batch_is_divided_and_its_tokens_are_those_of_one_server(
         one = vllm(tiny.model, tiny.tokenizer, url=[alone.url], **ASKING)
         engine.sync(6)
         assert ids_of(one.generate(PROMPTS, keys, SAMPLING)) == ids_of(engine.generate(PROMPTS, keys, SAMPLING))
-    assert not isinstance(one, FollowingFleet), "one server is one server, also in a list"
+    assert isinstance(one, FollowingFleet)
+    assert sorted(asked_seeds(alone)) == list(range(1, 12)), "one server is a fleet of one"
 
 
 def with_version(expected: Any, version: int, groups: Any) -> Any:
@@ -252,7 +253,7 @@ def started(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[type
         all, model, cannot_start = [], tiny.model, ()
         trouble = staticmethod(lambda server, body: None)  # type: ignore[assignment]
 
-    monkeypatch.setattr(fleet_module, "OwnServer", Started)
+    monkeypatch.setattr(follow_module, "OwnServer", Started)
     monkeypatch.setenv("POSTTRAIN_VLLM", sys.executable)
     yield Started
     for server in Started.all:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from fake_follower import SYNC, FakeFollower
 from fake_vllm import FakeVllm, model_answer
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.follow import FollowingEngine
+from posttrain.engines.vllm.command import ServerOptions
+from posttrain.engines.vllm.fleet import FollowingFleet
+from posttrain.engines.vllm.follow import Member
 from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
@@ -26,8 +29,9 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 ASKING: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1}
 
 
-def follow(tiny: LoadedModel, url: str, kind: type[FollowingEngine] = FollowingEngine, **options: Any) -> Any:
-    return kind(tiny.model, tiny.tokenizer, url, "float32", "gloo", **(ASKING | options))
+def follow(tiny: LoadedModel, url: str, kind: type[Member] = Member, **options: Any) -> Any:
+    own = ServerOptions(dtype="float32")
+    return FollowingFleet([kind(tiny.model, tiny.tokenizer, url, own, "gloo", **(ASKING | options))], None, 0)
 
 
 def update(model: Any, seed: int = 0) -> None:
@@ -67,13 +71,12 @@ def test_clean_syncs_raise_no_alarm(tiny: LoadedModel, server: FakeFollower) -> 
 
 
 def test_an_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower, wrapped: Any) -> None:
-    engine = FollowingEngine(wrapped, tiny.tokenizer, server.url, "float32", "gloo", **ASKING)
-    engine.sync(1)
+    follow(replace(tiny, model=wrapped), server.url).sync(1)
     theirs = dict(server.model.named_parameters())
     assert all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(wrapped))
 
 
-class OneTensorScaled(FollowingEngine):
+class OneTensorScaled(Member):
     def weights(self) -> Any:
         for name, weight in super().weights():
             yield name, weight * 1.01 if name == "model.layers.2.mlp.up_proj.weight" else weight
@@ -94,9 +97,9 @@ def cache_kept(fake: FakeFollower) -> None:
 @pytest.mark.parametrize("fault", [OneTensorScaled, one_layer_left_old, tied_head_left_old, cache_kept])
 def test_a_sync_with_a_fault_is_caught(tiny: LoadedModel, server: FakeFollower, fault: Any) -> None:
     """After one small update, of which the fault keeps a part from the server."""
-    kind = fault if isinstance(fault, type) else FollowingEngine
+    kind = fault if isinstance(fault, type) else Member
     engine = follow(tiny, server.url, kind)
-    if kind is FollowingEngine:
+    if kind is Member:
         engine.sync(0)
         fault(server)
     update(tiny.model)

@@ -176,19 +176,10 @@ def vllm(
     return _following(model, tokenizer, places, own, restarts, asking | {"collectives": collectives})
 
 
-def _following(
-    model: Any, tokenizer: Any, urls: Sequence[str | None], own: dict[str, Any], restarts: int, asking: dict[str, Any]
-) -> Engine:
-    """What asks servers whose weights follow; None instead of a url: one that the run starts as ``own`` says."""
-    if len(urls) == 1 and urls[0] is not None:
-        from posttrain.engines.vllm.follow import FollowingEngine
+def _following(*told: Any) -> Engine:
+    from posttrain.engines.vllm.fleet import following_fleet  # needs transformers, which no list of words does
 
-        return FollowingEngine(model, tokenizer, urls[0], own["dtype"], **asking)
-    from posttrain.engines.vllm.command import SERVED, ServerOptions  # needs transformers, which no list of words does
-    from posttrain.engines.vllm.fleet import following_fleet
-
-    options = ServerOptions(**own, follows=True, empty=True, name=SERVED)
-    return following_fleet(model, tokenizer, urls, options, restarts=restarts, **asking)
+    return following_fleet(*told)
 
 
 def _of_a_model_on_disk(

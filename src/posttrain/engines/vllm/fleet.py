@@ -1,4 +1,4 @@
-"""Several vLLM servers as one engine: a batch is divided among them, and each has the weights before it answers.
+"""vLLM servers, one or several, as one engine: it divides a batch, and each has the weights before it answers.
 
 The division is by place in the batch alone, in pieces of a row, so that most answers to one prompt come from one server
 and its cache of prompts; a completion's seed belongs to its key, so which server draws it changes no seed. The weights
@@ -11,27 +11,22 @@ lost at once; behind every batch all tell which ones they have lost, and it give
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Conversation, Groups, Respondent, converse_by_generating
-from posttrain.engines.vllm.command import ServerOptions, server_command
+from posttrain.engines.vllm.command import SERVED, ServerOptions
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.follow import FollowingEngine
-from posttrain.engines.vllm.http import HttpServer
-from posttrain.engines.vllm.placed import SERVERS, PlacedServer, loss_of
-from posttrain.engines.vllm.protocol import CompletionRequest
-from posttrain.engines.vllm.server import OwnServer, check_gpus, free_port, interpreter
-from posttrain.engines.weights import save_without_weights
+from posttrain.engines.vllm.follow import Member, Orders
+from posttrain.engines.vllm.placed import SERVERS
+from posttrain.engines.vllm.server import check_gpus, free_port, interpreter
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
-from posttrain.types import Completion
 from posttrain.world import Within, World
 
 Result = TypeVar("Result")
@@ -43,21 +38,17 @@ class Lost(Exception):
 
 
 def following_fleet(
-    model: Any,
-    tokenizer: Any,
-    urls: Sequence[str | None],
-    own: ServerOptions,
-    collectives: Literal["auto", "gloo", "nccl"] = "auto",
-    restarts: int = 2,
-    **asking: Any,
+    model: Any, tokenizer: Any, urls: Sequence[str | None], own: dict[str, Any], restarts: int, asking: dict[str, Any]
 ) -> FollowingFleet:
-    """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None."""
+    """Servers whose weights follow a model in training: those at ``urls``, or one of the run's own for each None.
+
+    ``own``: what of ``ServerOptions`` the recipe says; ``asking``: as of ``Member``.
+    """
+    options = ServerOptions(**own, follows=True, empty=True, name=SERVED)
     starts = urls[0] is None
-    shares = _shared_out(own, len(urls)) if starts else [own] * len(urls)
-    members = [
-        Member(model, tokenizer, url, share, collectives, **asking) for url, share in zip(urls, shares, strict=True)
-    ]
-    return FollowingFleet(members, own if starts else None, restarts)
+    shares = _shared_out(options, len(urls)) if starts else [options] * len(urls)
+    members = [Member(model, tokenizer, url, share, **asking) for url, share in zip(urls, shares, strict=True)]
+    return FollowingFleet(members, options if starts else None, restarts)
 
 
 def _shared_out(own: ServerOptions, servers: int) -> list[ServerOptions]:
@@ -105,7 +96,7 @@ class AskedFleet(Engine):
             member.is_hung_up = False
         with ThreadPoolExecutor(max(1, len(work)), "servers") as pool:
             try:
-                asked = {pool.submit(self._asked_of(i), *what): i for i, what in work.items()}
+                asked = {pool.submit(self.members[i].generate, *what): i for i, what in work.items()}
                 waiting: set[Future[Groups]] = set(asked)
                 while waiting:
                     done, waiting = wait(waiting, LOOK_SECONDS, FIRST_COMPLETED)
@@ -119,130 +110,11 @@ class AskedFleet(Engine):
                 raise
         return {i: future.result() for future, i in asked.items() if future.exception() is None}
 
-    def _asked_of(self, number: int) -> Callable[..., Groups]:
-        return self.members[number].generate
-
     def _look(self) -> None:
         """Called every second while servers are asked."""
 
     def _failed(self, number: int, error: BaseException) -> None:
         raise error
-
-
-@dataclass(frozen=True)
-class Orders:
-    """Of whom a server is ordered, under which name, and where it listens (0: at a port that is free)."""
-
-    world: World
-    name: str
-    port: int
-
-
-class Member(FollowingEngine):
-    """One of the servers, a user's or (``url`` None) one that the run starts; see ``FollowingEngine``.
-
-    ``own``: how it is started. ``orders``: of whom it is ordered where this process does not start it; ``ordered``:
-    which order that is. ``answered`` is what it has answered of a batch, and keeps until all of it is there.
-    ``is_current``: it has been given the weights of ``version``, and nothing is known against it.
-    """
-
-    def __init__(
-        self, model: Any, tokenizer: Any, url: str | None, own: ServerOptions, collectives: Any, **asking: Any
-    ) -> None:
-        self.own = own if url is None else None
-        self.process: OwnServer | PlacedServer | None = None
-        if url is None:
-            url, asking["wanted"] = f"http://127.0.0.1:{own.port}", (own.name,)
-        dtype: Any = own.dtype
-        super().__init__(model, tokenizer, url, dtype, collectives, **asking)
-        self.answered: dict[CompletionRequest, Completion] = {}
-        self.is_current = False
-        self.orders: Orders | None = None
-        self.ordered = ""
-
-    def give_weights(self, version: int) -> None:
-        """Hand them over; a server that was just started is waited for."""
-        self.is_hung_up = False
-        if self.process is not None and not self.is_current:
-            self.process.wait()
-            self.url = self.process.url
-            self.ordered = getattr(self.process, "place", "")  # it may have been ordered once more meanwhile
-        self.is_current = False
-        self._transfer(version)
-        self.version, self.is_current = version, True
-
-    def launch(self, anew: bool = False, moves: bool = False) -> None:
-        """Start a server of the run's own in the place of the one before; it is not waited for.
-
-        ``anew``: that one has failed. ``moves``: the new one is elsewhere, where nobody asks one without weights.
-        """
-        self._end_server()
-        self.is_current = False
-        if self.orders is not None:
-            model, options = self._to_be_served()
-            options = replace(options, port=self.orders.port)
-            process = PlacedServer(self.orders.world, self.orders.name, str(model), options, self.where)
-            process.start(anew)
-            self.process, self.ordered = process, process.place
-            return
-        assert self.own is not None, "a server of the run's own"
-        if moves:
-            self.own = replace(self.own, port=free_port(0))
-            self.url = f"http://127.0.0.1:{self.own.port}"
-        model, options = self._to_be_served()
-        command = server_command(str(model), replace(options, interpreter=interpreter()))
-        self.process = OwnServer(command, self.url, model.parent / "vllm.log")
-        self.process.start()
-
-    def close(self) -> None:
-        """End the server, where it is the run's own."""
-        self._end_server()
-        self.version = -1
-
-    def _end_server(self) -> None:
-        self._sender = None
-        if self.process is not None:
-            self.process.stop()
-            self.process = None
-
-    def _to_be_served(self) -> tuple[Path, ServerOptions]:
-        """A folder with what a server needs to know of the model, and how it is started."""
-        assert self.own is not None, "a server of the run's own"
-        folder = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) if self.folder is None else self.folder
-        save_without_weights(self.model, self.tokenizer, folder / "served")
-        on_cpu = not self.own.gpus and next(self.model.parameters()).device.type == "cpu"
-        return folder / "served", replace(self.own, whole_prompts=on_cpu)
-
-    def tail(self) -> str:
-        """The end of what its server said."""
-        return "" if self.process is None else self.process.tail()
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """What the other processes have to know to ask it."""
-        return self.url, self._token, self.version, self._served, self.ordered
-
-    @place.setter
-    def place(self, told: tuple[Any, ...]) -> None:
-        self.url, self._token, self.version, self._served, self.ordered = told
-
-    def loss(self) -> str | None:
-        """Why a server that was placed somewhere is gone, as who placed it says."""
-        return None if self.orders is None else loss_of(self.orders.world, self.ordered)
-
-    def _check_label(self) -> None:
-        """See ``FollowingEngine``; of a server that does not pass no answer is kept."""
-        try:
-            super()._check_label()
-        except RunFailure:
-            self.answered.clear()
-            raise
-
-    def _complete(self, server: HttpServer, numbered: tuple[int, CompletionRequest]) -> Completion:
-        request = numbered[1]
-        if request not in self.answered:
-            self.answered[request] = super()._complete(server, numbered)
-        return self.answered[request]
 
 
 class FollowingFleet(AskedFleet):
@@ -330,9 +202,6 @@ class FollowingFleet(AskedFleet):
         if self.version < 0:
             self.sync(0)
         return self._until_answered(go_on)
-
-    def _asked_of(self, number: int) -> Callable[..., Groups]:
-        return self.members[number].ask
 
     def _look(self) -> None:
         """Hang up on servers that are gone and whose connections do not show it, as when a machine is."""

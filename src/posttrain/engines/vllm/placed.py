@@ -61,7 +61,7 @@ def _fleet(name: str, where: str, word: Word) -> Iterator[tuple[str, int]]:
 class PlacedServer:
     """In the place of ``OwnServer``; ``url`` is known when ``wait`` has returned.
 
-    ``model``: the folder of ``fleet.Member``, which all nodes see; ``world``: of whom it is ordered. ``where``: see
+    ``model``: the folder of ``follow.Member``, which all nodes see; ``world``: of whom it is ordered. ``where``: see
     ``VllmEngine``. ``place``: name and mark of the order. ``is_kept``: it was there before.
     """
 
