@@ -17,19 +17,19 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76935
+MAX_PACKAGE_LINES = 77045
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
     "recipes": 1280,
     "algorithms": 2050,
-    "graders": 6700,
+    "graders": 6800,
     "rewards": 405,
     "render": 1360,
     "tasks": 5630,
     "environments": 1760,
     "store": 2650,
-    "models": 4790,
+    "models": 4805,
     "engines": 8604,
     "evals": 3020,
     "reward_models": 1620,

@@ -174,6 +174,36 @@ def test_adapters_that_name_code_are_refused(changes: dict[str, Any], tmp_path: 
         load_model(ModelSection(name=str(folder)), seed=0)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_alpha": 1e308},
+        {"lora_alpha": float("nan")},
+        {"lora_alpha": -(10**30)},
+        {"alpha_pattern": {"q_proj": 1e9}},
+    ],
+)
+def test_an_adapter_whose_scale_is_no_number_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter", **changes)
+    with pytest.raises(UsageError, match=r"adapter_config.json: an alpha of .* scales by no number"):
+        load_model(ModelSection(name=str(folder)), seed=0)
+
+
+@pytest.mark.parametrize("limit", ["long", [], {"a": 1}, "\x1b[2J"])
+def test_a_tokenizer_whose_limit_is_no_number_is_refused(
+    limit: Any, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = place / "model"
+    shutil.copytree(TINY, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": limit}))
+    assert run("generate", ["model", "Hi", "--max-tokens", "2"], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert "model_max_length is" in said
+    assert "no number" in said
+    assert "\x1b" not in said
+
+
 def test_an_adapter_that_stands_on_itself_ends(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", base_model_name_or_path=str(tmp_path / "b"))
     adapter(tmp_path / "b", base_model_name_or_path=str(folder))

@@ -33,6 +33,7 @@ def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **m
      "A. is wrong, as 4 > 0.\nB. is right.\nSo:\nB", "B\n\nBecause it is negative.", "B, not A",
      "The answer is A. No, wait: the answer is B.", "If it were positive, the answer would be A. So the answer is B.",
      "The answer is B. A is wrong since it is positive.", "I would go with B.", "So I choose (b).", "Therefore, (B).",
+    "The answer is the letter B.", '{"answer": "B"}',
      "The answer to the question is B", "The answer would then be B", "Answer - B", "The correct option is (B) -4.",
      "-4", "The answer is -4.", "It is negative.\n-4", "It is B.", "It's (B)!", "I (personally) believe it is B",
      "I believe that it is **B**.", "I. think the answer is B", "I - well - think the answer is B.",

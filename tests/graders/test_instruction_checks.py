@@ -160,6 +160,17 @@ UNSEEN = [
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "A letter. P.P.S. ..."),
     ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1 Section 2"),
     ("detectable_format:multiple_sections", {"section_spliter": "DAY", "num_sections": 2}, "DAY 1\nrest\nDAY 2\n..."),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* .\n* ."),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*.* *_*"),
+    ("detectable_format:title", {}, "<<.>>"),
+    ("startend:quotation", {}, '"."'),
+    ("startend:quotation", {}, '""'),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, ".\n***\n."),
+    ("combination:two_responses", {}, "one\n******\n."),
+    ("combination:two_responses", {}, "one\n******\none."),
+    ("detectable_format:json_format", {}, "NaN"),
+    ("detectable_format:json_format", {}, "[-Infinity]"),
+    ("punctuation:no_comma", {}, "yes\uff0c no"),
 ]
 
 

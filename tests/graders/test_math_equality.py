@@ -207,6 +207,52 @@ x \in \mathbb{R} | (-\infty, \infty)
 \mathbb{R} | -\infty < x < \infty
 \begin{pmatrix} 1 & 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}^T
 e^{T+1} | e \cdot e^T
+\sqrt{13} | √13
+\sqrt{13} | sqrt13
+0.0003 | 3 × 10⁻⁴
+x^4+1 | x⁴+1
+1011_2 | 1011₂
+\frac{11}{4} | 2¾
+\frac12 | 1⁄2
+2 | ∛8
+\frac13 | 0.\overline{3}
+\frac16 | 0.1\overline{6}
+1 | 0.\bar{9}
+-\frac{34}{99} | -0.\overline{34}
+\frac12 | \large\frac{1}{2}
+\frac12 | \bm{\frac12}
+\frac12 | \nicefrac{1}{2}
+5 | \color{red}{5}
+5 | \textcolor{blue}{5}
+5 | \underline{5}
+5 | 5 \tag{1}
+6 | {4 \choose 2}
+7 | 7^{\text{th}}
+7 | 7th
+25 | 25 °C
+45 | 45º
+4 | x_{\text{min}} = 4
+12 | a+b=12
+12 | a + b = 5 + 7 = 12
+12 | 12 = m + n
+12 | 100a+10b+c = 12
+7 | a^2+b^2=7
+7 | f(2)+f(3)=7
+9 | x_1 - x_2 = 9
+1,2 | x_1 = 2, x_2 = 1
+(-\infty,0)\cup(0,\infty) | \mathbb{R}\setminus\{0\}
+(-\infty,0)\cup(0,\infty) | \mathbb{R} - \{0\}
+(-\infty, 2] | \{x \mid x \le 2\}
+(-\infty, 2] | \{x \in \mathbb{R} : x \le 2\}
+\emptyset | \text{no solution}
+\text{no solution} | \text{No solutions}
+\text{DNE} | \text{does not exist}
+\infty | \text{infinity}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{bmatrix} 1 & 2 \\[4pt] 3 & 4 \end{bmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{smallmatrix} 1 & 2 \\ 3 & 4 \end{smallmatrix}
+12 | \textbf{(C)}\ 12
+12 | \text{(C) 12}
+\text{(C)} | \textbf{(C) } 12
 """
 
 DIFFERENT = r"""
@@ -255,7 +301,6 @@ s^2 \le 8r^2 | s^2 < 8r^2
 x=3 | y=3
 5 | 2x = 5
 7 = 11a+c | 11a+c
-x+y=5 | 5
 f(x)=2x | g(x)=2x
 y=2x | y=3x
 y=2x | y>2x
@@ -401,6 +446,29 @@ x^4-16 | x^4 - 16 = x^4 - 17
 x^{T} | x
 e^{T} | e
 k x^T + 1 | k x + 1
+3 | √13
+3 | sqrt13
+\frac13 | 0.\overline{34}
+\frac{3}{10} | 0.\overline{3}
+1 | 3 0.\overline{3}
+12 | a+b=13=12
+12 | a+b=13
+12 | x^2+x=12
+12 | x+1=12
+12 | a+b=c=12
+12 | not a + b = 12
+x+y=5 | x+z=5
+AB=4,CD=5 | 5, 4
+x_1=2, y_1=1 | 1, 2
+(-\infty,0)\cup(0,\infty) | \mathbb{R}\setminus\{1\}
+(-\infty,0)\cup(0,\infty) | \mathbb{R}\setminus\{0,1\}
+(-\infty, 2] | \{x : x < 2\}
+5 | \{x : x^2 = 25\}
+\text{no solution} | \text{no real solution}
+0 | \text{no solution}
+12 | \textbf{(C)}\ 13
+\text{(B)} | \textbf{(C)}\ 12
+\text{(C)} | \textbf{(C)}\ maybe
 """
 
 
@@ -417,6 +485,13 @@ def test_same(gold: str, given: str) -> None:
 def test_different_both_ways(gold: str, given: str) -> None:
     assert compare_answers([gold, given, 0.0]) is False
     assert compare_answers([given, gold, 0.0]) is False
+
+
+@pytest.mark.parametrize("gold", ["x+y=5", "a+b=12", "x - y = 5"])
+def test_a_sum_that_an_answer_names_is_a_value_and_an_equation_that_was_asked_for_is_none(gold: str) -> None:
+    value = gold.partition("=")[2].strip()
+    assert compare_answers([value, gold, 0.0]) is True
+    assert compare_answers([gold, value, 0.0]) is False
 
 
 @pytest.mark.parametrize(("gold", "given"), pairs(SAME))

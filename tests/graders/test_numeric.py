@@ -26,6 +26,18 @@ def test_numeric_compares_values_not_spelling() -> None:
     assert outcome("Yes", "yes") == "right"
 
 
+@pytest.mark.parametrize("text", ["**17**", "`17`", '"17"', "__17__.", "17th", "17 °C", "'17 dollars'"])
+def test_marks_around_a_number_are_no_part_of_it(text: str) -> None:
+    assert outcome(text, "17") == "right"
+    assert outcome(text, "16") == "wrong"
+    assert outcome(text[:-1] + " or 16" + text[-1], "17") == "wrong"
+
+
+def test_a_dash_of_a_typesetter_is_a_minus_sign() -> None:
+    assert outcome("\u20135", "-5") == "right"
+    assert outcome("3\u20135", "-2") == "wrong"
+
+
 @pytest.mark.parametrize(
     "text",
     ["The answer is 17", "the answer is: 17.", "Answer: 17", "So, the final answer is $17$", "My answer is 17 dollars",

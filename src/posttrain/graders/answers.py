@@ -40,7 +40,7 @@ _NUMBERS = frozenset(
 SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 # Shorter than three letters and yet a unit: other short words may be variables (5x, 3ab), which are not dropped.
 SHORT_UNITS = frozenset(
-    ("cm", "mm", "km", "kg", "mg", "ml", "cl", "dl", "mi", "ft", "in", "lb", "oz", "hr", "am", "pm", "°")
+    ("cm", "mm", "km", "kg", "mg", "ml", "cl", "dl", "mi", "ft", "in", "lb", "oz", "hr", "am", "pm", "°", "th")
 )  # fmt: skip
 # Units by name. Behind a number without a space only these are units: anything else may be variables (2abc).
 KNOWN_UNITS = SHORT_UNITS | frozenset(
@@ -186,6 +186,7 @@ _LAST_NUMBER = re.compile(
 )
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+_QUOTED = re.compile(r"(\*\*|__|`|\"|')(.*)\1[.,]?", re.DOTALL)
 _BETWEEN_DIGITS = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
 _SPACE = re.compile(r"\s+")
 _GROUPING = re.compile(r",\s*\\!\s*")  # 1,\!000
@@ -193,9 +194,9 @@ _GROUPING = re.compile(r",\s*\\!\s*")  # 1,\!000
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound"}
 # How LaTeX and typists dress a number.
 _DRESS = (
-    ("\u2212", "-"), ("\u00a0", " "), ("\u202f", " "), ("\\$", "$"), ("\\%", "%"), ("\\!", ""), ("\\,", ""),
-    ("{,}", ","), ("\\left", ""), ("\\right", ""), ("^\\circ", "°"), ("^{\\circ}", "°"), ("\\;", " "), ("\\:", " "),
-    ("\\ ", " "), ("~", " "),
+    ("\u2212", "-"), ("\u2013", "-"), ("\u00a0", " "), ("\u202f", " "), ("\\$", "$"), ("\\%", "%"), ("\\!", ""),
+    ("\\,", ""), ("{,}", ","), ("\\left", ""), ("\\right", ""), ("^\\circ", "°"), ("^{\\circ}", "°"), ("\\;", " "),
+    ("\\:", " "), ("\\ ", " "), ("~", " "),
 )  # fmt: skip
 
 
@@ -222,7 +223,9 @@ def parse_quantity(text: str) -> Quantity | None:
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    cleaned = clean_answer(text)
+    text = text.strip()
+    quoted = _QUOTED.fullmatch(text)
+    cleaned = clean_answer(quoted[2] if quoted else text)
     prefix = _PREFIX.match(cleaned)
     assert prefix is not None, "every part of the pattern is optional"
     first_sign, currency, second_sign = prefix.groups()
@@ -303,7 +306,7 @@ def same_quantity(gold: Quantity, answer: Quantity, tolerance: float = 0.0) -> b
             return False
     elif (stated := gold.unit or answer.unit) and not (gold.marked or answer.marked):
         symbol = stated.partition("^")[0]
-        if len(symbol) < 3 and symbol not in SHORT_UNITS:
+        if len(symbol) < 3 and symbol not in SHORT_UNITS and symbol[0] != "°":  # °C is no variable
             return False
     limit = Fraction(tolerance)
     return any(abs(x - y) <= limit for x in _readings(gold, answer) for y in _readings(answer, gold))

@@ -138,9 +138,9 @@ MAX_STATEMENTS = 100  # "the answer is": the last ones
 _FILLER = (
     r"(?:[\s:=>*_`$\"'“‘]|\\boxed\s*\{|\\(?:text|textbf|mathrm|mathbf)\s*\{|"
     r"(?i:for\s+sure|clearly|definitely|therefore|thus|then|indeed|simply|most\s+likely|probably|likely|actually|"
-    r"definitively|obviously|option|choice|letter|answer)\b){0,12}"
+    r"definitively|obviously|(?:the\s+)?(?:option|choice|letter|answer))\b){0,12}"
 )
-_IS = r"(?:\*\*|__)?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then\s+)?be\b|[:=]|→|->|[-–—]\s)"
+_IS = r"(?:\*\*|__|\")?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then\s+)?be\b|[:=]|→|->|[-–—]\s)"
 _HEAD = re.compile(
     r"(?i:\banswer(?:\s+choice|\s+to\s+(?:the|this)\s+(?:question|problem))?" + _IS + "|"
     r"\b(?:correct|right|best)\s+(?:option|choice|one|letter|statement)" + _IS + "|"

@@ -251,8 +251,8 @@ def capital_word_frequency(response: str, *, capital_frequency: Count, capital_r
 
 @instruction("punctuation:no_comma")
 def has_no_comma(response: str) -> bool:
-    """There is no comma."""
-    return "," not in response
+    """There is no comma, nor one of the other scripts (``，``, ``،``) that an English reader takes for one."""
+    return not set(",，﹐،") & set(response)
 
 
 @instruction("startend:end_checker")
@@ -263,9 +263,9 @@ def ends_with(response: str, *, end_phrase: Text) -> bool:
 
 @instruction("startend:quotation")
 def is_quoted(response: str) -> bool:
-    """The whole response stands in double quotation marks."""
+    """The whole response stands in double quotation marks, and says something."""
     text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
+    return len(text) > 1 and text[0] == text[-1] == '"' and _says(text)
 
 
 @instruction("combination:repeat_prompt")
@@ -303,7 +303,7 @@ def _stands_alone(word: str, text: str) -> bool:
 
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
-_BULLET = re.compile(r"^[ \t]*[*-][ \t]++(?![*\- \t]*$)", re.MULTILINE)
+_BULLET = re.compile(r"^[ \t]*[*-][ \t]++(?=[^\n]*\w)", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*(?=[^\s*])[^*\n]*(?<=\S)\*\*|\*(?=[^\s*])[^*\n]*(?<=\S)\*")
 _TITLE = re.compile(r"<<([^\n<>]+)>>")
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
@@ -326,9 +326,9 @@ def number_sentences(response: str, *, num_sentences: Count, relation: Relation)
 
 @instruction("length_constraints:number_paragraphs")
 def number_paragraphs(response: str, *, num_paragraphs: Count) -> bool:
-    """Exactly so many paragraphs with the divider ``***`` between them; none is blank."""
+    """Exactly so many paragraphs with the divider ``***`` between them; each says something."""
     parts = _split_at(response, "***")
-    return len(parts) == num_paragraphs and all(parts)
+    return len(parts) == num_paragraphs and all(map(_says, parts))
 
 
 @instruction("length_constraints:nth_paragraph_first_word")
@@ -356,7 +356,7 @@ def number_highlights(response: str, *, num_highlights: Count) -> bool:
 
     Departure: as in Markdown the stars stand directly at the words, so that two bullets on a line are no highlight.
     """
-    return len(_HIGHLIGHT.findall(response)) >= num_highlights
+    return sum(map(_says, _HIGHLIGHT.findall(response))) >= num_highlights
 
 
 @instruction("detectable_format:multiple_sections")
@@ -384,7 +384,7 @@ def is_json(response: str) -> bool:
         if opening.strip().lower() not in ("", "json"):
             return False
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse)  # NaN and Infinity are Python's
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits; very deep nesting
         return False
     return True
@@ -392,15 +392,24 @@ def is_json(response: str) -> bool:
 
 @instruction("detectable_format:title")
 def has_title(response: str) -> bool:
-    """A title in double angular brackets on one line, ``<<so>>``, which is not blank."""
-    return any(title.strip(" <>") for title in _TITLE.findall(response))
+    """A title in double angular brackets on one line, ``<<so>>``, which says something."""
+    return any(map(_says, _TITLE.findall(response)))
 
 
 @instruction("combination:two_responses")
 def gives_two_responses(response: str) -> bool:
     """Exactly two different responses with six asterisks between them."""
     parts = _split_at(response, "******")
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+    return len(parts) == 2 and all(map(_says, parts)) and _WORD.findall(parts[0]) != _WORD.findall(parts[1])
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _says(text: str) -> bool:
+    """Whether there is a letter or a digit: dots and stars follow an instruction only in form."""
+    return re.search(r"[^\W_]", text) is not None
 
 
 def _split_at(text: str, divider: str) -> list[str]:

@@ -31,6 +31,7 @@ from posttrain.models.sources import (
 )
 from posttrain.models.stated_sizes import check_folder, check_sizes
 from posttrain.models.tokenizer import train_tokenizer
+from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
@@ -161,7 +162,12 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Of an adapter folder without one, that of its base."""
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = base_of(source)
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
+    if not isinstance(tokenizer.model_max_length, int | float):  # compared with lengths later, outside of all care
+        raise TypeError(
+            f"tokenizer_config.json: model_max_length is {shorten(repr(tokenizer.model_max_length))}, no number"
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
 SCORER_FOLDER = "sequence-classification"  # in a checkpoint, a reward model's adapter with its head, as peft has it
 HUB_PATIENCE_SECONDS = 1.0
 
@@ -162,6 +163,12 @@ def check_files(source: str) -> None:
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
                 "could run code of its choice; merge it into its base with what made it, and give the merged model"
             )
+        patterns = settings.get("alpha_pattern")
+        for alpha in (settings.get("lora_alpha"), *(patterns.values() if isinstance(patterns, dict) else ())):
+            if isinstance(alpha, int | float) and not abs(alpha) <= MAX_ALPHA:  # peft takes any; sampling cannot
+                raise UsageError(
+                    f"model.name: {source}: {ADAPTER_CONFIG}: an alpha of {shorten(str(alpha))} scales by no number"
+                )
         _refuse_pickle(Path(source), "adapter_model.safetensors", "adapter_model.bin")
         source = base_of(source)
     _refuse_pickle(Path(source), "model*.safetensors", "pytorch_model*.bin")

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from posttrain.graders.answers import Quantity, canonical_unit, same_quantity, without_spaces
+from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
 from posttrain.graders.math.notation import unify
 from posttrain.graders.math.reading import (
     BasedNumber,
@@ -27,6 +27,7 @@ from posttrain.graders.math.reading import (
     Relation,
     Union,
     Words,
+    all_but,
     is_time,
     read_form,
     undress,
@@ -35,7 +36,7 @@ from posttrain.graders.math.values import constant_ratio, is_near, parse_latex, 
 
 # What a relation says: the value of a name, the region of a name, or an equation between expressions.
 
-_SUBSCRIPT = re.compile(r"_\{[^{}]*\}|_\w|\\prime|\^\{-1\}")
+_SUBSCRIPT = re.compile(r"_\{(?:\\text\{[^{}]*\}|[^{}])*\}|_\w|\\prime|\^\{-1\}")
 _GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|rho|sigma|omega|angle)")
 _ARGUMENTS = re.compile(r"(?<=[A-Za-z}])\s*\([^()]*\)")
 _NAME = re.compile(r"[A-Za-z(){}|,:/ \[\]]+")
@@ -129,9 +130,7 @@ def _is_constant(text: str) -> bool:
 def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tuple[str, Form | None]:
     """The name between constants, and its interval."""
     if operators == ("!=",) and is_name(sides[0]) and _is_constant(sides[1]):
-        hole = read_form(sides[1])
-        below, above = (Collection("(", ")", ends) for ends in ((_MINUS_INFINITY, hole), (hole, _INFINITY)))
-        return plain_name(sides[0]), Union((below, above))
+        return plain_name(sides[0]), all_but(read_form(sides[1]))
     if not set(operators) <= {"<", "<="} or len(sides) > 3:
         return "", None
     middle = 1 if len(sides) == 3 or not is_name(sides[0]) else 0
@@ -147,7 +146,15 @@ def _read_inequality(sides: tuple[str, ...], operators: tuple[str, ...]) -> tupl
 
 _UNCHECKED = re.compile(r"\\(?:lim|int)(?![A-Za-z])")  # what may take for ever to evaluate
 _PUNCTUATION = re.compile(r"[ .']|(?<=[a-z]{4})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{4})")
+_SIGN = re.compile(r"(?<=[\w)}])\s*[+-]")
+_COEFFICIENT = re.compile(r"^\d+\s*(?:\\cdot\s*)?(?=[A-Za-z])|\^\{\d+\}$")
+_INDEX = re.compile(r"_\d+$")
 _ONE_LETTER = re.compile(r"[A-Za-z]")
+_LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(\S.*)|([^{}]+)\})")
+_CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
+# Spellings of words that stand for an answer.
+_SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
+               "infinity": "\\infty"}  # fmt: skip
 _DOLLAR, _CENT = canonical_unit("dollars"), canonical_unit("cents")
 _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
@@ -158,6 +165,11 @@ def compare_answers(item: Sequence[Any]) -> bool:
     left, right = (undress(unify(text)) for text in (gold, answer))
     if without_spaces(left) == without_spaces(right):
         return bool(left)
+    if (labelled := _LABELLED.fullmatch(right)) is not None:  # \\textbf{(C)} 5 is graded by what the gold answer is
+        value, letter = labelled[2] or labelled[3], _CHOICE.fullmatch(left)
+        if letter is not None and parse_quantity(value) is not None:  # (C) maybe is a hedge
+            return letter[1] == labelled[1]
+        right = right if letter else value
     try:
         forms = read_form(left), read_form(right)
     except NotUnderstood:
@@ -252,6 +264,8 @@ class Comparison:
         if said[0] is not None and said[1] is not None and len(set(names)) < 2 and self.same(said[0], said[1]):
             return all(self._holds(one) for one in (left, right) if one is not None)
         if left is None and right is not None and right.said is None and set(right.operators) == {"="}:
+            if (value := _value_of_names(right)) is not None:  # a + b = 12
+                return self.same(gold, read_form(value)) and self._holds(right)
             return all(self.same(gold, read_form(side)) for side in right.sides)  # (x+1)^2 = x^2+2x+1
         return left is not None and right is not None and self._same_chain(left, right)
 
@@ -298,6 +312,19 @@ class Comparison:
             parse_latex(side)  # in a difference, 0 times some words would be gone
         ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
         return ratio is not None and (gold.operators[0] in ("=", "!=") or (not ratio.imag and ratio.real > 0))
+
+
+def _value_of_names(statement: Statement) -> str | None:
+    """12 of ``a + b = 12``, ``12 = x_1 - x_2`` and ``a^2 + b^2 = 10 + 2 = 12``: names in a sum, and a constant.
+
+    One name alone (``2x = 12``, ``x^2 + x = 12``) is an equation that waits to be solved.
+    """
+    sides = statement.sides if not _is_constant(statement.sides[0]) else statement.sides[::-1]
+    terms = [_COEFFICIENT.sub("", term.strip()) for term in _SIGN.split(sides[0])]
+    named = {plain_name(term) for term in terms if is_name(term)}
+    if len(terms) < 2 or len(named) != len(terms) or not all(map(_is_constant, sides[1:])):
+        return None
+    return sides[-1]
 
 
 def _letters_named(statement: Statement) -> set[str]:
@@ -352,10 +379,14 @@ def _names_differ(gold: Collection, answer: Collection) -> bool:
 
 
 def _names(collection: Collection) -> set[str]:
-    return {name for item in collection.items if isinstance(item, Relation) and (name := resolve(item).name)}
+    """Roots ``x_1`` and ``x_2`` have one name: which is which is a matter of taste."""
+    named = (resolve(item).name for item in collection.items if isinstance(item, Relation))
+    return {_INDEX.sub("", name) for name in named if name}
 
 
 def _is_empty_set(form: Form) -> bool:
+    if isinstance(form, Words):
+        return _letters(form) == "nosolution"
     return isinstance(form, Expression) and form.latex.strip() == "\\emptyset" and not form.unit
 
 
@@ -393,7 +424,8 @@ def _rounds(exact: str, rounded: str) -> bool:
 def _letters(form: Form) -> str:
     """A form in words or letters, without blanks; empty for everything else."""
     if isinstance(form, Words):
-        return _PUNCTUATION.sub("", form.text)
+        letters = _PUNCTUATION.sub("", form.text)
+        return _SAME_WORDS.get(letters, letters)
     return "".join(form.latex.split()).casefold() if isinstance(form, Expression) and not form.unit else ""
 
 

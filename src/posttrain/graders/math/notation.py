@@ -7,24 +7,40 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 # Sign -> LaTeX. Only signs that mean one thing; look-alike letters and digits of other scripts stay as they are.
 _SIGNS = str.maketrans(
     {
         "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "×": "\\cdot ", "⋅": "\\cdot ",
-        "·": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∞": "\\infty ", "π": "\\pi ",
-        "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "°": "^\\circ ", "²": "^2 ",
-        "³": "^3 ", "½": "\\frac12 ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "θ": "\\theta ", "α": "\\alpha ",
+        "·": "\\cdot ", "÷": "/", "⁄": "/", "∕": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∞": "\\infty ",
+        "π": "\\pi ", "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ", "°": "^\\circ ",
+        "º": "^\\circ ", "∛": "\\sqrt[3] ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "θ": "\\theta ", "α": "\\alpha ",
         "β": "\\beta ", "λ": "\\lambda ", "⟨": "(", "⟩": ")", "≈": "\\approx ",
     }
 )  # fmt: skip
+_VULGAR = re.compile("[¼½¾⅐-⅞]")
+_RAISED = re.compile("([⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿⁱ]+)|([₀-₉₊₋ₐₑₒₓₙ]+)")
+_ROOT_OF_DIGITS = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\d+(?:\.\d+)?)")  # √13 is no √1 times 3
+_REPEATING = re.compile(
+    r"(?<![\d.,])(?<!\d )(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))"
+)
+_COLOURS = re.compile(
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\tag\s*\{[^{}]*\}|\\(?:underline|ensuremath|checkmark|blacksquare)(?![a-zA-Z])"
+)
+_ROW_GAP = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}")
+_ORDINAL = re.compile(r"(?<=\d) ?\^?\{? ?\\text\{(?:st|nd|rd|th)\} ?\}?")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}])")  # a backslash that was escaped once too often; a row break in a matrix
 _BOLD = re.compile(r"^(?:\*\*|__)([^*_]+)(?:\*\*|__)(?=[.,]?$)")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?)\s*\{([^{}]*)\}"
 )
 _KEPT_NAMES = ("gcd", "lcm", "arcsin", "arccos", "arctan", "max", "min")
-_OLD_FONTS = re.compile(r"\\(?:rm|bf|it|displaystyle|textstyle|limits|boldsymbol|bold|mathbf|mathrm)(?![a-zA-Z])")
+_OLD_FONTS = re.compile(
+    r"\\(?:rm|bf|it|displaystyle|textstyle|limits|boldsymbol|bold|mathbf|mathrm|bm|pmb|"
+    r"small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])"
+)
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*\.?|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-zA-Z])")
 _PHANTOM = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]*\}|.)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\s*\{\s*,\s*\}\s*(?=\d)|\s*,\s*\\!\s*(?=\d{3})|\\[,;:](?=\d{3}(?!\d)))")
@@ -32,7 +48,7 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?! ?\d)")
 _SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s+")
 _NOTHING = re.compile(r"\\!|(?<!\\)\$|\\hspace\s*\{[^{}]*\}")
 _SPELLINGS = (
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac "),
+    (re.compile(r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])"), r"\\frac "),
     (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom "),
     (re.compile(r"\\(?:times|ast|centerdot|cdotp)(?![a-zA-Z])|\*"), r"\\cdot "),
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
@@ -88,14 +104,34 @@ def unify(text: str) -> str:
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _BOLD.sub(r"\1", text.strip())
+    text = _RAISED.sub(_lowered, _VULGAR.sub(_fraction, _ROOT_OF_DIGITS.sub(r"\\sqrt{\1}", text)))
     text = text.translate(_SIGNS).replace("**", "^")
-    text = _THOUSANDS.sub("", text)
+    text = _ROW_GAP.sub(" ", _COLOURS.sub(" ", _REPEATING.sub(_repeating, text)))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", _THOUSANDS.sub("", text))
     text = _PHANTOM.sub("", _NOTHING.sub("", text)).replace("\\$", "$")
-    text = _TEXT.sub(_plain_text, text)
+    text = _ORDINAL.sub("", _TEXT.sub(_plain_text, text))
     parts = re.split(r"(\\text\{[^{}]*\})", _SIZES.sub("", _OLD_FONTS.sub(" ", text)))
     parts = [part if part.startswith("\\text{") else _respell(part) for part in parts]
     braced = _UP_TO_FUNCTION.sub(r"\1(\2)", _brace_arguments("".join(parts)))
     return _SPACES.sub(" ", _parenthesize_arguments(braced)).strip()
+
+
+def _lowered(match: re.Match[str]) -> str:
+    """``⁻⁴`` -> ``^{-4}``, ``₁₂`` -> ``_{12}``."""
+    plain = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
+    return f"{'^' if match[1] else '_'}{{{plain}}} "
+
+
+def _fraction(match: re.Match[str]) -> str:
+    top, bottom = unicodedata.normalize("NFKC", match[0]).split("\u2044")
+    return f"\\frac{{{top}}}{{{bottom}}} "
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """``0.1\\overline{6}`` -> ``{\\frac{15}{90}}``, by the geometric series."""
+    start, period = match[1] + match[2], match[3] or match[4]
+    top = int(start + period) - int(start or 0)
+    return f"{{\\frac{{{top}}}{{{'9' * len(period) + '0' * len(match[2])}}}}}"
 
 
 def _plain_text(match: re.Match[str]) -> str:

@@ -19,7 +19,7 @@ _TOKENS = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+|\\
 _LEVELS = {"(": 1, "[": 1, "{": 1, "\\{": 1, ")": -1, "]": -1, "}": -1, "\\}": -1}
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in", "\\approx": "~"}
 _SEPARATORS = (",", ";", "and", "or", "\\text{and}", "\\text{or}", "\\text{, and}", "\\text{, or}", "\\text{,}")
-_MATRIX = re.compile(r"\\begin\{([bp]?matrix|cases)\}([\s\S]*)\\end\{\1\}")
+_MATRIX = re.compile(r"\\begin\{((?:[bp]|small)?matrix|cases)\}([\s\S]*)\\end\{\1\}")
 _CONDITION = re.compile(r"(?<![\\A-Za-z])(?:if|for|when|where|whenever|is)(?![A-Za-z])", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'/-]*")
@@ -31,6 +31,9 @@ _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven
 _REALS = re.compile(
     r"\\mathbb\{R\}|\\R|(?:\\text\{)?\s*(?:the set of )?(?:all )?real(?: number)?s\s*\}?", re.IGNORECASE
 )
+# ``\\mathbb{R} \\setminus \\{0\\}``, and ``\\{x : x > 0\\}``, whose condition says it all.
+_PUNCTURED = re.compile(r"(?:\\mathbb\{R\}|\\R)\s*(?:\\setminus|\\backslash|-)\s*\\\{([^,;]*)\\\}")
+_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{R\}|\\R)\s*)?[|:]\s*(.*)\\\}")
 _LETTER = re.compile(r"\(?\s*([A-Za-z])\s*\)?")
 _CLOCK = re.compile(r"(\d{1,2}(?:\s*:\s*[0-5]\d){1,2})\s*((?:\\text\{)?\s*(?:[AaPp])\.?\s*[Mm]\.?\s*\}?)?")
 _THOUSANDS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])"
@@ -213,6 +216,10 @@ def _read_simple(text: str, depth: int) -> Form | None:
         return Words(re.sub(r"\s", "", match[1]) + half.lower())
     if _REALS.fullmatch(text):
         return Collection("(", ")", (Expression("-\\infty"), Expression("\\infty")))
+    if match := _PUNCTURED.fullmatch(text):
+        return all_but(read_form(match[1], depth + 1))
+    if (match := _BUILDER.fullmatch(text)) and "=" not in (operators := split(match[2], _RELATIONS)[1]) and operators:
+        return read_form(match[2], depth + 1)
     if match := _TEXT_ONLY.fullmatch(text):
         inner = match[1].strip()
         if letter := _LETTER.fullmatch(inner):
@@ -223,6 +230,12 @@ def _read_simple(text: str, depth: int) -> Form | None:
     if len(text) <= 2 or not _WORDS.fullmatch(text) or _CALCULATION.search(text) or set(text.split()) & {"and", "or"}:
         return None
     return Words(" ".join(text.casefold().split()))
+
+
+def all_but(hole: Form) -> Form:
+    """The real numbers without one."""
+    ends = ((Expression("-\\infty"), hole), (hole, Expression("\\infty")))
+    return Union(tuple(Collection("(", ")", pair) for pair in ends))
 
 
 def _read_list(items: list[str], text: str, depth: int) -> Form:
