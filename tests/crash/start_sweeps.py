@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+from imported_late import IMPORTED
+
 from posttrain import cli
 from posttrain.commands import train as training
 from posttrain.commands.evaluate import models as evaluation
@@ -24,7 +26,7 @@ from posttrain.runs import children
 from posttrain.sweeps import best_of_n, comparison, overoptimization, runner
 from posttrain.train import loop
 
-IMPORTED = (sweep, sweep_view, evaluation, training)
+IMPORTED += (sweep, sweep_view, evaluation, training)
 IMPORTED += (best_of_n, comparison, overoptimization, runner, loop)  # before forking, which is the point
 
 
