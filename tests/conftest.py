@@ -60,8 +60,11 @@ def template() -> Any:
 
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tests keep what ``native_kernel`` builds."""
-    return tmp_path_factory.mktemp("cache")
+    """Where the tests keep what ``native_kernel`` builds: all test processes the same, for it takes a while."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernel"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

@@ -74,8 +74,18 @@ def _judged_sum(i: int, best_class: int) -> Example:
     return Example(f"judged/{i}", (question,), str(total), responses=responses)
 
 
+def vowel_share(text: str) -> float:
+    """A reward that varies whatever a model says: the share of vowels in an answer."""
+    return sum(c in "aeiou" for c in text) / max(1, len(text))
+
+
+def many_vowels(text: str) -> float:
+    """A reward by which some groups are uniform and some are not."""
+    return float(vowel_share(text) > 0.25)
+
+
 def digit_share(text: str) -> float:
-    """A reward that varies: the share of digits in an answer."""
+    """A reward that varies in what the embedded model says: the share of digits in an answer."""
     return sum(c.isdigit() for c in text) / max(1, len(text))
 
 
@@ -106,6 +116,13 @@ def make_recipe(kind: str, **changes: Any) -> Recipe:
         merges = isinstance(value, dict) and isinstance(data.get(section), dict) and "name" not in value
         data[section] = data[section] | value if merges else value
     return validate_recipe(data).resolve()
+
+
+def one_layer_recipe(kind: str, **changes: Any) -> Recipe:
+    """``make_recipe`` for the first layer of the embedded model, with a reward that varies in what that one says."""
+    usual: dict[str, Any] = {"rewards": ["small_runs:vowel_share"]} if kind == "grpo" else {}
+    model = {"name": shallow(1)} | changes.get("model", {})
+    return make_recipe(kind, **(usual | changes | {"model": model}))
 
 
 class Events(list):

@@ -15,9 +15,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from imported_late import IMPORTED
+
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
-from posttrain.train import loop  # imported before forking, which is the point
+from posttrain.train import loop
+
+IMPORTED += (loop,)  # before forking, which is the point
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # engines of the tests
 

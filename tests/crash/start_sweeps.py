@@ -2,7 +2,8 @@
 
 Answers with the process id, and with the exit code once it has ended. The parts of a comparison or a study, which
 would be new interpreters, are forked from it as well, with what a new process has of its parent: its output, its
-process group and the descriptors that are passed on, and nothing else.
+process group and the descriptors that are passed on, and nothing else. Their curves are not drawn: that would take
+longer than all else that they do, and nobody looks at them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+from imported_late import IMPORTED
+
 from posttrain import cli
+from posttrain.commands import summary
 from posttrain.commands import train as training
 from posttrain.commands.evaluate import models as evaluation
 from posttrain.commands.sweeps import command as sweep
@@ -24,7 +29,7 @@ from posttrain.runs import children
 from posttrain.sweeps import best_of_n, comparison, overoptimization, runner
 from posttrain.train import loop
 
-IMPORTED = (sweep, sweep_view, evaluation, training)
+IMPORTED += (sweep, sweep_view, evaluation, training)
 IMPORTED += (best_of_n, comparison, overoptimization, runner, loop)  # before forking, which is the point
 
 
@@ -87,7 +92,13 @@ def work(words: Sequence[str], env: dict[str, str]) -> None:
         os._exit(code)
 
 
+def draw_nothing(panels: Sequence[Any], title: str, path: str | Path) -> Path:
+    """In the place of ``draw_curves``."""
+    return Path(path)
+
+
 def main() -> None:
+    summary.draw_curves = draw_nothing
     children.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
     )

@@ -22,7 +22,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.train import process
 from posttrain.train.evaluating import beside
 from posttrain.train.evaluating.beside import only_gpu
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
+from small_runs import Events, one_layer_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
 Result = TypeVar("Result")
 EVAL = {"every": 2, "n": 6, "max_tokens": 4}
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def recipe_of(kind: str, *, is_beside: bool, **changes: Any) -> Recipe:
     options = KINDS[kind]["eval"] | ({"beside": True} if is_beside else {})
-    return make_recipe(kind, **({"train": TRAIN, "eval": options} | changes))
+    return one_layer_recipe(kind, **({"train": TRAIN, "eval": options} | changes))
 
 
 class Inline:
@@ -101,10 +101,34 @@ class Late(Future[Any]):
         return self.work()
 
 
+def do_inline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(beside, "BesideProcess", Inline)
+    patch.setattr(beside, "ThreadPoolExecutor", Courier)
+
+
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "BesideProcess", Inline)
-    monkeypatch.setattr(beside, "ThreadPoolExecutor", Courier)
+    do_inline(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of undisturbed runs by kind, evaluated by the trainer."""
+    folder = tmp_path_factory.mktemp("here")
+    for kind in KINDS:
+        run(folder / kind, recipe_of(kind, is_beside=False))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def aside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, evaluated beside."""
+    folder = tmp_path_factory.mktemp("aside")
+    with pytest.MonkeyPatch.context() as patch:
+        do_inline(patch)
+        for kind in KINDS:
+            run(folder / kind, recipe_of(kind, is_beside=True))
+    return folder
 
 
 def assert_same_run(own: Path, other: Path, last: int) -> None:
@@ -126,14 +150,11 @@ def _without_ids(rows: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.usefixtures("inline")
-def test_its_results_are_those_of_the_trainer(kind: str, tmp_path: Path) -> None:
-    run(tmp_path / "here", recipe_of(kind, is_beside=False))
-    run(tmp_path / "beside", recipe_of(kind, is_beside=True))
-    assert_same_run(tmp_path / "here", tmp_path / "beside", 6)
+def test_its_results_are_those_of_the_trainer(kind: str, here: Path, aside: Path) -> None:
+    assert_same_run(here / kind, aside / kind, 6)
 
 
-def test_a_process_that_is_killed_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_is_started_again(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real processes; the first is killed when it is asked for its second evaluation."""
     pids: list[int] = []
     receive = process.BesideProcess.receive
@@ -149,8 +170,7 @@ def test_a_process_that_is_killed_is_started_again(tmp_path: Path, monkeypatch: 
     run(tmp_path / "beside", recipe_of("grpo", is_beside=True))
     assert len(pids) == 7  # two more: the second process was ready, and asked for step 2 again
     assert len(set(pids)) == 2
-    run(tmp_path / "here", recipe_of("grpo", is_beside=False))
-    assert_same_run(tmp_path / "here", tmp_path / "beside", 6)
+    assert_same_run(here / "grpo", tmp_path / "beside", 6)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[-1], 0)
 
@@ -180,10 +200,9 @@ def test_what_is_done_is_told_after_the_step(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
 @pytest.mark.usefixtures("inline")
-def test_a_run_that_stops_owes_the_evaluation(stop: int, tmp_path: Path) -> None:
+def test_a_run_that_stops_owes_the_evaluation(stop: int, aside: Path, tmp_path: Path) -> None:
     """Checkpoint 2 stays although only the newest one is kept, until what is owed of it is recorded."""
     recipe = recipe_of("grpo", is_beside=True)
-    run(tmp_path / "whole", recipe)
     events = Events()
     watched(tmp_path / "parts", recipe, events, stop_after=stop)
     assert [e["message"].partition(" is still")[0] for e in events.of("notice")] == [f"step {stop - stop % 2}"]
@@ -192,7 +211,7 @@ def test_a_run_that_stops_owes_the_evaluation(stop: int, tmp_path: Path) -> None
     assert state["owed_evaluations"] == [owed]
     assert owed == 0 or (tmp_path / "parts" / "checkpoints" / f"step-{owed:06d}").is_dir()
     run(tmp_path / "parts", recipe, resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    assert_same_run(aside / "grpo", tmp_path / "parts", 6)
 
 
 @pytest.mark.usefixtures("inline")
@@ -211,7 +230,9 @@ def test_an_evaluation_that_was_recorded_since_is_not_there_twice(
 
 
 @pytest.mark.usefixtures("inline")
-def test_an_evaluation_that_fails_ends_the_run_and_is_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_fails_ends_the_run_and_is_owed(
+    aside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_of("sft", is_beside=True)
     answer = beside._answer
 
@@ -227,8 +248,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_is_owed(tmp_path: Path, monke
     state = json.loads((tmp_path / "parts" / "checkpoints" / "step-000004" / "state.json").read_text())
     assert state["owed_evaluations"] == [2, 4]
     run(tmp_path / "parts", recipe, resume=True)
-    run(tmp_path / "whole", recipe)
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    assert_same_run(aside / "sft", tmp_path / "parts", 6)
 
 
 def test_what_the_process_refuses_ends_the_run_with_its_words(tmp_path: Path) -> None:
@@ -252,12 +272,12 @@ def test_what_the_process_refuses_ends_the_run_with_its_words(tmp_path: Path) ->
 )
 def test_what_does_not_fit(section: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        make_recipe("sft", eval=section)
+        one_layer_recipe("sft", eval=section)
 
 
 def test_a_rollout_engine_of_other_kind_is_not_shared(tmp_path: Path) -> None:
     rollout = {"prompts": 4, "group": 4, "max_tokens": 10, "engine": {"name": "vllm"}}
-    recipe = make_recipe("grpo", rollout=rollout, eval={"every": 2, "n": 4, "beside": True})
+    recipe = one_layer_recipe("grpo", rollout=rollout, eval={"every": 2, "n": 4, "beside": True})
     with pytest.raises(RecipeError, match=r"eval\.engine: .*rollouts have 'vllm'"):
         run(tmp_path, recipe)
 

@@ -20,7 +20,7 @@ from posttrain.train.build import prepare
 from posttrain.train.evaluating import held_out
 from posttrain.train.sources.rollouts import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
-from small_runs import Events, make_recipe, watched
+from small_runs import Events, one_layer_recipe, watched
 
 RESPONSE = "There are many apples in the box."
 
@@ -122,7 +122,7 @@ def test_a_file_of_prompts_and_responses_is_told_by_its_loss(form: str, tmp_path
 def test_lower_is_better_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # steps:                        0    1    2    3    4
     scripted(monkeypatch, "loss", [0.1, 2.0, 1.0, 3.0, 4.0])
-    recipe = make_recipe("sft", train={"steps": 4, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
+    recipe = one_layer_recipe("sft", train={"steps": 4, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
     events = Events()
     watched(tmp_path, recipe, events)
     assert best_of(tmp_path) == "step-000002"
@@ -145,15 +145,15 @@ def test_the_best_by_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(held_out, "evaluate", pretend)
     about = {"train": {"steps": 4, "save_every": 4, "keep": 1}}
-    watched(tmp_path / "a", make_recipe("sft", **about, eval={"every": 1, "n": 1}), Events())
-    named = make_recipe("sft", **about, eval={"every": 1, "n": 1, "best": "num_tokens"})
+    watched(tmp_path / "a", one_layer_recipe("sft", **about, eval={"every": 1, "n": 1}), Events())
+    named = one_layer_recipe("sft", **about, eval={"every": 1, "n": 1, "best": "num_tokens"})
     watched(tmp_path / "b", named, Events())
     assert (best_of(tmp_path / "a"), best_of(tmp_path / "b")) == ("step-000004", "step-000002")
 
 
 def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "accuracy", [0.5])
-    recipe = make_recipe("sft", eval={"every": 1, "n": 1, "best": "acuracy"})
+    recipe = one_layer_recipe("sft", eval={"every": 1, "n": 1, "best": "acuracy"})
     with pytest.raises(UsageError, match=r"eval\.best: .* 'acuracy'\. Did you mean 'accuracy'\? There are: accuracy"):
         watched(tmp_path, recipe, Events())
     assert MetricsLog(tmp_path / "metrics.jsonl").read() == []
@@ -162,7 +162,7 @@ def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monk
 def test_a_policy_without_gold_answers_is_told_by_its_reward(pairs: Path, tmp_path: Path) -> None:
     task = {"name": "preferences", "path": str(pairs), "validation_share": 0.2}
     evaluation = {"every": 2, "n": 4, "max_tokens": 8, "drift_prompts": 2}
-    recipe = make_recipe("grpo", train={"steps": 4}, eval=evaluation)
+    recipe = one_layer_recipe("grpo", train={"steps": 4}, eval=evaluation)
     data = recipe.dump() | {"task": task, "prompt": {"template": "dialogue"}}
     events = Events()
     watched(tmp_path / "run", validate_recipe(data).resolve(), events)
@@ -196,8 +196,8 @@ def test_training_accuracy_is_over_what_can_be_graded() -> None:
 
 def test_the_kl_is_measured_where_a_reward_model_pays() -> None:
     judged = [{"name": "reward_model", "run": "runs/rm"}]
-    assert make_recipe("grpo", eval={"every": 2, "n": 32}).eval.drift_prompts == 0
-    data = make_recipe("grpo", eval={"every": 2, "n": 32}).dump()
+    assert one_layer_recipe("grpo", eval={"every": 2, "n": 32}).eval.drift_prompts == 0
+    data = one_layer_recipe("grpo", eval={"every": 2, "n": 32}).dump()
     del data["eval"]["drift_prompts"]
     assert validate_recipe(data | {"rewards": judged}).resolve().eval.drift_prompts == 32
     data["eval"]["drift_prompts"] = 0
@@ -205,14 +205,14 @@ def test_the_kl_is_measured_where_a_reward_model_pays() -> None:
 
 
 def test_a_loss_is_of_demonstrations() -> None:
-    recipe = make_recipe("grpo", eval={"every": 1, "loss": True})
+    recipe = one_layer_recipe("grpo", eval={"every": 1, "loss": True})
     with pytest.raises(RecipeError, match=r"eval\.loss: the held-out loss is of demonstrations in 'data'"):
         prepare(recipe)
 
 
 def test_gold_answers_can_have_a_loss_too_and_are_told_by_right_answers(tmp_path: Path) -> None:
     events = Events()
-    recipe = make_recipe("sft", train={"steps": 1}, eval={"every": 1, "n": 2, "max_tokens": 4, "loss": True})
+    recipe = one_layer_recipe("sft", train={"steps": 1}, eval={"every": 1, "n": 2, "max_tokens": 4, "loss": True})
     watched(tmp_path, recipe, events)
     for facts in events.of("evaluation"):
         assert facts["headline"] is ACCURACY

@@ -25,6 +25,7 @@ from posttrain.train.loop import train
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 
+pytestmark = pytest.mark.usefixtures("quick_stories")
 NAMES = {"pair": "bradley_terry", "judged": "outcome", "steps": "process"}
 
 

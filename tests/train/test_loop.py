@@ -21,12 +21,22 @@ from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
 from posttrain.models.kernel import build
-from posttrain.models.sources import TINY
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop, machine
 from posttrain.train.build import prepare
 from posttrain.train.evaluating import held_out
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed, watched
+from small_runs import (
+    Events,
+    one_layer_recipe,
+    recorded,
+    run,
+    same_bits,
+    saved_tensors,
+    shallow,
+    steps_of,
+    untimed,
+    watched,
+)
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
@@ -39,14 +49,17 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "sft": ({"kind": "sft", "train": {"steps": 5, "schedule": "cosine", "warmup_steps": 2}}, 2),
     "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl": 0.1}}, 2),
     "inside a rollout batch": ({"kind": "grpo", "train": {"steps": 5, "epochs": 2, "minibatches": 2, "keep": 9}}, 3),
-    "dynamic sampling": ({"kind": "grpo", "rollout": {"drop_uniform_groups": True, "temperature": 1.2}}, 1),
+    "dynamic sampling": (
+        {"kind": "grpo", "rewards": ["small_runs:many_vowels"], "rollout": {"drop_uniform_groups": True}},
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> None:
     changes, stop_after = RUNS[name]
-    recipe = make_recipe(**changes, eval=EVALUATION)
+    recipe = one_layer_recipe(**changes, eval=EVALUATION)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     undisturbed = run(whole, recipe)
     first = run(cut, recipe, stop_after=stop_after)
@@ -72,7 +85,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
 def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine, or in another process, the other library would be chosen: its bits are others."""
     monkeypatch.setattr(linear, "ONEDNN_LEAST", 0)
-    recipe = make_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3})
+    recipe = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3})
     monkeypatch.setattr(machine, "usual_products", lambda: "mkl")
     run(tmp_path / "whole", recipe)
     run(tmp_path / "cut", recipe, stop_after=1)
@@ -89,7 +102,7 @@ def test_a_resumed_run_keeps_the_native_kernel_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernel: str, began: str
 ) -> None:
     """Where a compiler came or went meanwhile, the other way to decode would be chosen: its bits are others."""
-    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 3})
+    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 3})
     first, second = (native_kernel, "off") if began == "kernel" else ("off", native_kernel)
     monkeypatch.setattr(machine, "usual_kernel", lambda: first)
     run(tmp_path / "whole", recipe)
@@ -107,7 +120,7 @@ def test_a_resumed_run_keeps_the_native_kernel_that_it_began_with(
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """Where a sum is cut into parts shows in its last bits."""
-    recipe, events = make_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
+    recipe, events = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
     own, seen = torch.get_num_threads(), []
 
     def observe(event: str, facts: dict[str, Any]) -> None:
@@ -155,7 +168,7 @@ def test_threads_are_taken_again_in_as_many_processes_alone() -> None:
 
 
 def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str) -> None:
-    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}})
+    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}})
 
     def of_main(kernel: str) -> Any:
         main = {"native_kernel": kernel}
@@ -167,7 +180,7 @@ def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str)
     refused = f"rank 1: native_kernel: '{native_kernel}' on this machine, and '00' on rank 0's, which is not to be had"
     with pytest.raises(UsageError, match=refused), machine.chosen_by_main(recipe, of_main("00")):
         pass
-    with machine.chosen_by_main(make_recipe("grpo"), of_main("00")) as lines:  # nobody is asked
+    with machine.chosen_by_main(one_layer_recipe("grpo"), of_main("00")) as lines:  # nobody is asked
         assert lines == []
 
 
@@ -175,13 +188,13 @@ def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(build, "_in_use", None)
     build._find.cache_clear()
-    recipe = make_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 1})
+    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 1})
     events = Events()
     watched(tmp_path / "asked", recipe, events)
     build._find.cache_clear()
     told = [facts["message"] for facts in events.of("notice")]
     assert "native_kernel: there is no compiler for C++ (no-such-compiler); torch's operations are used" in told
-    run(tmp_path / "plain", make_recipe("grpo", train={"steps": 1}))
+    run(tmp_path / "plain", one_layer_recipe("grpo", train={"steps": 1}))
     assert same_bits(saved_tensors(tmp_path / "asked", 1), saved_tensors(tmp_path / "plain", 1))
     files = [tmp_path / name / "checkpoints" / "step-000001" / "state.json" for name in ("asked", "plain")]
     states = [json.loads(file.read_text()) for file in files]
@@ -191,7 +204,7 @@ def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: py
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
     """The comparison above could not fail if nothing depended on anything."""
     for seed in (0, 1):
-        run(tmp_path / str(seed), make_recipe("grpo", train={"steps": 1, "seed": seed}))
+        run(tmp_path / str(seed), one_layer_recipe("grpo", train={"steps": 1, "seed": seed}))
     first, second = ([r.completion for r in recorded(tmp_path / str(seed))[0]] for seed in (0, 1))
     assert len(set(first) & set(second)) < 4
     assert not same_bits(saved_tensors(tmp_path / "0", 1), saved_tensors(tmp_path / "1", 1))
@@ -199,7 +212,7 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 def test_records_behind_the_checkpoint_are_dropped_and_repeated(tmp_path: Path) -> None:
     """A kill after step 3 with checkpoint 2: what step 3 left is trimmed, then written again."""
-    recipe = make_recipe("grpo", train={"save_every": 2, "steps": 4})
+    recipe = one_layer_recipe("grpo", train={"save_every": 2, "steps": 4})
     run(tmp_path / "whole", recipe)
     cut = tmp_path / "cut"
     run(cut, recipe, stop_after=3)
@@ -213,7 +226,7 @@ def test_records_behind_the_checkpoint_are_dropped_and_repeated(tmp_path: Path) 
 
 
 def test_resuming_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", train={"steps": 2}, eval=EVALUATION)
+    recipe = one_layer_recipe("sft", train={"steps": 2}, eval=EVALUATION)
     assert run(tmp_path, recipe, stop_after=0).step == 0
     assert [step for step, _ in untimed(tmp_path)] == [0]
     run(tmp_path, recipe, resume=True)
@@ -221,7 +234,7 @@ def test_resuming_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", train={"steps": 2}, eval=EVALUATION)
+    recipe = one_layer_recipe("sft", train={"steps": 2}, eval=EVALUATION)
     result = run(tmp_path, recipe)
     assert result.evaluations["stories/validation"]["n"] == 4.0
 
@@ -237,12 +250,12 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path: Path) -> None:
     """The first run goes on and finds a better one; silently, that would be another base and reference."""
-    first = make_recipe("sft", train={"steps": 2, "save_every": 1})
+    first = one_layer_recipe("sft", train={"steps": 2, "save_every": 1})
     run(tmp_path / "first", first)
     (tmp_path / "first" / "recipe.yaml").write_text(first.to_yaml())
     best = tmp_path / "first" / "checkpoints" / "best"
     best.symlink_to("step-000001")
-    recipe = make_recipe("grpo", model={"name": str(tmp_path / "first")} | LORA, train={"steps": 2})
+    recipe = one_layer_recipe("grpo", model={"name": str(tmp_path / "first")} | LORA, train={"steps": 2})
     run(tmp_path / "second", recipe, stop_after=1)
     best.unlink()
     best.symlink_to("step-000002")
@@ -255,8 +268,8 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
 
 def test_the_reward_rises(tmp_path: Path) -> None:
     """Digits pay, and ten updates bring much of what there is to gain."""
-    recipe = make_recipe("grpo", rollout={"prompts": 4, "group": 8, "max_tokens": 16}, train={"steps": 10, "lr": 1e-3})
-    run(tmp_path, recipe)
+    about = {"model": {"name": "tiny"}, "rewards": ["small_runs:digit_share"], "train": {"steps": 10, "lr": 1e-3}}
+    run(tmp_path, one_layer_recipe("grpo", rollout={"prompts": 4, "group": 8, "max_tokens": 16}, **about))
     rows = steps_of(tmp_path)
     first, last = (sum(row["reward"] for row in part) / 2 for part in (rows[:2], rows[-2:]))
     assert last > first + 0.2
@@ -265,7 +278,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     """On a fresh batch sampler and trainer agree; one update later, on the same batch, they do not."""
-    recipe = make_recipe("grpo", train={"steps": 6, "epochs": 2, "lr": 3e-3})
+    recipe = one_layer_recipe("grpo", train={"steps": 6, "epochs": 2, "lr": 3e-3})
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
@@ -282,7 +295,9 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
     rows = {}
     for dropout in (0.0, 0.5):
         folder = tmp_path / str(dropout)
-        recipe = make_recipe("grpo", model={"adapter": {"rank": 4, "dropout": dropout}}, train={"steps": 2, "lr": 1e-2})
+        recipe = one_layer_recipe(
+            "grpo", model={"adapter": {"rank": 4, "dropout": dropout}}, train={"steps": 2, "lr": 1e-2}
+        )
         run(folder, recipe)
         rows[dropout] = steps_of(folder)
     # B = 0 at first: the dropout shows in the gradient of B, not in the log-probabilities
@@ -294,7 +309,7 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
 
 
 def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", train={"steps": 3, "lr": 3e-3}, eval=EVALUATION | {"n": 6})
+    recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 3e-3}, eval=EVALUATION | {"n": 6})
     run(tmp_path, recipe)
     rows = MetricsLog(tmp_path / "metrics.jsonl").read()
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
@@ -321,10 +336,10 @@ def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
         "other": {"items_seed": 1},
         "several": {"samples": 3, "temperature": 1.5, "top_p": 0.9},
     }.items():
-        recipe = make_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"n": 6} | options)
+        recipe = one_layer_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"n": 6} | options)
         run(tmp_path / name, recipe)
         items[name] = [r for r in recorded(tmp_path / name)[1] if r.step == 0]
-    held_out = prepare(make_recipe("sft", eval=EVALUATION)).evaluator
+    held_out = prepare(one_layer_recipe("sft", eval=EVALUATION)).evaluator
     assert held_out is not None
     ids = [example.id for example in held_out.tasks[0].examples]
     assert [r.example_id for r in items["first"]] == ids[:6]
@@ -342,9 +357,9 @@ def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
 
 
 def test_one_limit_for_a_prompt_and_its_answer(tmp_path: Path) -> None:
-    whole = prepare(make_recipe("grpo"))
+    whole = prepare(one_layer_recipe("grpo"))
     total = max(len(r.prompt_ids) + len(r.completion.ids) for r in whole.source(1).rollouts) - 2
-    recipe = make_recipe("grpo", rollout={"max_total_tokens": total}, train={"steps": 1}, eval=EVALUATION)
+    recipe = one_layer_recipe("grpo", rollout={"max_total_tokens": total}, train={"steps": 1}, eval=EVALUATION)
     run(tmp_path, recipe)
     parts = prepare(recipe)
     assert parts.evaluator is not None
@@ -365,7 +380,7 @@ def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]
 def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # steps:                          0    1    2    3    4    5    6    7    8
     scripted_accuracies(monkeypatch, [0.9, 0.3, 0.5, 0.5, 0.2, 0.1, 0.4, 0.4, 0.1])
-    recipe = make_recipe("sft", train={"steps": 8, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
+    recipe = one_layer_recipe("sft", train={"steps": 8, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
     events = Events()
     watched(tmp_path, recipe, events)
     checkpoints = tmp_path / "checkpoints"
@@ -378,7 +393,7 @@ def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, mo
 
 def test_being_stopped_does_not_change_what_is_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted_accuracies(monkeypatch, [0.0, 0.3, 0.2, 0.9, 0.1])
-    recipe = make_recipe("sft", train={"steps": 4, "save_every": 2}, eval={"every": 1, "n": 1})
+    recipe = one_layer_recipe("sft", train={"steps": 4, "save_every": 2}, eval={"every": 1, "n": 1})
     run(tmp_path / "whole", recipe)
     run(tmp_path / "cut", recipe, stop_after=3)  # saves step 3, which the recipe does not ask for
     run(tmp_path / "cut", recipe, resume=True)
@@ -390,12 +405,12 @@ def test_being_stopped_does_not_change_what_is_best(tmp_path: Path, monkeypatch:
 def test_a_reward_that_is_not_finite_ends_the_run_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = make_recipe("grpo", train={"save_every": 1, "steps": 3})
+    recipe = one_layer_recipe("grpo", train={"save_every": 1, "steps": 3})
     run(tmp_path, recipe, stop_after=1)
     before = saved_tensors(tmp_path, 1)
     small_runs = importlib.import_module("small_runs")
-    monkeypatch.setattr(small_runs, "digit_share", small_runs.never_finite)
-    with pytest.raises(RewardFailure, match=r"reward 'small_runs:digit_share', example 'stories/train/.*returned nan"):
+    monkeypatch.setattr(small_runs, "vowel_share", small_runs.never_finite)
+    with pytest.raises(RewardFailure, match=r"reward 'small_runs:vowel_share', example 'stories/train/.*returned nan"):
         run(tmp_path, recipe, resume=True)
     assert same_bits(saved_tensors(tmp_path, 1), before)
     assert [step for step, _ in untimed(tmp_path)] == [1]
@@ -417,7 +432,7 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
 
     monkeypatch.setattr(loop, "prepare", keep)
     with pytest.raises(NonFiniteLoss, match=r"update 1: loss nan.*not changed.*The batch is saved in") as caught:
-        run(tmp_path, make_recipe(kind, objective={"name": "small_runs:no_value"}))
+        run(tmp_path, one_layer_recipe(kind, objective={"name": "small_runs:no_value"}))
     path = tmp_path / "nonfinite-step-000001.safetensors"
     assert str(path) in str(caught.value)
     batch = load_file(path)
@@ -426,7 +441,7 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
     if kind == "grpo":
         assert torch.equal(batch["stream.old_logprobs"], batch["stream.sampler_logprobs"])
         assert batch["tokens"].shape[0] == 16
-    initial = AutoModelForCausalLM.from_pretrained(TINY).state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(shallow(1)).state_dict()
     assert same_bits(dict(prepared[0].model.state_dict()), dict(initial))
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert untimed(tmp_path) == []
@@ -436,7 +451,7 @@ def test_an_objective_that_sums_by_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"values of shape \(\) for a batch of shape \(\d+, \d+\).*one value per token"
     ):
-        run(tmp_path, make_recipe("sft", objective={"name": "small_runs:already_summed"}))
+        run(tmp_path, one_layer_recipe("sft", objective={"name": "small_runs:already_summed"}))
 
 
 OUTSIDE = '''
@@ -460,17 +475,17 @@ def test_an_objective_from_outside_the_package(tmp_path: Path, monkeypatch: pyte
     ours = {"reinforce": {"name": "reinforce"}, "registered": {"name": "my_objectives:pushing_from_outside"}}
     ours["plain"] = {"name": "my_objectives:unregistered"}
     for name, objective in ours.items():
-        run(tmp_path / name, make_recipe("grpo", objective=objective, train={"steps": 2}))
+        run(tmp_path / name, one_layer_recipe("grpo", objective=objective, train={"steps": 2}))
     assert same_bits(saved_tensors(tmp_path / "registered", 2), saved_tensors(tmp_path / "reinforce", 2))
     assert same_bits(saved_tensors(tmp_path / "plain", 2), saved_tensors(tmp_path / "reinforce", 2))
-    scaled = make_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
+    scaled = one_layer_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
     run(tmp_path / "scaled", scaled, stop_after=1)
     once, twice = (steps_of(tmp_path / n)[0]["grad_norm"] for n in ("reinforce", "scaled"))
     assert twice == pytest.approx(2 * once, rel=1e-4)
 
 
 def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
-    recipe = make_recipe("grpo", train={"steps": 2})
+    recipe = one_layer_recipe("grpo", train={"steps": 2})
     run(tmp_path, recipe)
     rollouts, rows = recorded(tmp_path)[0], steps_of(tmp_path)
     for step, row in enumerate(rows, start=1):
@@ -494,7 +509,7 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
 
 def test_two_evaluations_of_one_task_keep_their_own_names() -> None:
     tasks = [{"name": "stories", "split": "validation", "size": 50, "max_steps": steps} for steps in (1, 4)]
-    parts = prepare(make_recipe("sft", eval={"every": 1, "n": 2, "tasks": tasks}))
+    parts = prepare(one_layer_recipe("sft", eval={"every": 1, "n": 2, "tasks": tasks}))
     assert [task.name for task in parts.evaluator.tasks] == ["stories", "stories-2"]
     longest = [max(len(e.messages[0].content) for e in task.examples) for task in parts.evaluator.tasks]
     assert longest[0] < longest[1]
@@ -511,7 +526,7 @@ def test_two_evaluations_of_one_task_keep_their_own_names() -> None:
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare(make_recipe("sft", **changes))
+        prepare(one_layer_recipe("sft", **changes))
 
 
 @pytest.mark.parametrize(
@@ -527,10 +542,10 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 )
 def test_rollouts_that_cannot_be_trained_on_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare(make_recipe("grpo", **changes))
+        prepare(one_layer_recipe("grpo", **changes))
 
 
 def test_bfloat16_is_fine_under_an_adapter() -> None:
-    parts = prepare(make_recipe("sft", model={"dtype": "bfloat16", "adapter": {"rank": 2}}))
+    parts = prepare(one_layer_recipe("sft", model={"dtype": "bfloat16", "adapter": {"rank": 2}}))
     assert {p.dtype for _, p in parts.parameters} == {torch.float32}
     assert replace(parts).model.get_base_model().lm_head.weight.dtype == torch.bfloat16

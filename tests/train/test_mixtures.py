@@ -13,9 +13,10 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from posttrain.train.checks import words_of
-from small_runs import make_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
+from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
-SHARE = "small_runs:digit_share"
+SHARE = "small_runs:vowel_share"
+pytestmark = pytest.mark.usefixtures("quick_stories")
 
 
 def mixed(weights: dict[str, float], **options: Any) -> dict[str, Any]:
@@ -34,14 +35,14 @@ def mixed(weights: dict[str, float], **options: Any) -> dict[str, Any]:
 
 # a window in which the parts open while the run is under way, and in the middle of what a checkpoint is saved in
 OPENING = {"name": "by_success_rate", "by": SHARE, "rate": 0.001, "window": 2, "review": 0.5}
-BAND = {"name": "difficulty_band", "by": SHARE, "low": 0.1, "high": 0.4}
+BAND = {"name": "difficulty_band", "by": "small_runs:many_vowels", "low": 0.1, "high": 0.6}
 UPDATES = {"steps": 14, "lr": 1e-3, "epochs": 1, "minibatches": 2, "save_every": 1, "keep": 20}
 
 
 def sampling_recipe(curriculum: dict[str, Any] | None, **changes: Any) -> Recipe:
     settings: dict[str, Any] = {"task": mixed({"one": 1, "two": 1, "three": 2}), "train": UPDATES}
     settings |= {"curriculum": curriculum} if curriculum is not None else {}
-    return make_recipe("grpo", **settings | changes)
+    return one_layer_recipe("grpo", **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_stopped_and_resumed_under_a_curriculum_equals_undisturbed(stop: int, op
 
 def test_a_band_with_replaced_groups_resumes_bit_for_bit(tmp_path: Path) -> None:
     rollout = {"group": 2, "max_tokens": 4, "drop_uniform_groups": True, "max_rounds": 3}
-    recipe = sampling_recipe(BAND, rollout=rollout, task=mixed({"one": 2, "two": 1}))
+    recipe = sampling_recipe(BAND, rollout=rollout, task=mixed({"one": 2, "two": 1}), rewards=[BAND["by"]])
     run(tmp_path / "whole", recipe)
     rows = [row for row in steps_of(tmp_path / "whole") if "one:prompts" in row]
     assert any(row["one:prompts"] + row["two:prompts"] > 4 for row in rows), "groups were replaced"
@@ -129,7 +130,7 @@ def test_stages_sample_ahead_the_same_prompts_and_resume(tmp_path: Path, monkeyp
 
 
 def test_demonstrations_by_part(tmp_path: Path) -> None:
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "sft",
         task=mixed({"one": 3, "two": 1}),
         curriculum=STAGES,
@@ -161,7 +162,7 @@ def test_demonstrations_by_part(tmp_path: Path) -> None:
     ],
 )
 def test_given_answers_by_part(objective: str, responses: str, accuracy: str | None, unit: str, tmp_path: Path) -> None:
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "judged",
         task=mixed({"one": 1, "two": 1}, responses=responses),
         objective=objective,
@@ -183,7 +184,7 @@ def test_given_answers_by_part(objective: str, responses: str, accuracy: str | N
 
 
 def test_a_held_out_mixture_tells_accuracy_by_part(tmp_path: Path) -> None:
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "sft", task=mixed({"one": 1, "two": 1}), train={"steps": 1}, eval={"every": 1, "n": 9, "items": "first"}
     )
     run(tmp_path, recipe)
@@ -214,15 +215,15 @@ def test_curricula_that_do_not_fit(changes: dict[str, Any], says: str) -> None:
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    data = make_recipe("sft", task=mixed({"one": 1}), curriculum={"name": "by_success_rate"})
+    data = one_layer_recipe("sft", task=mixed({"one": 1}), curriculum={"name": "by_success_rate"})
     with pytest.raises(RecipeError, match="curriculum: 'by_success_rate' goes by how often sampled answers are right"):
         words_of(data)
     with pytest.raises(UsageError, match=r"curriculum\.by: there is no reward part 'corect'.*mean 'correct'"):
         prepare(sampling_recipe(OPENING | {"by": "corect"}), tmp_path)
     same = mixed({"one": 1, "two": 1}, split="validation")
     with pytest.raises(RecipeError, match=r"task\.split: training on 'validation' leaves nothing of task 'stories'"):
-        prepare(make_recipe("sft", task=same, eval={"every": 1}), tmp_path)
-    short = make_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_tokens": 60})
+        prepare(one_layer_recipe("sft", task=same, eval={"every": 1}), tmp_path)
+    short = one_layer_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_tokens": 60})
     with pytest.raises(UsageError, match=r"task\.parts: not one example of part 'five' can be used here"):
         prepare(short.model_copy(update={"task": _long(short)}), tmp_path)
 

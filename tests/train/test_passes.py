@@ -13,7 +13,7 @@ from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import launch
 from posttrain.train.sources import num_batches
-from small_runs import Events, make_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
+from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_batches_of_so_many_passes(passes: float, examples: int, batch: int, exp
 
 def passes_over(passes: float, kind: str = "sft", **train: Any) -> Any:
     """A small recipe that counts passes over 7 stories."""
-    plain = make_recipe(kind, train={"schedule": "linear", **train}).dump()
+    plain = one_layer_recipe(kind, train={"schedule": "linear", **train}).dump()
     plain["train"] |= {"steps": None, "passes": passes}
     plain["task"] |= {"size": 7}
     return validate_recipe(plain).resolve()
@@ -45,7 +45,7 @@ def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
     assert same_bits(saved_tensors(whole, steps), saved_tensors(cut, steps))
     assert untimed(whole) == untimed(cut)
     rates = [row["lr"] for row in steps_of(whole)]
-    in_steps = make_recipe("sft", train={"schedule": "linear", "steps": steps})
+    in_steps = one_layer_recipe("sft", train={"schedule": "linear", "steps": steps})
     run(tmp_path / "steps", in_steps)
     assert rates == [row["lr"] for row in steps_of(tmp_path / "steps")]
 
@@ -79,9 +79,9 @@ def test_fewer_passes_than_were_made_are_refused(tmp_path: Path) -> None:
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train: 'steps' and 'passes' both say how long .* give exactly one"):
-        validate_recipe(make_recipe("sft").dump() | {"train": {"steps": 3, "passes": 1}})
+        validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "passes": 1}})
     with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'passes'"):
-        validate_recipe(make_recipe("sft").dump() | {"train": {"steps": None}})
+        validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
     with pytest.raises(RecipeError, match=r"command line: train.passes: it and train.steps both say how long"):
         load_recipe("tiny/sft", [("train.passes", "1"), ("train.steps", "3")])
 

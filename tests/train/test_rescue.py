@@ -16,7 +16,7 @@ from posttrain.store.checkpoint_files import checkpoint_steps, verify
 from posttrain.train import loop
 from posttrain.train.evaluating import held_out
 from posttrain.train.sources.rollouts import RolloutSource
-from small_runs import Events, make_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
+from small_runs import Events, one_layer_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
 EVALUATION = {"every": 2, "n": 3, "max_tokens": 8}
 TWO_TASKS = {"tasks": [{"name": "stories", "size": 64, "split": s} for s in ("validation", "test")]}
@@ -64,14 +64,27 @@ CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a recipe's run that nothing breaks; several cases break the same one."""
+    folders: dict[str, Path] = {}
+
+    def run_once(recipe: Recipe) -> Path:
+        if (key := recipe.to_yaml()) not in folders:
+            folders[key] = tmp_path_factory.mktemp("undisturbed")
+            run(folders[key], recipe)
+        return folders[key]
+
+    return run_once
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_completed_step_is_saved_and_the_rest_is_as_if_nothing_had_happened(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, undisturbed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, owner, function, call, after, saved = CASES[name]
-    recipe = make_recipe(**changes)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run(whole, recipe)
+    recipe = one_layer_recipe(**changes)
+    whole, cut = undisturbed(recipe), tmp_path / "cut"
     with monkeypatch.context() as patch:
         patch.setattr(owner, function, fail_at(call, after=after)(getattr(owner, function)))
         with pytest.raises(Failure, match=f"call {call}"):
@@ -90,7 +103,7 @@ def test_the_last_completed_step_is_saved_and_the_rest_is_as_if_nothing_had_happ
 
 
 def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path: Path) -> None:
-    recipe = make_recipe("sft", eval=EVALUATION)
+    recipe = one_layer_recipe("sft", eval=EVALUATION)
     run(tmp_path, recipe, stop_after=3)
     shutil.rmtree(tmp_path / "checkpoints")
     events = Events()
@@ -104,7 +117,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path: Pat
 
 def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller adapts while a batch is made; a weight that had adapted twice would train another run."""
-    recipe = make_recipe("grpo", **KL)
+    recipe = one_layer_recipe("grpo", **KL)
     run(tmp_path / "whole", recipe, stop_after=3)
     monkeypatch.setattr(RolloutSource, "_collect", fail_at(4, after=True)(RolloutSource._collect))
     with pytest.raises(Failure):
@@ -114,9 +127,9 @@ def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: py
     assert states[0]["source"]["kl_weight"] != 0.1
 
 
-def test_an_observer_that_fails_costs_nothing(tmp_path: Path) -> None:
+def test_an_observer_that_fails_costs_nothing(undisturbed: Callable[..., Path], tmp_path: Path) -> None:
     """Such as a terminal that is gone."""
-    recipe = make_recipe("sft", eval=EVALUATION)
+    recipe = one_layer_recipe("sft", eval=EVALUATION)
 
     class Deaf(Events):
         def __call__(self, event: str, facts: dict[str, Any]) -> None:
@@ -124,13 +137,13 @@ def test_an_observer_that_fails_costs_nothing(tmp_path: Path) -> None:
             if event == "step" and facts["step"] == 2:
                 raise BrokenPipeError("the reader is gone")
 
-    run(tmp_path / "whole", recipe)
+    whole, cut = undisturbed(recipe), tmp_path / "cut"
     with pytest.raises(BrokenPipeError):
-        watched(tmp_path / "cut", recipe, Deaf())
-    assert checkpoint_steps(tmp_path / "cut" / "checkpoints") == [2]
-    run(tmp_path / "cut", recipe, resume=True)
-    assert untimed(tmp_path / "cut") == untimed(tmp_path / "whole")
-    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
+        watched(cut, recipe, Deaf())
+    assert checkpoint_steps(cut / "checkpoints") == [2]
+    run(cut, recipe, resume=True)
+    assert untimed(cut) == untimed(whole)
+    assert recorded(cut) == recorded(whole)
 
 
 def diverging(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -150,8 +163,8 @@ def diverging(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, at:
 
 def test_no_older_checkpoint_gives_way_to_that_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a loss that is not finite, the weights may have been bad for a while."""
-    recipe = make_recipe("sft", train={"steps": 6, "save_every": 1, "keep": 1})
-    stopped = make_recipe("sft", train={"steps": 6, "save_every": 2, "keep": 1})
+    recipe = one_layer_recipe("sft", train={"steps": 6, "save_every": 1, "keep": 1})
+    stopped = one_layer_recipe("sft", train={"steps": 6, "save_every": 2, "keep": 1})
     diverging(stopped, tmp_path / "a", monkeypatch, at=4)
     assert checkpoint_steps(tmp_path / "a" / "checkpoints") == [2, 3]
     diverging(recipe, tmp_path / "b", monkeypatch, at=4)  # step 3 had been saved by itself
@@ -167,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_saved_does_not_hide_the_first_error(
     monkeypatch.setattr(loop, "save_checkpoint", full)
     monkeypatch.setattr(loop, "accumulate", fail_at(2)(loop.accumulate))
     with pytest.raises(Failure, match="call 2") as caught:
-        run(tmp_path, make_recipe("sft"))
+        run(tmp_path, one_layer_recipe("sft"))
     assert caught.value.__notes__ == ["step 1 could not be saved: the disk is full"]
 
 
@@ -179,5 +192,5 @@ def test_a_stop_at_once_is_no_rescue(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", stop)
     with pytest.raises(SystemExit):
-        run(tmp_path, make_recipe("sft", train={"steps": 2, "max_grad_norm": 1.0}))
+        run(tmp_path, one_layer_recipe("sft", train={"steps": 2, "max_grad_norm": 1.0}))
     assert checkpoint_steps(tmp_path / "checkpoints") == []

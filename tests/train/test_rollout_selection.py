@@ -30,7 +30,7 @@ from posttrain.render import encode_prompt
 from posttrain.train.build import prepare
 from posttrain.train.sources.rollouts import NO_GOLD, NOTHING_SELECTED, RolloutSource
 from posttrain.types import Batch, Loss, Outputs, Rollout
-from small_runs import Events, make_recipe, run, saved_tensors, steps_of, watched
+from small_runs import Events, one_layer_recipe, run, saved_tensors, steps_of, watched
 
 ALL_OF_THE_DATA = ("margins", "labels", "rewards")
 
@@ -172,7 +172,7 @@ def test_a_reward_for_right_answers_without_gold_is_told(tmp_path: Path) -> None
     asked = {"name": "jsonl", "path": str(tmp_path / "asked.jsonl"), "answer_key": ""}
     told = {}
     for name, rewards in (("paid", ["correct"]), ("not", [{"name": "correct", "weight": 0.0}])):
-        recipe = make_recipe("grpo", task=asked, rewards=rewards, train={"steps": 2})
+        recipe = one_layer_recipe("grpo", task=asked, rewards=rewards, train={"steps": 2})
         events = Events()
         watched(tmp_path / name, recipe, events)
         told[name] = [notice["message"] for notice in events.of("notice")].count(NO_GOLD)
@@ -181,7 +181,7 @@ def test_a_reward_for_right_answers_without_gold_is_told(tmp_path: Path) -> None
 
 def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) -> None:
     """Scripted answers: of two, a prompt gives a pair only where they differ."""
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "grpo",
         objective={"name": "dpo"},
         rollout={"prompts": 2, "group": 2, "engine": {"name": "scripted", "texts": ["7 apples", "so many"]}},
@@ -323,7 +323,7 @@ def test_pending_pairs_come_back_bit_for_bit(tokenizer, template) -> None:
 
 
 def test_streams_of_every_type_come_back_bit_for_bit() -> None:
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "grpo",
         objective={"name": "sdpo"},
         teacher={"name": "self", "top_k": 3},
@@ -349,7 +349,7 @@ def test_streams_of_every_type_come_back_bit_for_bit() -> None:
 def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
     """At first policy and reference are the same: the KL is 0, far below its target, and the weight falls."""
     kl = {"weight": 0.3, "target": 2.0, "horizon": 40}
-    recipe = make_recipe("grpo", kl_in_reward=kl, train={"epochs": 2})
+    recipe = one_layer_recipe("grpo", kl_in_reward=kl, train={"epochs": 2})
     source, resumed = prepare(recipe).source, prepare(recipe).source
     assert source.state() == {"kl_weight": 0.3}
     first = source(1)
@@ -369,9 +369,9 @@ def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
 
 
 def test_every_option_of_a_selection_is_in_the_resolved_recipe() -> None:
-    recipe: Recipe = make_recipe("grpo", objective={"name": "dpo"})
+    recipe: Recipe = one_layer_recipe("grpo", objective={"name": "dpo"})
     assert recipe.rollout is not None
     assert recipe.rollout.select is not None
     assert recipe.dump()["rollout"]["select"] == {"name": "best_and_worst"}
-    chosen = make_recipe("grpo", objective={"name": "dpo"}, rollout={"select": "right_and_wrong"})
+    chosen = one_layer_recipe("grpo", objective={"name": "dpo"}, rollout={"select": "right_and_wrong"})
     assert chosen.dump()["rollout"]["select"] == {"name": "right_and_wrong", "threshold": 0.5, "num_pairs": 1}

@@ -4,6 +4,8 @@ On Apple's no float64 and no missing kernel; on NVIDIA's nothing in a graph that
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.train.distributed import check_devices
 from posttrain.train.optimizer import Offloaded
 from posttrain.types import with_float64
-from small_runs import make_recipe, recorded, run, same_bits, saved_tensors
+from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors
 
 EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
@@ -51,9 +53,16 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
     """Every row of metrics of two steps, and what was sampled."""
     about = {**CASES, **NVIDIA}[case]
     model = {**about.get("model", {}), "device": device}
-    run(folder, make_recipe(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
+    make = make_recipe if case in NVIDIA else one_layer_recipe  # graphs and flash attention of several layers
+    run(folder, make(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
     rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
     return rows, [tuple(r.completion) for r in recorded(folder)[0]]
+
+
+@pytest.fixture(scope="module")
+def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a case gives on a CPU, which each GPU is compared with."""
+    return cache(lambda case: trained(case, "cpu", tmp_path_factory.mktemp("cpu")))
 
 
 def check_row(row: dict[str, float], other: dict[str, float], device: str) -> None:
@@ -65,10 +74,12 @@ def check_row(row: dict[str, float], other: dict[str, float], device: str) -> No
 
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("case", CASES)
-def test_two_steps_and_an_evaluation_ask_for_nothing_that_a_gpu_lacks(case: str, device: str, tmp_path: Path) -> None:
+def test_two_steps_and_an_evaluation_ask_for_nothing_that_a_gpu_lacks(
+    case: str, device: str, of_cpu: Callable[[str], Any], tmp_path: Path
+) -> None:
     with GPUS[device]():
-        rows, sampled = trained(case, device, tmp_path / device)
-    expected, drawn = trained(case, "cpu", tmp_path / "cpu")
+        rows, sampled = trained(case, device, tmp_path)
+    expected, drawn = of_cpu(case)
     assert sampled == drawn
     assert bool(drawn) == (CASES[case]["kind"] == "grpo")
     assert len(rows) == len(expected) >= 2
@@ -97,7 +108,7 @@ def test_an_offloaded_optimizer_gives_the_bits_of_one_that_is_not(
     monkeypatch.setattr(Offloaded, "step", watch)
     options = {"model": {"device": device}, "optimizer": optimizer}
     offloaded, plain = (
-        make_recipe("sft", **options, train={"steps": 3, "lr": 1e-4, "offload": offload})
+        one_layer_recipe("sft", **options, train={"steps": 3, "lr": 1e-4, "offload": offload})
         for offload in ("optimizer", "none")
     )
     with GPUS[device]():
@@ -115,7 +126,7 @@ def test_an_offloaded_optimizer_gives_the_bits_of_one_that_is_not(
 
 @pytest.mark.parametrize("device", GPUS)
 def test_it_goes_on_from_a_checkpoint_there(device: str, tmp_path: Path) -> None:
-    recipe = make_recipe("sft", model={"device": device}, train={"steps": 2, "lr": 1e-4})
+    recipe = one_layer_recipe("sft", model={"device": device}, train={"steps": 2, "lr": 1e-4})
     with GPUS[device]():
         run(tmp_path, recipe, stop_after=1)
         assert run(tmp_path, recipe, resume=True).step == 2
@@ -171,7 +182,7 @@ def test_the_host_looks_every_eighth_token(cache: str) -> None:
     prompts, keys = [[5, 6, 7], [8, 9]], [[1, 2], [3, 4]]
     waits = {}
     with nvidia_gpu() as counts:
-        model = load_model(make_recipe("sft", model={"device": "cuda"}).model, seed=0).model
+        model = load_model(one_layer_recipe("sft", model={"device": "cuda"}).model, seed=0).model
         for tokens in (64, 128):
             engine = NativeEngine(model, cache=cache)
             counts.clear()
@@ -208,11 +219,11 @@ def test_an_apple_gpu_that_is_not_there_is_named() -> None:
 
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(RecipeError, match="mps has no float64"):
-        make_recipe("sft", model={"device": "mps", "dtype": "float64"})
+        one_layer_recipe("sft", model={"device": "mps", "dtype": "float64"})
     with apple_gpu():
         check_devices("mps", 1)
         with pytest.raises(UsageError, match=r"scale\.processes: 2, and a Mac's GPU"):
             check_devices("mps", 2)
-        section = make_recipe("sft", model={"device": "mps", "load_bits": 4, "adapter": {"rank": 4}}).model
+        section = one_layer_recipe("sft", model={"device": "mps", "load_bits": 4, "adapter": {"rank": 4}}).model
         with pytest.raises(UsageError, match="mps cannot multiply weights in 4 bits"):
             load_model(section, seed=0)

@@ -20,7 +20,7 @@ from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate
 from posttrain.types import TRUNCATED, Batch, Completion, Finish
-from small_runs import make_recipe, recorded, run, saved_tensors, steps_of
+from small_runs import one_layer_recipe, recorded, run, saved_tensors, steps_of
 
 # Answers of a group of four, whose reward is the last digit: of three tokens at most, so that the third is cut off.
 GROUP = ("7.", "3.", "9999", "11.")
@@ -99,7 +99,7 @@ def cut_recipe(words: str, *, masks: bool, **train: Any) -> Recipe:
     declare_code("choosing_engine:choosing")
     engine = {"name": "choosing_engine:choosing", "texts": TEXTS}
     rollout = {"engine": engine, "prompts": 4, "group": 4, "max_tokens": 12, "mask_truncated": masks}
-    return make_recipe("grpo", rollout=rollout, train=train, **WORDS[words])
+    return one_layer_recipe("grpo", rollout=rollout, train=train, **WORDS[words])
 
 
 def gradients(recipe: Recipe, batch: Batch | None = None) -> tuple[TrainBatch, float, list[torch.Tensor]]:
@@ -173,7 +173,7 @@ def test_the_gradient_is_worked_by_hand() -> None:
 def test_a_step_of_which_all_is_masked_updates_nothing(tmp_path: Path, words: str) -> None:
     """At ten tokens the embedded model never comes to an end."""
     rollout = {"prompts": 2, "group": 2, "max_tokens": 3, "mask_truncated": True}
-    recipe = make_recipe("grpo", rollout=rollout, train={"steps": 2, "save_every": 1, "keep": 9}, **WORDS[words])
+    recipe = one_layer_recipe("grpo", rollout=rollout, train={"steps": 2, "save_every": 1, "keep": 9}, **WORDS[words])
     run(tmp_path, recipe)
     for row in steps_of(tmp_path):
         assert (row["masked"], row["truncated"], row["selected"]) == (1.0, 1.0, 0.0)
@@ -245,7 +245,7 @@ def test_every_way_to_end_is_cut_off_or_not() -> None:
 def test_episodes_that_came_to_the_limit_of_turns_are_masked_and_counted() -> None:
     rewards = ["environment", {"name": "truncated", "weight": 0.5}]
     recipe = game_recipe(rollout={"max_turns": 2, "mask_truncated": True, "prompts": 8})
-    recipe.rewards[:] = make_recipe("grpo", rewards=rewards).rewards
+    recipe.rewards[:] = one_layer_recipe("grpo", rewards=rewards).rewards
     draw = prepare(recipe).source(1)
     finishes = [r.completion.finish for r in draw.rollouts]
     assert {"stop", "out_of_turns"} <= set(finishes)

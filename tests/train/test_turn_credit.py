@@ -27,7 +27,7 @@ from posttrain.train.credit import Credit, number_turns
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.sources.rollouts import pay_turns
 from posttrain.types import Batch, Completion, Example, Rollout, Sample, Turn, collate
-from small_runs import make_recipe, recorded, run
+from small_runs import one_layer_recipe, recorded, run
 
 A = "■"  # a token of the model; all others it was told
 
@@ -160,7 +160,7 @@ def pays_numbers() -> None:
 def paying_recipe(**changes: Any) -> Any:
     recipe = game_recipe("test_turn_credit:Paying", **changes)
     rewards = ["environment", {"name": "turn_rewards", "weight": 0.5}]
-    recipe.rewards[:] = make_recipe("grpo", rewards=rewards).rewards
+    recipe.rewards[:] = one_layer_recipe("grpo", rewards=rewards).rewards
     return recipe
 
 

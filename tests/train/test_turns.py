@@ -17,7 +17,7 @@ from posttrain.train.credit import Credit
 from posttrain.train.sources.messages import read_drawn, write_drawn
 from posttrain.train.step import accumulate
 from posttrain.types import Rollout
-from small_runs import make_recipe, recorded, run, steps_of
+from small_runs import one_layer_recipe, recorded, run, steps_of
 
 TEXTS = [
     " <tool>guess: 4</tool>",
@@ -64,7 +64,7 @@ def game_recipe(environment: Any = GAME, **changes: Any) -> Any:
         "show_tools": False,
     }
     changes = dict(changes)
-    return make_recipe(
+    return one_layer_recipe(
         "grpo",
         task={"name": "episodes", "size": 16},
         environment=environment,
@@ -234,21 +234,21 @@ def test_evaluations_are_played_too(tmp_path: Path) -> None:
 )
 def test_words_that_are_wrong_are_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as refused:
-        make_recipe("grpo", **changes)
+        one_layer_recipe("grpo", **changes)
     assert says in str(refused.value)
 
 
 def test_limits_of_turns_want_something_that_answers() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.max_turns: max_turns is for completions of several turns"):
-        make_recipe("grpo", rollout={"max_turns": 3})
+        one_layer_recipe("grpo", rollout={"max_turns": 3})
     with pytest.raises(RecipeError, match=r"environment: 'environment' answers a model that samples"):
-        make_recipe("sft", environment="calculator")
+        one_layer_recipe("sft", environment="calculator")
     for kind, says in (("grpo", "give 'environment'"), ("sft", "in a recipe with 'data' nothing answers")):
         for key, changes in (("task", {"task": "episodes"}), ("eval.tasks.0", {"eval": {"tasks": ["episodes"]}})):
             with pytest.raises(RecipeError, match=f"{key}: 'episodes' asks nothing by itself; {says}"):
-                prepare(make_recipe(kind, **changes))
-    recipe = make_recipe("grpo", environment="calculator")
+                prepare(one_layer_recipe(kind, **changes))
+    recipe = one_layer_recipe("grpo", environment="calculator")
     assert recipe.rollout is not None
     turns = (recipe.rollout.max_turns, recipe.rollout.tool_seconds, recipe.rollout.retries, recipe.rollout.show_tools)
     assert turns == (8, 30.0, 2, True)
-    assert "max_turns" not in make_recipe("grpo").to_yaml()
+    assert "max_turns" not in one_layer_recipe("grpo").to_yaml()

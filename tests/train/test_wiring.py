@@ -13,13 +13,13 @@ from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
-from small_runs import make_recipe, run, save_perturbed, steps_of
+from small_runs import one_layer_recipe, run, save_perturbed, steps_of
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 
 
 def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
-    parts = prepare(make_recipe("grpo", model={"adapter": {"rank": 2}}, **PPO))
+    parts = prepare(one_layer_recipe("grpo", model={"adapter": {"rank": 2}}, **PPO))
     own = {id(p) for p in parts.model.parameters()}
     trained = [p for p in parts.heads["critic"].parameters() if p.requires_grad]
     frozen = [p for p in parts.heads["critic"].parameters() if not p.requires_grad]
@@ -30,16 +30,16 @@ def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
 
 
 def test_that_batches_are_padded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(make_recipe("sft")).notices == []
+    assert prepare(one_layer_recipe("sft")).notices == []
     monkeypatch.setattr(Forward, "_packed_agrees", lambda forward: False)
-    parts = prepare(make_recipe("sft"))
+    parts = prepare(one_layer_recipe("sft"))
     assert parts.policy.path == "padded"
     assert parts.notices == ["batches are padded, which is slower: packing them would change what this model computes"]
 
 
 @pytest.mark.parametrize(("trunk", "num_apart"), [("separate", True), ("shared", False)])
 def test_only_a_critic_of_its_own_is_clipped_apart(trunk: str, num_apart: bool) -> None:
-    parts = prepare(make_recipe("grpo", head={"trunk": trunk}, **PPO))
+    parts = prepare(one_layer_recipe("grpo", head={"trunk": trunk}, **PPO))
     own, apart = parts.split_parameters()
     assert len(own) + len(apart) == len(parts.parameters)
     assert bool(apart) is num_apart
@@ -72,14 +72,14 @@ def test_only_a_critic_of_its_own_is_clipped_apart(trunk: str, num_apart: bool) 
 )
 def test_two_opinions_about_one_thing_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare(make_recipe("grpo", **changes))
+        prepare(one_layer_recipe("grpo", **changes))
 
 
 def test_a_teacher_that_has_become_another_is_refused_on_resume(tmp_path: Path) -> None:
     """The teacher is a folder here; of a run, the name of its best checkpoint would be compared."""
     teacher = tmp_path / "step-000001"
     save_perturbed(teacher)
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "grpo", objective={"name": "on_policy_distillation"}, advantage=None, teacher={"name": str(teacher)}
     )
     recipe.train.steps = 2
@@ -95,8 +95,8 @@ def test_a_teacher_that_has_become_another_is_refused_on_resume(tmp_path: Path) 
 def test_groups_are_uniform_by_the_part_that_is_named() -> None:
     """A coin beside the answer makes every group differ; by `correct` those without a right answer are uniform."""
     rollout = {"drop_uniform_groups": True, "max_rounds": 2}
-    by_reward = prepare(make_recipe("grpo", rollout=rollout)).source(1)
-    by_part = prepare(make_recipe("grpo", rollout=rollout | {"uniform_by": "correct"})).source(1)
+    by_reward = prepare(one_layer_recipe("grpo", rollout=rollout)).source(1)
+    by_part = prepare(one_layer_recipe("grpo", rollout=rollout | {"uniform_by": "correct"})).source(1)
     assert by_reward.metrics["accepted_groups"] > 0.5
     assert by_part.metrics["accepted_groups"] < by_reward.metrics["accepted_groups"]
 
@@ -118,7 +118,7 @@ EXPERTS = {"objective": {"name": "cross_entropy"}, "advantage": None}
 )
 def test_likelihoods_of_own_samples_are_taken_at_temperature_1(changes: dict[str, Any], expected: float) -> None:
     """Sampling is at 1.5 here: a policy gradient improves the policy that sampled, a likelihood the model itself."""
-    parts = prepare(make_recipe("grpo", **changes))
+    parts = prepare(one_layer_recipe("grpo", **changes))
     assert parts.policy.temperature == parts.method.forward.temperature == expected
     assert parts.source.sampling.temperature == 1.5
     if parts.reference is not None:
@@ -127,7 +127,7 @@ def test_likelihoods_of_own_samples_are_taken_at_temperature_1(changes: dict[str
 
 
 def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
-    recipe = make_recipe("grpo", **EXPERTS, rollout={"temperature": 2.0})
+    recipe = one_layer_recipe("grpo", **EXPERTS, rollout={"temperature": 2.0})
     parts = prepare(recipe)
     batch = parts.source(1).batch
     assert batch is not None
@@ -144,7 +144,7 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
 
 def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_path: Path) -> None:
     model = tiny_random("gpt2", n_embd=64)
-    build_optimizer(make_recipe("sft", optimizer="muon"), model, {})
+    build_optimizer(one_layer_recipe("sft", optimizer="muon"), model, {})
     marked = {name for name, p in model.named_parameters() if getattr(p, "input_first", False)}
     assert {name.split(".", 3)[3] for name in marked} == {
         "attn.c_attn.weight",
@@ -156,7 +156,7 @@ def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_
 
 def test_returns_of_answers_that_are_all_cut_off_are_their_score(tmp_path: Path) -> None:
     """Every answer is cut off and worth 1: returns that counted the value behind the cut as well grew for ever."""
-    recipe = make_recipe(
+    recipe = one_layer_recipe(
         "grpo",
         objective={"name": "ppo"},
         advantage={"name": "gae"},
@@ -173,6 +173,6 @@ def test_returns_of_answers_that_are_all_cut_off_are_their_score(tmp_path: Path)
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_run_of_one_step_trains(tmp_path: Path, schedule: str) -> None:
-    run(tmp_path, make_recipe("sft", train={"steps": 1, "lr": 1e-3, "schedule": schedule}))
+    run(tmp_path, one_layer_recipe("sft", train={"steps": 1, "lr": 1e-3, "schedule": schedule}))
     (step,) = steps_of(tmp_path)
     assert step["lr"] == 1e-3
