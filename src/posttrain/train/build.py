@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.train.evaluating.beside import Beside
     from posttrain.train.evaluating.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
-    from posttrain.train.sources.ahead_of_all import AheadOfAll
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.mixed_order import Curriculum
     from posttrain.train.sources.rollouts import RolloutSource
@@ -459,9 +458,7 @@ def _build_curriculum(words: Words) -> Curriculum | None:
     )
 
 
-def _build_ahead(
-    recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World
-) -> Ahead | AheadOfAll | None:
+def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
     """Who draws the rollouts of a run that samples ahead."""
     if recipe.rollout is None or not recipe.rollout.staleness:
         return None
@@ -474,12 +471,7 @@ def _build_ahead(
 
         kind = PartialAhead
     ledger = Ledger(folder / LEDGER) if folder is not None and world.is_main else None
-    ahead = kind(source, recipe, model, ledger, world=world)
-    if world.size == 1:
-        return ahead
-    from posttrain.train.sources.ahead_of_all import AheadOfAll
-
-    return AheadOfAll(ahead, world)
+    return kind(source, recipe, model, ledger, world=world)
 
 
 def _build_credit(words: Words) -> Credit:

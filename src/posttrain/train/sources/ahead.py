@@ -7,6 +7,9 @@ sampling one batch and training on the one before take place at the same time.
 
 A checkpoint waits for what is being sampled and keeps it, graded (``held``). So it needs the weights of its own step
 alone, and a resumed run repeats no batch and leaves none out.
+
+Of several processes that train, rank 0 has the process, the ledger, and what a checkpoint keeps, and tells the others
+what was sampled. That follows from the recipe and the weights, so it is what one process would train on.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from posttrain.train.sources.sampling_process import SamplingProcess
 from posttrain.world import ONE, World, whole
 
 GATHERED = "weights"  # told by rank 0 where all are to give their parts of them
+TOLD = "the batch that was sampled ahead"
 HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
 NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
 
@@ -49,7 +53,7 @@ class Ahead:
     Args:
         model: what is trained; its weights are copied when a batch is given away.
         ledger: where it is noted what becomes of each group; None for a source that belongs to no run.
-        world: of the processes that train; this is rank 0's, or draws nothing (``ahead_of_all``).
+        world: of the processes that train.
         process, courier: what draws, and whose thread waits for it, if others than a process beside this one.
     """
 
@@ -86,6 +90,17 @@ class Ahead:
         Raises:
             PosttrainError: it could not be sampled or graded.
         """
+        if self.world.is_main:
+            drawn = self._draw(step, cycle)
+            if self.world.size > 1:
+                self.world.tell(write_drawn(drawn), TOLD)
+            return drawn
+        while (told := self.world.tell(None, TOLD)) == GATHERED:
+            self.gather()
+        stated: Any = told
+        return read_drawn(stated, self.source)
+
+    def _draw(self, step: int, cycle: int) -> Drawn:
         self._version = cycle
         self._next = max(self._next, cycle)
         if not self._has_begun:
@@ -126,6 +141,8 @@ class Ahead:
         Raises:
             PosttrainError: one of them could not be sampled or graded.
         """
+        if not self.world.is_main:
+            return {}
         rows = self._rows(step)
         if self.ledger is not None:
             self.ledger.flush()
@@ -138,7 +155,7 @@ class Ahead:
         Raises:
             CheckpointError: it is not what ``held`` gives.
         """
-        if HELD not in rollout_buffer:
+        if HELD not in rollout_buffer or not self.world.is_main:
             return
         try:
             for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
@@ -189,7 +206,7 @@ class Ahead:
     def _copied(self, cycle: int) -> Weights:
         """The weights as they are, for the courier to carry."""
         self._courier = self._courier or ThreadPoolExecutor(1, "courier")
-        self.world.tell(GATHERED, "the batch that was sampled ahead")
+        self.world.tell(GATHERED, TOLD)
         return Weights(cycle, *self.gather())
 
     def gather(self) -> tuple[dict[str, Tensor], list[float]]:

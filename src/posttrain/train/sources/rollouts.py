@@ -36,7 +36,6 @@ from posttrain.types import Batch, Completion, Rollout, Sample, collate
 if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
     from posttrain.train.sources.ahead import Ahead
-    from posttrain.train.sources.ahead_of_all import AheadOfAll
     from posttrain.train.sources.feedback import Feedback
     from posttrain.train.sources.mixed_order import Curriculum
 
@@ -127,7 +126,7 @@ class RolloutSource:
                 )
         self._batch: Batch | None = None
         self._notices: dict[str, bool] = {}  # what is said once, and whether it was said
-        self.ahead: Ahead | AheadOfAll | None = None
+        self.ahead: Ahead | None = None
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based); samples when a new rollout batch is due.
