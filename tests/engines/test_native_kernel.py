@@ -77,7 +77,7 @@ class Rows:
             keys, values = [self.shared_keys], [self.shared_values]
             shared = SimpleNamespace(axis=2, keys=keys, values=values, lengths=self.prompts, entry_of_row=self.entries)
         cache: Any = SimpleNamespace(
-            count=len(self.x), axis=2, shared=shared, holes=self.holes, capacity=self.keys.shape[2],
+            count=len(self.x), key_axis=2, shared=shared, holes=self.holes, capacity=self.keys.shape[2],
             cursor=self.cursor, starts=self.starts, keys=[self.keys], values=[self.values],
         )  # fmt: skip
         native = NativeAttention.make(*self.heads, self.dim, self.scale)

@@ -54,7 +54,7 @@ class NativeAttention:
         rows, shared, holes = len(cos), cache.shared, cache.holes
         cos, sin = cos.contiguous(), sin.contiguous()
         lengths = np.array([] if shared is None else shared.lengths, dtype=np.int64)
-        assert (rows, cos.shape[-1], cache.axis) == (cache.count, self.dim, 2)
+        assert (rows, cos.shape[-1], cache.key_axis) == (cache.count, self.dim, 2)
         assert shared is None or (shared.axis == 2 and all(x.is_contiguous() for x in (*shared.keys, *shared.values)))
         step = _Step(rows, self.num_queries, self.num_keys, self.dim, self.scale, cos.data_ptr(), sin.data_ptr())
         step.capacity, step.cursor, step.starts = cache.capacity, cache.cursor, cache.starts.ctypes.data

@@ -20,6 +20,7 @@ from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
 
 GROWTH = 1.5  # a full cache is rebuilt this much larger, or shifted when its left part is unused
 ALIGNMENT = 16  # columns; rows of a matrix product then begin on a cache line
+VALUE_AXIS = 2  # of the columns of values ``[slots, heads, columns, dim]``
 
 
 class SlotCache:
@@ -28,8 +29,8 @@ class SlotCache:
     Args:
         shapes: one entry per layer.
         capacity: columns to begin with; grows when needed.
-        transposed: tensors are laid out ``[slots, heads, dim, columns]`` (for plain batched matrix
-            products) instead of ``[slots, heads, columns, dim]``.
+        transposed: keys are laid out ``[slots, heads, dim, columns]`` (for plain batched matrix
+            products) instead of ``[slots, heads, columns, dim]``, as values always are.
         shared: where prompts are kept once for all their rows; without it every row has a copy of
             its prompt in columns of its own.
     """
@@ -49,14 +50,14 @@ class SlotCache:
         self.device = device
         self.dtype = self.shapes[0].dtype
         self.shared = shared
-        self.axis = 3 if transposed else 2  # of the columns
+        self.key_axis = 3 if transposed else 2  # of the columns
         self.count = 0
         self.cursor = 0  # the column that the next step writes
         self.first = 0  # the leftmost column that any row uses
         self.starts = np.zeros(num_slots, dtype=np.int64)
         # Zeros, because a masked column is still multiplied: its content must be finite.
-        self.keys = [self._empty(num_slots, s.heads, s.key_dim) for s in self.shapes]
-        self.values = [self._empty(num_slots, s.heads, s.value_dim) for s in self.shapes]
+        self.keys = [self._empty(num_slots, s.heads, s.key_dim, self.key_axis) for s in self.shapes]
+        self.values = [self._empty(num_slots, s.heads, s.value_dim, VALUE_AXIS) for s in self.shapes]
         self.key_rows: list[Tensor] = []
         self.value_rows: list[Tensor] = []
         self.holes: np.ndarray | None = None  # [num_slots, capacity], once there has been one
@@ -114,20 +115,20 @@ class SlotCache:
         # token 0 stands in as a finite value under the mask.
         offsets = np.arange(longest)[None, :] - (longest - lengths)[:, None]
         times = torch.as_tensor(np.maximum(offsets, 0), device=self.device)
-        order = (0, 2, 3, 1) if self.axis == 3 else (0, 2, 1, 3)
-        for tensors, sources in ((self.keys, prefix.keys), (self.values, prefix.values)):
+        for (tensors, axis), sources in zip(self._by_kind(), (prefix.keys, prefix.values), strict=True):
             for tensor, source in zip(tensors, sources, strict=True):
-                window = tensor[rows].narrow(self.axis, self.cursor - longest, longest)
-                window.copy_(source[prompts, times].permute(*order))
+                window = tensor[rows].narrow(axis, self.cursor - longest, longest)
+                window.copy_(source[prompts, times].movedim(1, axis))
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copy rows ``sources`` over rows ``targets`` (disjoint)."""
         target = torch.as_tensor(list(targets), device=self.device)
         source = torch.as_tensor(list(sources), device=self.device)
         used = self.cursor - self.first
-        for tensor in (*self.keys, *self.values):
-            window = tensor.narrow(self.axis, self.first, used)
-            window[target] = window[source]
+        for tensors, axis in self._by_kind():
+            for tensor in tensors:
+                window = tensor.narrow(axis, self.first, used)
+                window[target] = window[source]
         self.starts[list(targets)] = self.starts[list(sources)]
         if self.holes is not None:
             self.holes[list(targets)] = self.holes[list(sources)]
@@ -184,27 +185,31 @@ class SlotCache:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write ``[count, heads, dim]`` at the cursor; all that the rows may look at, per head.
 
-        Returns views ``[count, heads, width, dim]``, or ``[count, heads, dim, width]`` if transposed.
+        Returns views ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
         """
-        axis, key_rows, value_rows = self.axis, self.key_rows[layer], self.value_rows[layer]
+        axis, key_rows, value_rows = self.key_axis, self.key_rows[layer], self.value_rows[layer]
         key_rows.select(axis, self.cursor).copy_(keys)
-        value_rows.select(axis, self.cursor).copy_(values)
+        value_rows.select(VALUE_AXIS, self.cursor).copy_(values)
         width = self.width
-        return key_rows.narrow(axis, self.first, width), value_rows.narrow(axis, self.first, width)
+        return key_rows.narrow(axis, self.first, width), value_rows.narrow(VALUE_AXIS, self.first, width)
 
-    def _empty(self, num_slots: int, heads: int, dim: int) -> Tensor:
-        columns = self.capacity
-        shape = (num_slots, heads, dim, columns) if self.axis == 3 else (num_slots, heads, columns, dim)
+    def _by_kind(self) -> tuple[tuple[list[Tensor], int], tuple[list[Tensor], int]]:
+        """The layers' keys and values, each with the axis of its columns."""
+        return (self.keys, self.key_axis), (self.values, VALUE_AXIS)
+
+    def _empty(self, num_slots: int, heads: int, dim: int, axis: int) -> Tensor:
+        shape = [num_slots, heads, dim]
+        shape.insert(axis, self.capacity)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _rebuild(self, shift: int, capacity: int) -> None:
         """Move all used columns by ``shift`` into tensors of ``capacity`` columns, layer by layer."""
         used = self.cursor - self.first
         self.capacity = _aligned(capacity)
-        for tensors in (self.keys, self.values):
+        for tensors, axis in self._by_kind():
             for i, old in enumerate(tensors):
-                new = self._empty(old.shape[0], old.shape[1], old.shape[5 - self.axis])
-                new.narrow(self.axis, self.first + shift, used).copy_(old.narrow(self.axis, self.first, used))
+                new = self._empty(old.shape[0], old.shape[1], old.shape[5 - axis], axis)
+                new.narrow(axis, self.first + shift, used).copy_(old.narrow(axis, self.first, used))
                 tensors[i] = new
         if self.holes is not None:
             holes = np.zeros((len(self.starts), self.capacity), dtype=bool)

@@ -216,7 +216,7 @@ class LeanDecoder:
         if bias is not None:
             scores.view(rows, heads, group, -1).add_(bias)
         if shared is None or shared.width == 0:
-            return _mix(scores.softmax(-1), values).reshape(rows, -1)
+            return torch.bmm(scores.softmax(-1), values).view(rows, -1)
         width = shared.width
         groups = len(shared.names) * heads  # [prompt, head] pairs, each with the same number of queries
         asked = flat.view(rows * heads, -1).index_select(0, shared.to_groups).view(groups, -1, dim)
@@ -227,7 +227,7 @@ class LeanDecoder:
         spread = weights[:, :, :width].index_select(0, shared.to_groups).view(groups, -1, width)
         mixed = torch.bmm(spread, shared.values[index].flatten(0, 1))
         mixed = mixed.view(-1, group * dim).index_select(0, shared.to_rows).view(rows * heads, group, dim)
-        return mixed.add_(_mix(weights[:, :, width:], values)).view(rows, -1)
+        return mixed.baddbmm_(weights[:, :, width:], values).view(rows, -1)
 
     def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
@@ -284,15 +284,6 @@ class LeanDecoder:
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) up``; ``gate`` is overwritten."""
     return F.silu(gate, inplace=True).mul_(up)
-
-
-def _mix(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights [N, group, L]`` times ``values [N, dim, L]`` over L: ``[N, group, dim]``.
-
-    In this order the product streams the values; the other way round takes twice as long where
-    they are not in the nearest cache (90 against 200 microseconds at 128 x 32 x 128).
-    """
-    return torch.bmm(values, weights.transpose(1, 2)).transpose(1, 2)
 
 
 def _bind_layer(layer: Any) -> Layer:
