@@ -28,7 +28,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 SHARED := -n 2 --dist worksteal
 CHECKED := src tests tools benchmarks examples
 
-.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu docs clean
+.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu bench-gpu docs clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -83,6 +83,9 @@ bench: $(DEV)    ## every claim about speed, measured again (long)
 bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU (minutes; docs/reference.md shows it)
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	$(TEST_ENV) $(BIN)/python benchmarks/cpu.py
+
+bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (half an hour)
+	$(BIN)/python benchmarks/gpu.py
 
 docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py

@@ -1,0 +1,340 @@
+"""What training and sampling cost on one GPU: tokens per second, model FLOPs use, memory, launches.
+
+    make bench-gpu                                # all rows
+    python benchmarks/gpu.py --rows sft-0.6b,decode-64
+    python benchmarks/gpu.py --smallest           # the same code on a model of 0.1 million parameters, on any machine
+
+Models have random weights and the shapes of Qwen3 (0.6B, 8B, 14B) and Qwen2.5 (1.5B). ``sft`` and ``rl`` are
+optimizer steps alone, of batches that lie ready: rows of 2,048 tokens; groups of 8 answers of 1,024 tokens behind one
+prompt of 512 (14B: 3,584 behind 512, activations computed again). Products in bf16 over fp32 weights; what ends in
+``-lora`` trains an adapter over bf16 weights. ``decode`` samples 256 tokens a row from pages, beside vLLM where that
+is installed.
+
+``model_flops`` are those of Chowdhery et al. 2022 (arXiv 2204.02311, appendix B): forward 2 for each weight of a
+product and token, and attention; backward twice that, with an adapter once, for the base gets no gradient. What is
+computed again does not count, a shared prompt counts once, and so do the pairs of tokens that causal attention has.
+Their share is of the rate that this device reaches with products of 8,192 x 8,192 matrices, measured first in every
+row: a smaller number than data sheets have.
+
+Each row is a process of its own; one that fails is kept with its error. Writes results/gpu-KIND.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from training import our_parts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.models.load import load_tokenizer
+from posttrain.randomness import derive_key
+from posttrain.train.build import Parts
+from posttrain.train.step import accumulate, apply_update
+from posttrain.types import Batch, Sample, collate
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+VOCABULARY, GROUP = 151_936, 8
+# Architecture, the numbers of KEYS, the size of a head, and whether the LM head is the embedding.
+SHAPES: dict[str, tuple[str, tuple[int, ...], int, bool]] = {
+    "0.6b": ("qwen3", (1024, 28, 16, 8, 3072), 128, True),
+    "1.5b": ("qwen2", (1536, 28, 12, 2, 8960), 128, True),
+    "8b": ("qwen3", (4096, 36, 32, 8, 12_288), 128, False),
+    "14b": ("qwen3", (5120, 40, 40, 8, 17_408), 128, False),
+    "smallest": ("qwen3", (64, 2, 4, 2, 96), 16, True),
+}
+# What a launch, a graph's launch and a wait of the host are called in a profile of CUDA.
+LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch"}
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"}
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_model(size: str) -> Any:
+    """Random weights in bf16 (``smallest``: a vocabulary of 512)."""
+    architecture, numbers, head, tied = SHAPES[size]
+    vocabulary = 512 if size == "smallest" else VOCABULARY
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(
+        architecture, **dict(zip(KEYS, numbers, strict=True)), **ends, head_dim=head, vocab_size=vocabulary,
+        tie_word_embeddings=tied, max_position_embeddings=8192,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """By the clock, until the device is done."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    started = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - started
+
+
+def measured_rate(width: int = 8192) -> float:
+    """FLOP/s of bf16 products of square matrices, the median of 9."""
+    width = width if torch.cuda.is_available() else 256
+    a, b = (torch.randn(width, width, device=device()).bfloat16() for _ in range(2))
+    torch.mm(a, b)
+    return 2 * width**3 / statistics.median(seconds_of(lambda: torch.mm(a, b)) for _ in range(9))
+
+
+def make_batch(vocabulary: int, groups: int, group: int, prompt: int, answer: int) -> Batch:
+    """``groups`` of ``group`` rows that share a prompt, or rows without prompts, whose tokens are all trained on."""
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(groups):
+        shared = torch.randint(0, 512, (prompt,), generator=draw).tolist()
+        for member in range(group):
+            own = torch.randint(0, 512, (answer,), generator=draw).tolist()
+            mask = [False] * max(1, prompt) + [True] * (answer - (prompt == 0))
+            streams = {
+                "advantages": [0.0] * prompt + [1.0 if member % 2 else -1.0] * answer,
+                "old_logprobs": [0.0] * prompt + [-math.log(vocabulary)] * answer,
+            }
+            of_group = (index, prompt, streams) if prompt else ()
+            samples.append(Sample(shared + own, mask, *of_group))
+    return collate(samples)
+
+
+def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, backward: float) -> float:
+    """Of one step; ``backward``: FLOPs of the backward pass as a multiple of the forward pass's."""
+    width, heads, pairs = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    head = config.head_dim if getattr(config, "head_dim", None) else width // heads
+    block = 2 * width * head * (heads + pairs) + 3 * width * config.intermediate_size
+    per_token = 2 * config.num_hidden_layers * block
+    trained = group * answer
+    seen = prompt * (prompt + 1) / 2 + group * (answer * prompt + answer * (answer + 1) / 2)  # pairs of tokens
+    attention = 4 * config.num_hidden_layers * heads * head * seen
+    forward = per_token * (prompt + trained) + 2 * width * config.vocab_size * trained + attention
+    return groups * forward * (1 + backward)
+
+
+def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool, tokens_per_micro: int) -> Row:
+    stated: Row = {
+        "model": {"name": folder} | ({"dtype": "bfloat16", "adapter": {"rank": 32}} if lora else {}),
+        "task": {"name": "stories", "size": 64},
+        "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+        "train": {
+            "steps": 100,
+            "lr": 1e-6,
+            "precision": "bf16",
+            "gradient_checkpointing": checkpointing,
+            "tokens_per_micro": tokens_per_micro,
+        },
+    }
+    if kind == "sft":
+        return stated | {"objective": "cross_entropy", "data": {"batch": 8, "train_on": "all"}}
+    rollout = {"prompts": 8, "group": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
+    return stated | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
+
+
+def update(steps: int, smallest: bool, kind: str, size: str, lora: bool = False, long: bool = False) -> Row:
+    """Optimizer steps of a batch that lies ready."""
+    groups, group, prompt, answer = (16, 1, 0, 2048) if kind == "sft" else (4, GROUP, 512, 3584 if long else 1024)
+    if smallest:
+        size, groups, prompt, answer = "smallest", 2, min(prompt, 8), 16
+    rate = measured_rate()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(size)
+        config = model.config
+        model.save_pretrained(folder)
+        load_tokenizer("tiny").save_pretrained(folder)
+        del model
+        recipe, parts = our_parts(recipe_of(kind, folder, lora, long, 16_384))
+    batch = make_batch(config.vocab_size, groups, group, prompt, answer)
+    step = partial(one_step, recipe, parts, batch)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step(1)
+    seconds = statistics.median(seconds_of(partial(step, 2 + i)) for i in range(steps))
+    flops = model_flops(config, groups, group, prompt, answer, 1.0 if lora else 2.0) / seconds
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    shape = f"{groups} rows of {answer}" if kind == "sft" else f"{groups} × {group} answers of {answer} behind {prompt}"
+    return {
+        "work": f"{kind} step, {size}{', LoRA of rank 32' if lora else ''}, {shape} tokens",
+        "seconds": seconds,
+        "tokens_per_second": groups * group * (prompt + answer) / seconds,
+        "model_flops_per_second": flops,
+        "share_of_measured_rate": flops / rate,
+        "peak_gib": peak,
+        "attention": list_kernels(partial(step, 2 + steps), "attention", "flash", "fmha", "flex"),
+    }
+
+
+def one_step(recipe: Any, parts: Parts, batch: Batch, step: int) -> None:
+    loss, _ = accumulate(parts.method, batch, recipe.train)
+    apply_update(parts.optimizer, [p for _, p in parts.parameters], 1e-6, 1.0, loss, step)
+
+
+def profiled(work: Callable[[], Any]) -> dict[str, int]:
+    """How often each operation, kernel and call of CUDA was there, by name."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=kinds) as profile:
+        seconds_of(work)
+    return {event.key: event.count for event in profile.key_averages()}
+
+
+def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
+    """Names of operations and kernels that have one of ``words`` in them."""
+    return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
+
+
+def decode(steps: int, smallest: bool, rows: int) -> Row:
+    """``rows`` answers of 256 tokens behind prompts of 128, eight to a prompt, with their log-probabilities."""
+    size, prompt_tokens, new_tokens = ("smallest", 8, 16) if smallest else ("0.6b", 128, 256)
+    rows = GROUP if smallest else rows
+    model = make_model(size)
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (prompt_tokens,), generator=draw).tolist() for _ in range(rows // GROUP)]
+    peer = vllm_rate(model, prompts, new_tokens, steps)
+    engine = NativeEngine(model, slots=rows, cache="paged", cache_tokens=512 if smallest else None)
+
+    def sample(tokens: int, repeat: int) -> None:
+        keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
+        made = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset()))
+        assert all(len(one.ids) == tokens for group in made for one in group)
+
+    sample(new_tokens, 0)
+    seconds = statistics.median(seconds_of(partial(sample, new_tokens, 1 + i)) for i in range(steps))
+    calls = profiled(partial(sample, new_tokens, 1 + steps))
+    return {
+        "work": f"decode, {size}, {rows} rows of {new_tokens} tokens",
+        "seconds": seconds,
+        "tokens_per_second": rows * new_tokens / seconds,
+        "vllm_tokens_per_second": peer,
+        "ratio": None if peer is None else rows * new_tokens / seconds / peer,
+        "launches_per_token": sum(calls.get(name, 0) for name in LAUNCHES) / new_tokens,
+        "waits_per_token": sum(calls.get(name, 0) for name in WAITS) / new_tokens,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+    }
+
+
+def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int) -> float | None:
+    """Tokens per second of vLLM on the same weights and prompts with half of the memory; None where it is not there."""
+    if not has("vllm") or not torch.cuda.is_available():
+        return None
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        peer = LLM(model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.5, seed=0)
+    options = SamplingParams(
+        n=GROUP, max_tokens=new_tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    peer.generate(asked, options, use_tqdm=False)
+    taken = [seconds_of(lambda: peer.generate(asked, options, use_tqdm=False)) for _ in range(steps)]
+    return len(prompts) * GROUP * new_tokens / statistics.median(taken)
+
+
+def has(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+ROWS: dict[str, Callable[[int, bool], Row]] = {
+    "sft-0.6b": partial(update, kind="sft", size="0.6b"),
+    "sft-1.5b": partial(update, kind="sft", size="1.5b"),
+    "sft-8b-lora": partial(update, kind="sft", size="8b", lora=True),
+    "rl-0.6b": partial(update, kind="rl", size="0.6b"),
+    "rl-1.5b": partial(update, kind="rl", size="1.5b"),
+    "rl-8b-lora": partial(update, kind="rl", size="8b", lora=True),
+    "rl-14b-lora": partial(update, kind="rl", size="14b", lora=True, long=True),
+    "decode-64": partial(decode, rows=64),
+    "decode-256": partial(decode, rows=256),
+    "decode-512": partial(decode, rows=512),
+}
+
+
+def measure(name: str, steps: int, smallest: bool) -> Row:
+    """A row in a process of its own; ``failed``: the last line of the error of one that ends badly."""
+    command = [sys.executable, __file__, "--row", name, "--steps", str(steps), *(["--smallest"] if smallest else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"work": name, "failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def line(row: Row) -> str:
+    if "failed" in row:
+        return f"{row['work']}: failed: {row['failed']}"
+    written = [f"{row['tokens_per_second']:,.0f} tokens/s"]
+    if (share := row.get("share_of_measured_rate")) is not None:
+        written.append(f"{row['model_flops_per_second'] / 1e12:.3g} TFLOP/s, {share:.0%} of the measured rate")
+    if "launches_per_token" in row:
+        written.append(f"{row['launches_per_token']:.2f} launches and {row['waits_per_token']:.2f} waits a token")
+        peer = row["vllm_tokens_per_second"]
+        written.append("vLLM is not installed" if peer is None else f"vLLM {peer:,.0f}, {row['ratio']:.2f} of it")
+    if row["peak_gib"] is not None:
+        written.append(f"{row['peak_gib']:.1f} GiB at most")
+    return f"{row['work']}: {', '.join(written)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="some of " + ", ".join(ROWS))
+    parser.add_argument("--row", choices=list(ROWS), help="this row in this process; its figures as a line of JSON")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--smallest", action="store_true", help="of a model of 0.1 million parameters, here")
+    arguments = parser.parse_args()
+    if arguments.row:
+        logging.disable(logging.WARNING)
+        with redirect_stdout(sys.stderr):
+            row = ROWS[arguments.row](arguments.steps, arguments.smallest)
+        print(json.dumps(row))
+        return
+    names = arguments.rows.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        raise SystemExit(f"--rows: there is no {unknown[0]!r}; there are {', '.join(ROWS)}")
+    if not torch.cuda.is_available() and not arguments.smallest:
+        print("no GPU here, so nothing was measured; --smallest runs the same code without one")
+        return
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    stem = "gpu-smallest" if arguments.smallest else "gpu-" + re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+    target = RESULTS / f"{stem}.json"
+    table = json.loads(target.read_text())["rows"] if target.is_file() else {}
+    for name in names:
+        table[name] = measure(name, arguments.steps, arguments.smallest)
+        print(line(table[name]), flush=True)
+        packages = [package for package in ("torch", "transformers", "vllm") if has(package)]
+        result = {"gpu": kind, "versions": {package: version(package) for package in packages}}
+        result["rows"] = {each: table[each] for each in ROWS if each in table}
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if failed := [name for name in names if "failed" in table[name]]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
