@@ -16,7 +16,8 @@ computed again does not count, a shared prompt counts once, and so do the pairs 
 Their share is of the rate that this device reaches with products of 8,192 x 8,192 matrices, measured first in every
 row: a smaller number than data sheets have.
 
-Each row is a process of its own; one that fails is kept with its error. Writes results/gpu-KIND.json.
+Each row is a process of its own; one that fails is kept with its error. Writes
+results/gpu-KIND.json, of which docs/reference.md has a table; ``--smallest`` writes smallest-gpu.json, which has none.
 """
 
 from __future__ import annotations
@@ -321,7 +322,7 @@ def main() -> None:
         print("no GPU here, so nothing was measured; --smallest runs the same code without one")
         return
     kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    stem = "gpu-smallest" if arguments.smallest else "gpu-" + re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+    stem = "smallest-gpu" if arguments.smallest else "gpu-" + re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     target = RESULTS / f"{stem}.json"
     table = json.loads(target.read_text())["rows"] if target.is_file() else {}
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -179,6 +180,28 @@ def test_generated_pages_match_what_they_are_made_of(tool: str, said: str) -> No
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == said
+
+
+def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("write_reference")
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    assert tool.gpu_texts() == []
+    update = {"work": "sft", "tokens_per_second": 26_001.4, "model_flops_per_second": 1.25e14, "peak_gib": 30.04}
+    decode = {"work": "decode", "tokens_per_second": 9_000, "peak_gib": 5, "launches_per_token": 1.5}
+    rows = {
+        "sft": update | {"share_of_measured_rate": 0.251},
+        "decode": decode | {"waits_per_token": 0.125, "vllm_tokens_per_second": 12_000, "ratio": 0.75},
+        "rl": {"work": "rl", "failed": "OutOfMemoryError"},
+    }
+    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "X", "versions": {"torch": "2.11"}, "rows": rows}))
+    (text,) = tool.gpu_texts()
+    assert text.splitlines()[-3:] == [
+        "| sft | 26,001 | 125.0 | 25% | 30.0 | – | – | – |",
+        "| decode | 9,000 | – | – | 5.0 | 1.50 | 0.12 | 12,000 (0.75 of it) |",
+        "| rl | failed: OutOfMemoryError | – | – | – | – | – | – |",
+    ]
+    assert text.startswith("## Speed on one X\n")
 
 
 def test_the_reference_runs_are_those_of_the_results() -> None:

@@ -127,6 +127,42 @@ def speed_text() -> str:
     return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables]) if tables else ""
 
 
+def gpu_texts() -> list[str]:
+    """What a step costs on a GPU, a section for each that was measured."""
+    texts = []
+    for path in sorted(RESULTS.glob("gpu-*.json")):
+        measured = read(path.name)
+        rows = []
+        for row in measured["rows"].values():
+            if "failed" in row:
+                rows.append([row["work"], f"failed: {row['failed']}", *["–"] * 6])
+                continue
+            tera = row.get("model_flops_per_second")
+            figures = [
+                row["tokens_per_second"],
+                None if tera is None else tera / 1e12,
+                row.get("share_of_measured_rate"),
+            ]
+            figures += [row["peak_gib"], *(row.get(key) for key in ("launches_per_token", "waits_per_token"))]
+            forms = ("{:,.0f}", "{:.1f}", "{:.0%}", "{:.1f}", "{:.2f}", "{:.2f}")
+            cells = ["–" if one is None else form.format(one) for form, one in zip(forms, figures, strict=True)]
+            peer = row.get("vllm_tokens_per_second")
+            rows.append([row["work"], *cells, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"])
+        head = [
+            "work",
+            "tokens/s",
+            "TFLOP/s",
+            "of the measured rate",
+            "GiB",
+            "launches a token",
+            "waits a token",
+            "vLLM",
+        ]
+        about = f"`make bench-gpu`, torch {measured['versions']['torch']}."
+        texts.append(f"## Speed on one {measured['gpu']}\n\n{about}\n\n{table(head, rows)}")
+    return texts
+
+
 def reward_model_text() -> str:
     """A reward model of human preferences, by kind of dialogue."""
     runs = read("reward_model_hh.json")["seeds"]
@@ -148,7 +184,7 @@ def read(name: str) -> dict[str, Any]:
 def reference_text() -> str:
     """The whole document."""
     comparisons = [comparison_text(name) for name in COMPARISONS]
-    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text(), speed_text()])
+    return "\n".join([HEADING, demo_text(), *comparisons, reward_model_text(), game_text(), speed_text(), *gpu_texts()])
 
 
 def main() -> int:
