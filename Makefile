@@ -84,7 +84,7 @@ bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU 
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	$(TEST_ENV) $(BIN)/python benchmarks/cpu.py
 
-bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (half an hour)
+bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (long)
 	$(BIN)/python benchmarks/gpu.py
 
 docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results

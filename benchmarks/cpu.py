@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ import extraction
 import torch
 import training
 import training_pairs
-from training import Seconds, kind_of_cpu
+from training import Seconds, is_installed, kind_of_cpu
 
 from posttrain.models.kernel.build import OFF, usual_kernel
 from posttrain.models.load import load_tokenizer
@@ -62,11 +62,11 @@ def training_row(work: str, result: dict[str, Any]) -> Row:
 def grpo(rounds: int, steps: int, prompt_tokens: int | None = None) -> Row:
     prompts = "the stories' prompts" if prompt_tokens is None else f"prompts of {prompt_tokens} tokens"
     work = f"GRPO step, 8 × 8 × 64 tokens, {prompts}"
-    return training_row(work, training.grpo(rounds, steps, prompt_tokens, not has_peer("trl")))
+    return training_row(work, training.grpo(rounds, steps, prompt_tokens, not is_installed("trl")))
 
 
 def sft(rounds: int, steps: int) -> Row:
-    return training_row("SFT step, 16 ragged rows", training.sft(rounds, steps, not has_peer("trl")))
+    return training_row("SFT step, 16 ragged rows", training.sft(rounds, steps, not is_installed("trl")))
 
 
 def half_billion_sft(rounds: int, _steps: int, lora_rank: int | None = None) -> Row:
@@ -76,13 +76,13 @@ def half_billion_sft(rounds: int, _steps: int, lora_rank: int | None = None) -> 
         model.save_pretrained(folder)
         load_tokenizer("tiny").save_pretrained(folder)
         del model
-        result = training.sft(rounds, 1, not has_peer("trl"), folder, rows=4, kernel=False, lora_rank=lora_rank)
+        result = training.sft(rounds, 1, not is_installed("trl"), folder, rows=4, kernel=False, lora_rank=lora_rank)
     adapter = "" if lora_rank is None else f", LoRA of rank {lora_rank} on all layers"
     return training_row(f"SFT step, 4 ragged rows, 494 million parameters{adapter}", result)
 
 
 def pairs(rounds: int, steps: int, part: str, work: str, precompute: bool = False) -> Row:
-    if not has_peer("trl"):
+    if not is_installed("trl"):
         recipe, parts = training.our_parts(training_pairs.our_recipe(part, None))
         return training_row(work, training.report(part, training.our_steps(recipe, parts, 1, rounds * steps), [], {}))
     return training_row(work, training_pairs.compare(part, rounds, steps, None, precompute))
@@ -143,7 +143,7 @@ def dictionary(rounds: int, steps: int, kind: str) -> Row:
     ours, peer = [], []
     for _ in range(rounds):
         ours.append(dictionaries.our_step(kind, "fp32", x, steps))
-        if has_peer("sae-lens"):
+        if is_installed("sae-lens"):
             peer.append(dictionaries.their_step(kind, x, steps))
     return {
         "work": f"step of a sparse dictionary, {kind}, d = 128, F = 1024, 4,096 rows",
@@ -178,7 +178,7 @@ def grading(rounds: int, _steps: int) -> Row:
     ours, peer = [], []
     for _ in range(rounds):
         ours.append(cpu_seconds(lambda: math(asked)))
-        if has_peer("math-verify"):
+        if is_installed("math-verify"):
             from math_verify import parse, verify
 
             peer.append(cpu_seconds(lambda: [verify(parse(f"${s.answer}$"), parse(s.text)) for s in asked[:200]]) * 10)
@@ -228,14 +228,6 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     began = Seconds.now()
     work()
     return Seconds.now().since(began).cpu
-
-
-def has_peer(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 ROWS: dict[str, Callable[[int, int], Row]] = {
@@ -296,7 +288,7 @@ def write(target: Path, kind: str, table: dict[str, Row]) -> None:
     result = {
         "cpu": kind,
         "unit": "CPU-seconds",
-        "versions": {name: version(name) for name in packages if has_peer(name)},
+        "versions": {name: version(name) for name in packages if is_installed(name)},
         "rows": {name: table[name] for name in ROWS if name in table},
     }
     target.parent.mkdir(exist_ok=True)

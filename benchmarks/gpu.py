@@ -8,7 +8,7 @@ Models have random weights and the shapes of Qwen3 (0.6B, 8B, 14B) and Qwen2.5 (
 optimizer steps alone, of batches that lie ready: rows of 2,048 tokens; groups of 8 answers of 1,024 tokens behind one
 prompt of 512 (14B: 3,584 behind 512, activations computed again). Products in bf16 over fp32 weights; what ends in
 ``-lora`` trains an adapter over bf16 weights. ``decode`` samples 256 tokens a row from pages, beside vLLM where that
-is installed.
+is installed; a step draws one token for every row.
 
 ``model_flops`` are those of Chowdhery et al. 2022 (arXiv 2204.02311, appendix B): forward 2 for each weight of a
 product and token, and attention; backward twice that, with an adapter once, for the base gets no gradient. What is
@@ -35,12 +35,12 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from training import our_parts
+from training import is_installed, our_parts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.engines.base import Sampling
@@ -135,7 +135,7 @@ def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, 
     return groups * forward * (1 + backward)
 
 
-def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool, tokens_per_micro: int) -> Row:
+def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
     stated: Row = {
         "model": {"name": folder} | ({"dtype": "bfloat16", "adapter": {"rank": 32}} if lora else {}),
         "task": {"name": "stories", "size": 64},
@@ -145,7 +145,6 @@ def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool, tokens_pe
             "lr": 1e-6,
             "precision": "bf16",
             "gradient_checkpointing": checkpointing,
-            "tokens_per_micro": tokens_per_micro,
         },
     }
     if kind == "sft":
@@ -166,7 +165,7 @@ def update(steps: int, smallest: bool, kind: str, size: str, lora: bool = False,
         model.save_pretrained(folder)
         load_tokenizer("tiny").save_pretrained(folder)
         del model
-        recipe, parts = our_parts(recipe_of(kind, folder, lora, long, 16_384))
+        recipe, parts = our_parts(recipe_of(kind, folder, lora, long))
     batch = make_batch(config.vocab_size, groups, group, prompt, answer)
     step = partial(one_step, recipe, parts, batch)
     if torch.cuda.is_available():
@@ -231,15 +230,15 @@ def decode(steps: int, smallest: bool, rows: int) -> Row:
         "tokens_per_second": rows * new_tokens / seconds,
         "vllm_tokens_per_second": peer,
         "ratio": None if peer is None else rows * new_tokens / seconds / peer,
-        "launches_per_token": sum(calls.get(name, 0) for name in LAUNCHES) / new_tokens,
-        "waits_per_token": sum(calls.get(name, 0) for name in WAITS) / new_tokens,
+        "launches_per_step": sum(calls.get(name, 0) for name in LAUNCHES) / new_tokens,
+        "waits_per_step": sum(calls.get(name, 0) for name in WAITS) / new_tokens,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
     }
 
 
 def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int) -> float | None:
     """Tokens per second of vLLM on the same weights and prompts with half of the memory; None where it is not there."""
-    if not has("vllm") or not torch.cuda.is_available():
+    if not is_installed("vllm") or not torch.cuda.is_available():
         return None
     from vllm import LLM, SamplingParams
 
@@ -253,14 +252,6 @@ def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int)
     peer.generate(asked, options, use_tqdm=False)
     taken = [seconds_of(lambda: peer.generate(asked, options, use_tqdm=False)) for _ in range(steps)]
     return len(prompts) * GROUP * new_tokens / statistics.median(taken)
-
-
-def has(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 ROWS: dict[str, Callable[[int, bool], Row]] = {
@@ -293,8 +284,8 @@ def line(row: Row) -> str:
     written = [f"{row['tokens_per_second']:,.0f} tokens/s"]
     if (share := row.get("share_of_measured_rate")) is not None:
         written.append(f"{row['model_flops_per_second'] / 1e12:.3g} TFLOP/s, {share:.0%} of the measured rate")
-    if "launches_per_token" in row:
-        written.append(f"{row['launches_per_token']:.2f} launches and {row['waits_per_token']:.2f} waits a token")
+    if "launches_per_step" in row:
+        written.append(f"{row['launches_per_step']:.2f} launches and {row['waits_per_step']:.2f} waits a step")
         peer = row["vllm_tokens_per_second"]
         written.append("vLLM is not installed" if peer is None else f"vLLM {peer:,.0f}, {row['ratio']:.2f} of it")
     if row["peak_gib"] is not None:
@@ -315,6 +306,8 @@ def main() -> None:
             row = ROWS[arguments.row](arguments.steps, arguments.smallest)
         print(json.dumps(row))
         return
+    if arguments.steps < 1:
+        raise SystemExit(f"--steps: at least 1, not {arguments.steps}")
     names = arguments.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         raise SystemExit(f"--rows: there is no {unknown[0]!r}; there are {', '.join(ROWS)}")
@@ -328,7 +321,7 @@ def main() -> None:
     for name in names:
         table[name] = measure(name, arguments.steps, arguments.smallest)
         print(line(table[name]), flush=True)
-        packages = [package for package in ("torch", "transformers", "vllm") if has(package)]
+        packages = [package for package in ("torch", "transformers", "vllm") if is_installed(package)]
         result = {"gpu": kind, "versions": {package: version(package) for package in packages}}
         result["rows"] = {each: table[each] for each in ROWS if each in table}
         target.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,14 @@ def parts_with_kernel(recipe: dict[str, Any]) -> tuple[Recipe, Parts] | None:
     if usual_kernel() == OFF:
         return None
     return our_parts(recipe | {"train": recipe["train"] | {"native_kernel": True}})
+
+
+def is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 class Seconds(NamedTuple):

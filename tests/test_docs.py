@@ -188,10 +188,10 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tool, "RESULTS", tmp_path)
     assert tool.gpu_texts() == []
     update = {"work": "sft", "tokens_per_second": 26_001.4, "model_flops_per_second": 1.25e14, "peak_gib": 30.04}
-    decode = {"work": "decode", "tokens_per_second": 9_000, "peak_gib": 5, "launches_per_token": 1.5}
+    decode = {"work": "decode", "tokens_per_second": 9_000, "peak_gib": 5, "launches_per_step": 1.5}
     rows = {
         "sft": update | {"share_of_measured_rate": 0.251},
-        "decode": decode | {"waits_per_token": 0.125, "vllm_tokens_per_second": 12_000, "ratio": 0.75},
+        "decode": decode | {"waits_per_step": 0.125, "vllm_tokens_per_second": 12_000, "ratio": 0.75},
         "rl": {"work": "rl", "failed": "OutOfMemoryError"},
     }
     (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "X", "versions": {"torch": "2.11"}, "rows": rows}))

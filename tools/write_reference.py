@@ -138,26 +138,13 @@ def gpu_texts() -> list[str]:
                 rows.append([row["work"], f"failed: {row['failed']}", *["–"] * 6])
                 continue
             tera = row.get("model_flops_per_second")
-            figures = [
-                row["tokens_per_second"],
-                None if tera is None else tera / 1e12,
-                row.get("share_of_measured_rate"),
-            ]
-            figures += [row["peak_gib"], *(row.get(key) for key in ("launches_per_token", "waits_per_token"))]
+            others = ("share_of_measured_rate", "peak_gib", "launches_per_step", "waits_per_step")
+            figures = [row["tokens_per_second"], None if tera is None else tera / 1e12, *map(row.get, others)]
             forms = ("{:,.0f}", "{:.1f}", "{:.0%}", "{:.1f}", "{:.2f}", "{:.2f}")
             cells = ["–" if one is None else form.format(one) for form, one in zip(forms, figures, strict=True)]
             peer = row.get("vllm_tokens_per_second")
             rows.append([row["work"], *cells, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"])
-        head = [
-            "work",
-            "tokens/s",
-            "TFLOP/s",
-            "of the measured rate",
-            "GiB",
-            "launches a token",
-            "waits a token",
-            "vLLM",
-        ]
+        head = ["work", "tokens/s", "TFLOP/s", "of the measured rate", "GiB", "launches/step", "waits/step", "vLLM"]
         about = f"`make bench-gpu`, torch {measured['versions']['torch']}."
         texts.append(f"## Speed on one {measured['gpu']}\n\n{about}\n\n{table(head, rows)}")
     return texts
