@@ -3,7 +3,7 @@ one refuses as far as torch says it in advance: tensors of the CPU beside its ow
 float64 and operations that have no kernel there. What they compute is computed by the CPU, so that results can be
 compared bit for bit.
 
-On ``cuda`` variable-length flash attention (16 bits, pages by table) and flex attention are there, written out; and a
+On ``cuda`` variable-length flash attention (16 bits, pages by table) is there, written out; and a
 graph is what was called while it was captured, called again at the same places: nothing of it may come from the host,
 nor wait for it.
 """
@@ -27,7 +27,6 @@ import torch.nn.attention.varlen  # its operations, for which there is no kernel
 import torchgen
 import yaml
 from torch import Tensor
-from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -294,25 +293,6 @@ def _flash_backward(
         return tuple(x.to(query.dtype) for x in own.submit(gradients).result())
 
 
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """``[1, H, N, D]``; a key is seen where its block and the mask say so."""
-    _device.counts["flex"] += 1
-    size = query.shape[2]
-    with _Factories(), _Devices():  # where layers are recomputed, in a backward pass, they are off
-        places, zero = torch.arange(size, device=CUDA), torch.zeros((), dtype=torch.long, device=CUDA)
-        blocks = block_mask.to_dense()[0, 0].bool()
-    wide, high = block_mask.BLOCK_SIZE[1], block_mask.BLOCK_SIZE[0]
-    seen = block_mask.mask_mod(zero, zero, places[:, None], places[None, :])
-    seen = seen & blocks.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:size, :size]
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()  # a row of padding sees nothing
-    return torch.einsum("bhqk,bhkd->bhqd", shares, value)
-
-
 _ATTENTION = {"torch_attn._varlen_attn.default": _flash, "torch_attn._varlen_attn_backward.default": _flash_backward}
 
 
@@ -363,6 +343,7 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         "CUDAGraph": Graph,
         "graph": _capture,
         "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: False,
     }
 
     def in_any_memory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -373,13 +354,9 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
             patch.setattr(torch.cuda, name, value)
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, in_any_memory(getattr(torch, name)))
-        patch.setattr(flex_attention, "flex_attention", _flex)
         patch.setattr(torch, "compile", lambda compute, **_: compute)
-        chosen = (varlen.usable, varlen._compiled_flex)
-        for choose in chosen:
-            choose.cache_clear()
+        varlen.usable.cache_clear()
         try:
             yield counts
         finally:
-            for choose in chosen:
-                choose.cache_clear()
+            varlen.usable.cache_clear()

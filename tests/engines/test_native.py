@@ -437,6 +437,49 @@ def test_a_freshly_initialized_model_is_held_to_the_probe_too(tiny_random, monke
     assert NativeEngine(model).path == "modules"
 
 
+class Tf32(TorchDispatchMode):
+    """Rounds what matrix products read to 10 bits, as a GPU does, unless full precision is asked for."""
+
+    PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in self.PRODUCTS and torch.get_float32_matmul_precision() != "highest":
+            args = (*args[:-2], *(self.rounded(x) for x in args[-2:]))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def rounded(x):
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture
+def tf32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    with Tf32():
+        yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_probe_under_tf32_takes_the_path_that_fp32_takes(architecture, tiny_random, tf32):
+    model, prompts = tiny_random(architecture), make_prompts()
+    engine = NativeEngine(model)
+    completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=6))
+    assert engine.path == ("lean" if architecture == "qwen3" else "modules")
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision("highest")
+    assert 1e-5 < worst_difference(model, prompts, completions) < 0.05, "sampled under TF32, and the emulation rounds"
+
+
+def test_probe_under_tf32_still_refuses_a_wrong_path(tiny_random, tf32, monkeypatch):
+    decode = ModulesDecoder.decode
+    monkeypatch.setattr(ModulesDecoder, "decode", lambda self, t, positions, c: decode(self, t, positions * 0, c))
+    with pytest.raises(EngineMismatch, match="differ by"):
+        NativeEngine(tiny_random("gpt2")).generate([[9, 10]], [[1]], Sampling(max_tokens=1))
+
+
 def test_no_path_at_all_is_a_mismatch(tiny_random, monkeypatch):
     decode = ModulesDecoder.decode
     monkeypatch.setattr(ModulesDecoder, "decode", lambda self, t, positions, c: decode(self, t, positions * 0, c))

@@ -97,36 +97,21 @@ def test_the_size_of_the_models_own_heads_is_tried(monkeypatch: pytest.MonkeyPat
     assert set(sizes) == {attention.stated_config(ModelSection()).head_dim}
 
 
-def test_flex_is_for_a_gpu() -> None:
-    with (
-        pytest.raises(UsageError, match=r"model.attention: 'flex' cannot compute bfloat16 attention .* on cpu here"),
-        chosen_attention(ModelSection(device="cpu", attention="flex"), torch.bfloat16),
-    ):
-        pass
-
-
-@pytest.mark.parametrize(("name", "kernel"), [("flash", "varlen"), ("flex", "flex"), ("sdpa", None)])
-def test_on_a_gpu_the_packed_stream_has_kernels_of_its_own(
-    name: Attention, kernel: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are tried in the type of the trainer's products; what samples beside it, in that of the weights."""
+def test_flash_on_a_gpu_is_tried_for_the_packed_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the type of the trainer's products; sampling is tried in the type of the weights."""
     tried: list[Any] = []
     monkeypatch.setattr(attention, "choose_device", lambda _: torch.device("meta"))
-    monkeypatch.setattr(attention, "is_right", lambda *given: bool(tried.append(given)) or works)
+    monkeypatch.setattr(attention, "usable", lambda *given: tried.append(given) or kernel)
     monkeypatch.setattr(attention, "_serves", lambda *given: bool(tried.append(given[2])) or True)
-    section = ModelSection(device="cuda", attention=name)
-    works = True
+    section = ModelSection(device="cuda", attention="flash")
+    kernel: Any = varlen.varlen
     with chosen_attention(section, torch.bfloat16):
-        assert varlen._asked == kernel
-    assert varlen._asked is None
-    if kernel is None:
-        assert tried == []
-        return
-    assert tried[0][:3] == (varlen.KERNELS[kernel], torch.device("meta"), torch.bfloat16)
-    assert tried[1:] == ([torch.bfloat16, torch.float32] if name == "flash" else [])
-    works = False
+        pass
+    assert tried[0][:2] == (torch.device("meta"), torch.bfloat16)
+    assert tried[1:] == [torch.bfloat16, torch.float32]
+    kernel = None
     with (
-        pytest.raises(UsageError, match=rf"{name!r} cannot compute bfloat16"),
+        pytest.raises(UsageError, match=r"'flash' cannot compute bfloat16"),
         chosen_attention(section, torch.bfloat16),
     ):
         pass

@@ -24,6 +24,7 @@ from posttrain.models.forward.forward import (
     Forward,
     Precision,
     gpu_memory_of,
+    kept_elements,
     max_logit_elements,
 )
 from posttrain.models.forward.packing import pack
@@ -253,6 +254,13 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
     if formed.entropy is not None and whole.entropy is not None:
         assert formed.entropy.requires_grad == (entropy == "differentiable")
         assert torch.allclose(formed.entropy, whole.entropy, rtol=0, atol=tolerance)
+
+
+def test_kept_elements_on_a_gpu_are_a_share_of_its_memory():
+    """In fp32 a sixteenth of 80 GiB holds the tables of 8,833 tokens at V = 151,936."""
+    assert kept_elements(None) == 1 << 27
+    assert kept_elements(80 << 30) == (5 << 30) // 4
+    assert kept_elements(80 << 30) // 151_936 == 8_833
 
 
 def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from small_models import CONFIGS, gradients, ragged_batch, random_model, relative_difference
 from test_buckets import RAGGED, attention_of_each_run, very_ragged_batch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import MistralConfig, MistralForCausalLM
 
 from looped_attention import looped
@@ -185,73 +183,6 @@ def test_gradients_of_shared_keys_are_added_in_fp32():
     assert stream.grad[:, 0, 0].tolist() == [0.0, 512.0, 1.0]
 
 
-# -- flex attention ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention as torch has it on a CPU: forward only, with the scores written out."""
-    from torch.nn.attention import flex_attention
-
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex_attention.flex_attention)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2])
-@torch.no_grad()
-def test_flex_attention_sees_what_the_masks_let_see(key_heads: int, uncompiled_flex: None):
-    total = sum(r.length for r in RAGGED)
-    packing = packing_of(RAGGED, total)
-    q, k, v = (x.detach() for x in sides_of(len(packing.tokens), 4, key_heads, torch.float32))
-    expected = kernels.under_mask(packing, q, k, v, 0.3)
-    assert float((kernels.flex(packing, q, k, v, 0.3) - expected).abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-@torch.no_grad()
-def test_the_forward_pass_through_flex_attention(family: str, uncompiled_flex: None, monkeypatch: Any):
-    model, batch = random_model(family), ragged_batch()
-    masked = Forward(model)(batch).logprobs
-    monkeypatch.setattr(attention, "unmasked_kernel", lambda *_: kernels.flex)
-    assert float((Forward(model)(batch).logprobs - masked).abs().max()) < 1e-5
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_flex_attention_is_compiled_for_streams_of_all_sizes():
-    """As on a GPU, but forward alone: for the first size, for a stream of one block, and for all others."""
-    torch._dynamo.reset()
-    counters.clear()
-    for packing in (pack(ragged_batch(groups=n)) for n in (12, 3, 5, 20, 8)):
-        q, k, v = (x.detach() for x in sides_of(len(packing.tokens), 4, 2, torch.float32))
-        expected = kernels.under_mask(packing, q, k, v, None)
-        assert float((kernels.flex(packing, q, k, v, None) - expected).abs().max()) < 1e-5
-    assert counters["stats"]["unique_graphs"] <= 3
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_blocks_that_are_seen(seed: int):
-    """Against the mask written out, over streams of some blocks."""
-    rng = np.random.default_rng(seed)
-    runs, at = [], 0
-    for _ in range(4):
-        prompt = Run(at, int(rng.integers(1, 300)))
-        runs.append(prompt)
-        at += prompt.length
-        for length in rng.integers(0, 200, 3).tolist():
-            runs.append(Run(at, length, prompt.start, prompt.length))
-            at += length
-    packing = packing_of(runs, at)
-    number = len(packing.tokens)
-    q = torch.zeros(number, 1, 1)
-    v = torch.eye(number)[:, None]  # what is mixed tells which keys were seen
-    seen = kernels.under_mask(packing, q, q, v, None)[:, 0] > 0
-    expected = seen.view(number // 128, 128, -1, 128).any(3).any(1)
-    found = kernels.blocks_seen([r for r in packing.filled_runs if r.length], number)
-    assert np.array_equal(found, expected.numpy())
-    assert 0 < found.sum() < found.size / 2
-
-
 # -- which kernel ------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -270,8 +201,10 @@ def from_the_start(query: Tensor, key: Tensor, value: Tensor, *cu: Any, **option
     return torch.cat(outputs)
 
 
-def without_gradient_of_values(query: Tensor, key: Tensor, value: Tensor, *cu: Any, **options: Any) -> Tensor:
-    return looped(query, key, value + (value.detach() - value) * 0.5, *cu, **options)
+def without_gradient_of_values(
+    query: Tensor, key: Tensor, value: Tensor, *cu: Any, enable_gqa: bool = False, **options: Any
+) -> Tensor:
+    return looped(query, key, value + (value.detach() - value) * 0.5, *cu, enable_gqa=enable_gqa, **options)
 
 
 def refuses(*_: Any, **__: Any) -> Tensor:
@@ -301,15 +234,21 @@ def test_the_bounds_of_the_trial_leave_room_for_rounding(
     assert not kernels.is_right(kernels.varlen, CPU, dtype, heads, 2, head_dim)
 
 
-def test_a_torch_that_knows_no_shared_keys_gets_a_head_of_keys_for_each(monkeypatch: pytest.MonkeyPatch):
+def test_varlen_torch_without_enable_gqa_gets_fewer_key_heads_where_they_are_right(monkeypatch: pytest.MonkeyPatch):
     def older(
         query: Any, key: Any, value: Any, *cu: Any, return_aux: Any = None, scale: Any = None, window_size: Any = None
     ) -> Tensor:
-        assert query.shape[1] == key.shape[1] == value.shape[1] == 4
-        return looped(query, key, value, *cu, scale=scale, window_size=window_size)
+        if key.shape[1] != taken[-1]:
+            raise RuntimeError("Number of heads in key/value must equal number of heads in query")
+        return looped(query, key, value, *cu, scale=scale, window_size=window_size, enable_gqa=True)
 
+    taken: list[int] = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    assert kernels.is_right(kernels.varlen, CPU, *SIZES)
+    for key_heads, expected in ((2, kernels.varlen), (4, kernels.varlen_repeated), (3, None)):
+        taken.append(key_heads)
+        kernels.usable.cache_clear()
+        assert kernels.usable(CPU, *SIZES) is expected
+    kernels.usable.cache_clear()
 
 
 def test_a_trial_inside_of_a_forward_pass_leaves_it_alone(monkeypatch: pytest.MonkeyPatch):
@@ -341,9 +280,9 @@ def test_a_trial_inside_of_a_forward_pass_leaves_it_alone(monkeypatch: pytest.Mo
         assert kernels.is_right(kernels.varlen, CPU, *SIZES)
 
 
-def test_the_first_that_is_right_is_taken_and_the_one_asked_for_is_first(monkeypatch: pytest.MonkeyPatch):
+def test_kernel_for_tries_each_once_and_none_where_eager_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     tried: list[str] = []
-    there: set[str] = set()
+    there: set[str] = {"varlen_repeated"}
 
     def is_right(kernel: Any, *_: Any) -> bool:
         tried.append(kernel.__name__)
@@ -351,20 +290,11 @@ def test_the_first_that_is_right_is_taken_and_the_one_asked_for_is_first(monkeyp
 
     monkeypatch.setattr(kernels, "is_right", is_right)
     q, k = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
-    cases = [(None, {"varlen", "flex"}, "varlen"), ("flex", {"varlen", "flex"}, "flex"), (None, {"flex"}, "flex")]
-    for asked, right, expected in cases:
-        there = right
-        kernels.usable.cache_clear()
-        with kernels.preferred(asked):
-            assert kernels.kernel_for(q, k, q.dtype) is kernels.KERNELS[expected]
     kernels.usable.cache_clear()
-    there = set()
-    assert kernels.kernel_for(q, k, q.dtype) is None
-    assert kernels.kernel_for(q, k, q.dtype) is None
-    assert tried == ["varlen", "flex", "varlen", "flex", "varlen", "flex"], "each once"
+    assert kernels.kernel_for(q, k, q.dtype) is kernels.varlen_repeated
+    assert kernels.kernel_for(q, k, q.dtype) is kernels.varlen_repeated
+    assert tried == ["varlen", "varlen_repeated"], "each once"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        there = {"varlen"}
-        kernels.usable.cache_clear()
         assert kernels.kernel_for(q, k, q.dtype) is None, "eager writes the scores out"
     kernels.usable.cache_clear()
 

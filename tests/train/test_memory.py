@@ -413,6 +413,6 @@ def test_logits_of_a_large_vocabulary_worked_by_hand():
     assert _logits(config, micro, 4, None, head_trained=False) == frozen
     assert _logits(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
     on_gpu = 1766 * 16 * 151_936
-    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * 896 * 151_936
+    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
     few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
     assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936

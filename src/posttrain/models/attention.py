@@ -6,15 +6,14 @@ On a GPU the trainer's packed streams attend without masks (``forward/varlen.py`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.varlen import KERNELS as UNMASKED_KERNELS
-from posttrain.models.forward.varlen import is_right, preferred
+from posttrain.models.forward.varlen import usable
 from posttrain.models.load import choose_device, stated_config
 from posttrain.recipes.sections import Attention, ModelSection
 
@@ -24,8 +23,6 @@ _KERNELS: dict[Attention, list[SDPBackend]] = {
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
 }
-# Of the packed stream on a GPU.
-UNMASKED: dict[Attention, str] = {"flash": "varlen", "flex": "flex"}
 USUAL_HEAD_DIM = 64  # of a model whose configuration is not at hand before it is loaded
 
 
@@ -51,21 +48,15 @@ def chosen_attention(section: ModelSection, products: torch.dtype | None = None)
             f"model.attention: {section.attention!r} cannot compute {kind} attention with heads of {head_dim} "
             f"numbers on {device.type} here; use sdpa, which takes the fastest kernel that can, or another model.dtype"
         )
-    kernels = _KERNELS.get(section.attention)
-    with nullcontext() if kernels is None else sdpa_kernel(kernels), preferred(UNMASKED.get(section.attention)):
+    with sdpa_kernel(_KERNELS[section.attention]):
         yield
 
 
 def _computes(name: Attention, device: torch.device, weights: torch.dtype, trained: torch.dtype, head_dim: int) -> bool:
     """Whether the kernel does, in the trainer (``trained``) and where the model samples in its weights' own type."""
-    if name in UNMASKED and device.type != "cpu":
-        if not is_right(UNMASKED_KERNELS[UNMASKED[name]], device, trained, 4, 2, head_dim):
-            return False
-    elif name == "flex":
-        return False  # on a CPU it has no gradients
-    kernels = _KERNELS.get(name)
-    if kernels is None:
-        return True
+    if name == "flash" and device.type != "cpu" and usable(device, trained, 4, 2, head_dim) is None:
+        return False
+    kernels = _KERNELS[name]
     return _serves(kernels[:1], device, trained, head_dim) and _serves(kernels, device, weights, head_dim, True)
 
 

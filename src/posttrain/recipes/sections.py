@@ -190,7 +190,7 @@ class AdapterSection(Section):
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
 
 
-Attention = Literal["sdpa", "eager", "efficient", "flash", "flex"]
+Attention = Literal["sdpa", "eager", "efficient", "flash"]
 
 
 class ModelSection(Section):
@@ -205,8 +205,8 @@ class ModelSection(Section):
     ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
     ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
     machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16, of the weights or by
-    ``train.precision``). On a GPU packed training has no masks: ``sdpa`` takes variable-length flash in 16 bits, else
-    ``flex`` (compiled when the run begins; fp32, too; GPUs alone), else masks, and says so. They differ by rounding.
+    ``train.precision``). On a GPU packed training in 16 bits has no masks: ``sdpa`` takes variable-length flash
+    attention there; in fp32 it attends under masks. They differ by rounding.
     """
 
     name: str = "tiny"

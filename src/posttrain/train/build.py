@@ -175,9 +175,14 @@ def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
     if policy.path == "padded":
         return ["batches are padded, which is slower: packing them would change what this model computes"]
     meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda"
-    if meant or policy.attention != "mask":
+    if meant or policy.attention == "varlen":
         return []
-    return ["model.attention: neither variable-length nor flex attention works here; the trainer attends under masks"]
+    if policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return [f"model.attention: this torch attends by {policy.attention}: keys are repeated for every query head"]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.models.forward.forward import KEPT_ELEMENTS, gpu_memory_of, max_logit_elements
+from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, stated_config
@@ -413,7 +413,7 @@ def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, hea
     rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
     numbers = rows * (16 if size == 4 else 18)
     if head_trained:
-        kept = min(trained, KEPT_ELEMENTS // config.vocab_size) if gpu_memory is None and rows < trained else 0
+        kept = min(trained, kept_elements(gpu_memory) // config.vocab_size) if rows < trained else 0
         numbers += 4 * (config.hidden_size + kept)
     return numbers * config.vocab_size
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ def probe(
 ) -> tuple[float, float]:
     """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
-    Prompts of different lengths are prefilled, decoded side by side for a few steps with given
-    tokens, and every step's full distribution is compared. ``begin`` reads prompts for so many steps into something
-    that is no ``SlotCache``, if there is one, and gives what decodes from it.
+    Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
+    than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
+    with given tokens, and every step's full distribution is compared. ``begin`` reads prompts for so many steps into
+    something that is no ``SlotCache``, if there is one, and gives what decodes from it.
 
     Returns:
         (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
@@ -40,23 +42,36 @@ def probe(
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
     bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
-    if begin is None:
-        ways = [
-            _from_slots(decoder, bodies, steps, share) for share in ([False, True] if decoder.can_share else [False])
-        ]
-    else:
-        ways = [begin(decoder, bodies, steps)]
-    decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
     difference, spread = 0.0, 0.0
-    for i, row in enumerate(rows):
-        ids = torch.tensor([row[:-1]], device=decoder.device)
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-        expected = logits[lengths[i] - 1 :].log_softmax(-1)
-        difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
-        spread = max(spread, float(expected.std(-1).max()))
+    with full_precision():
+        if begin is None:
+            shares = [False, True] if decoder.can_share else [False]
+            ways = [_from_slots(decoder, bodies, steps, share) for share in shares]
+        else:
+            ways = [begin(decoder, bodies, steps)]
+        decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
+        for i, row in enumerate(rows):
+            ids = torch.tensor([row[:-1]], device=decoder.device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+            expected = logits[lengths[i] - 1 :].log_softmax(-1)
+            difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
+            spread = max(spread, float(expected.std(-1).max()))
     half = decoder.shapes[0].dtype.itemsize < 4
     tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
     return difference, tolerance
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute products of fp32 numbers in fp32 inside, whatever a GPU may do (TF32, also in convolutions)."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _from_slots(decoder: Decoder, bodies: list[list[int]], steps: int, share: bool) -> Step:

@@ -1,9 +1,9 @@
 """Attention over a packed stream, for the modules of transformers as they are.
 
 It is a registered implementation of transformers' attention interface, so that the modules of every architecture that
-uses the interface run unchanged. On a GPU runs attend as they are (``varlen.py``). On a CPU they do so in rectangles:
-short runs behind a prefix under a mask; a long run has a mask of the square of its length, for every layer and in fp32,
-so it attends to its prefix and to itself apart.
+uses the interface run unchanged. On a GPU runs in 16 bits attend as they are (``varlen.py``). Elsewhere they do so in
+rectangles: short runs behind a prefix under a mask; on a CPU a long run, whose mask would be the square of its length
+for every layer, attends to its prefix and to itself apart.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def note_kernel(name: str) -> None:
 
 
 def kernel_used() -> str:
-    """What the last packed stream attended with: ``varlen``, ``flex``, ``native``, or ``mask`` (in rectangles)."""
+    """Return what the last packed stream attended with: ``varlen``, ``varlen_repeated``, ``native``, or ``mask``."""
     return _used
 
 

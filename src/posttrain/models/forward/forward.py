@@ -34,6 +34,8 @@ MAX_LOGIT_ELEMENTS_ON_GPU = 1 << 28
 # On a CPU as many probabilities (512 MiB in fp32) are kept for the backward pass, which saves one of four products with
 # a head that is trained: an update of 0.1 billion parameters at V = 151,936 takes 4.63 s in place of 5.74.
 KEPT_ELEMENTS = 1 << 27
+# On a GPU they may take this share of its memory: 5 GB of 80, the tables of 8,800 tokens at V = 151,936.
+KEPT_SHARE_OF_GPU = 1 / 16
 
 T = TypeVar("T")
 Entropy = Literal["none", "detached", "differentiable"]
@@ -46,6 +48,11 @@ def max_logit_elements(gpu_memory: int | None) -> int:
     if gpu_memory is None:
         return MAX_LOGIT_ELEMENTS
     return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
+
+
+def kept_elements(gpu_memory: int | None) -> int:
+    """How many probabilities of a trained head are kept for the backward pass, on a CPU (None) or on such a GPU."""
+    return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
 def gpu_memory_of(device: torch.device) -> int | None:
@@ -353,7 +360,7 @@ class Forward:
 
         # With candidates a token has as many gradients as it has candidates; a table of an entropy keeps three tables.
         slopes = states.is_head_fixed and candidates is None
-        kept = KEPT_ELEMENTS if self.device.type == "cpu" and entropy != "differentiable" else 0
+        kept = 0 if entropy == "differentiable" else kept_elements(gpu_memory_of(self.device))
         per_token = list(self._in_chunks(run, states, (states.targets, *extra), slopes, kept))
         of_candidates = None if candidates is None else per_token.pop()
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates

@@ -1,21 +1,17 @@
-"""Attention over a packed stream on a GPU, without masks: variable-length kernels, and which of them a machine has.
+"""Attention over a packed stream on a GPU, without masks: torch's variable-length flash attention, for 16-bit numbers.
 
-In order, the first that is right here (``kernel_for`` tries it on a small stream, outputs and gradients, against
-attention under a mask in fp32): ``varlen`` is torch's variable-length flash attention, for 16-bit numbers; ``flex`` is
-torch's flex attention, compiled, which reads shared prompts where they are and computes fp32 too, which flash does
-not. Where neither is (no compiler, float64, dropout), rectangles under a mask are left: their work is quadratic in
+``kernel_for`` tries it on a small stream, outputs and gradients, against attention under a mask in fp32. Where it is
+not right (fp32, float64, dropout, a GPU without flash), rectangles under a mask are left: their work is quadratic in
 what they pad, and a mask has to be kept for them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -27,8 +23,6 @@ Kernel = Callable[[Packing, Tensor, Tensor, Tensor, float | None], Tensor]
 
 # How far a kernel that is right may be off, as a share of the largest number: in 16 bits and TF32, and in fp32.
 COARSE, EXACT = 0.05, 1e-4
-
-_asked: str | None = None  # the kernel that a run names
 
 
 class SharedKeys(torch.autograd.Function):
@@ -64,22 +58,19 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
         k, v = SharedKeys.apply(k, spans.keys), SharedKeys.apply(v, spans.keys)
     grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        grouped, (k, v) = {}, each_query_its_keys(q, k, v)
+        grouped = {}  # torch 2.11 has no option for it; its operation takes fewer key heads all the same
     starts, most = (spans.query_starts, spans.key_starts), (spans.most_queries, spans.most_keys)
     out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor), "log-sums were not asked for"
     return out
 
 
-def flex(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """By ``torch.nn.attention.flex_attention``, over the stream itself: no key is there twice."""
-    sides = (x.transpose(0, 1)[None] for x in (q, k, v))
-    mask, grouped = block_mask(packing), k.shape[1] != q.shape[1]
-    out: Tensor = _compiled_flex()(*sides, block_mask=mask, scale=scaling, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+def varlen_repeated(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    """Compute ``varlen`` with keys and values repeated for every query head, where a torch takes no fewer."""
+    return varlen(packing, q, *each_query_its_keys(q, k, v), scaling)
 
 
-KERNELS: dict[str, Kernel] = {"varlen": varlen, "flex": flex}
+KERNELS: tuple[Kernel, ...] = (varlen, varlen_repeated)
 
 
 def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
@@ -88,77 +79,18 @@ def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tupl
     return (k, v) if times == 1 else (k.repeat_interleave(times, heads), v.repeat_interleave(times, heads))
 
 
-@cache
-def _compiled_flex() -> Any:
-    """Uncompiled it would write the scores out. Sizes are dynamic: streams differ from batch to batch."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
-
-
-@lru_cache(maxsize=1)
-def block_mask(packing: Packing) -> Any:
-    """Which blocks of the stream's keys a block of its queries sees, worked out from runs: no ``[N, N]`` is made."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    device, runs = packing.tokens.device, [r for r in packing.filled_runs if r.length > 0]
-    lengths = torch.tensor([r.length for r in runs])
-    owner = torch.tensor([r.start for r in runs]).repeat_interleave(lengths).to(device)
-    behind = torch.tensor([r.prefix_start if r.prefix_length else -1 for r in runs])
-    above = behind.repeat_interleave(lengths).to(device)
-
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = owner[key]
-        return (key <= query) & ((own == owner[query]) | (own == above[query]))
-
-    blocks = blocks_seen(runs, len(packing.tokens))
-    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))[None, None].to(device)
-    first = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))[None, None].to(device)
-    return BlockMask.from_kv_blocks(counts, first, BLOCK_SIZE=ROUND_TOKENS, mask_mod=sees)
-
-
-def blocks_seen(runs: list[Run], num_tokens: int) -> np.ndarray:
-    """``bool [N / 128, N / 128]``: whether some query of a block of 128 tokens sees a key of another."""
-    number = -(-num_tokens // ROUND_TOKENS)
-    seen = np.zeros((number, number), dtype=bool)
-    for run in runs:
-        last = run.start + run.length - 1
-        rows = slice(run.start // ROUND_TOKENS, last // ROUND_TOKENS + 1)
-        if run.prefix_length:
-            final = run.prefix_start + run.prefix_length - 1
-            seen[rows, run.prefix_start // ROUND_TOKENS : final // ROUND_TOKENS + 1] = True
-        for block in range(rows.start, rows.stop):
-            seen[block, rows.start : block + 1] = True
-    return seen
-
-
-@contextmanager
-def preferred(name: str | None) -> Iterator[None]:
-    """Inside, this kernel is tried before the others."""
-    global _asked
-    before, _asked = _asked, name
-    try:
-        yield
-    finally:
-        _asked = before
-
-
 def kernel_for(q: Tensor, k: Tensor, dtype: torch.dtype) -> Kernel | None:
     """What attends without a mask, for queries ``[N, H, D]`` and keys ``[N, K, D]`` in ``dtype``; None where nothing
     does."""
     if not torch.backends.cuda.flash_sdp_enabled():  # a run may ask for scores that are written out
         return None
-    name = usable(_asked, q.device, dtype, q.shape[1], k.shape[1], q.shape[2])
-    return None if name is None else KERNELS[name]
+    return usable(q.device, dtype, q.shape[1], k.shape[1], q.shape[2])
 
 
 @cache
-def usable(
-    asked: str | None, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
-) -> str | None:
-    """The first kernel, ``asked`` before the others, that is right on this device; None where none is."""
-    names = sorted(KERNELS, key=lambda name: name != asked)
-    return next((name for name in names if is_right(KERNELS[name], device, dtype, heads, key_heads, head_dim)), None)
+def usable(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
+    """Return the first kernel that is right on this device; None where none is."""
+    return next((kernel for kernel in KERNELS if is_right(kernel, device, dtype, heads, key_heads, head_dim)), None)
 
 
 def is_right(
