@@ -1,20 +1,22 @@
 """What training and sampling cost on one GPU: tokens per second, model FLOPs use, memory, launches.
 
-    make bench-gpu                                # all rows
+    python benchmarks/gpu.py                      # all rows
     python benchmarks/gpu.py --rows sft-0.6b,decode-64
     python benchmarks/gpu.py --smallest           # the same code on a model of 0.1 million parameters, on any machine
 
 Models have random weights and the shapes of Qwen3 (0.6B, 8B, 14B) and Qwen2.5 (1.5B). ``sft`` and ``rl`` are
-optimizer steps alone, of batches that lie ready: rows of 2,048 tokens; groups of 8 answers of 1,024 tokens behind one
-prompt of 512 (14B: 3,584 behind 512, activations computed again). Products in bf16 over fp32 weights; what ends in
-``-lora`` trains an adapter over bf16 weights. ``decode`` samples 256 tokens a row from pages, beside vLLM where that
-is installed; a step draws one token for every row.
+optimizer steps alone, over batches made before: rows of 2,048 tokens; groups of 8 answers of 1,024 tokens after one
+prompt of 512. What ends in ``-8k`` or ``-16k`` has rows of that length, as prime-rl's published figures have (26.0k
+tokens/s for SFT, 11.9k for RL and 13.3k with LoRA on one H100, February 2026). Products in bf16 over fp32 weights;
+``-lora`` trains an adapter over bf16 weights. ``grpo`` is a whole step: sample, grade, score, update. ``decode``
+samples 256 tokens a row, beside vLLM where that is installed, ``generate`` the same by transformers; a step draws one
+token for every row.
 
 ``model_flops`` are those of Chowdhery et al. 2022 (arXiv 2204.02311, appendix B): forward 2 for each weight of a
 product and token, and attention; backward twice that, with an adapter once, for the base gets no gradient. What is
 computed again does not count, a shared prompt counts once, and so do the pairs of tokens that causal attention has.
 Their share is of the rate that this device reaches with products of 8,192 x 8,192 matrices, measured first in every
-row: a smaller number than data sheets have.
+row, and of 989 TFLOP/s, the data sheet's number for an H100 or H200, by which others divide.
 
 Each row is a process of its own; one that fails is kept with its error. Writes
 results/gpu-KIND.json, of which docs/reference.md has a table; ``--smallest`` writes smallest-gpu.json, which has none.
@@ -55,6 +57,8 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 VOCABULARY, GROUP = 151_936, 8
+DATA_SHEET_RATE = 989e12  # dense bf16 products of an H100 or H200, FLOP/s
+PROFILED_TOKENS = 8  # of each row; a profile of 256 has 230,000 events
 # Architecture, the numbers of KEYS, the size of a head, and whether the LM head is the embedding.
 SHAPES: dict[str, tuple[str, tuple[int, ...], int, bool]] = {
     "0.6b": ("qwen3", (1024, 28, 16, 8, 3072), 128, True),
@@ -73,13 +77,13 @@ def device() -> torch.device:
 
 
 def make_model(size: str) -> Any:
-    """Random weights in bf16 (``smallest``: a vocabulary of 512)."""
+    """Random weights in bf16 (``smallest``: a vocabulary of 768)."""
     architecture, numbers, head, tied = SHAPES[size]
-    vocabulary = 512 if size == "smallest" else VOCABULARY
+    vocabulary = 768 if size == "smallest" else VOCABULARY
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(
         architecture, **dict(zip(KEYS, numbers, strict=True)), **ends, head_dim=head, vocab_size=vocabulary,
-        tie_word_embeddings=tied, max_position_embeddings=8192,
+        tie_word_embeddings=tied, max_position_embeddings=32_768,
     )  # fmt: skip
     torch.manual_seed(0)
     with device():
@@ -153,38 +157,97 @@ def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
     return stated | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
 
 
-def update(steps: int, smallest: bool, kind: str, size: str, lora: bool = False, long: bool = False) -> Row:
-    """Optimizer steps of a batch that lies ready."""
-    groups, group, prompt, answer = (16, 1, 0, 2048) if kind == "sft" else (4, GROUP, 512, 3584 if long else 1024)
+# Rows of a batch: groups, rows of a group, tokens of their prompt, tokens of each answer.
+Shape = tuple[int, int, int, int]
+SHORT_ROWS: dict[str, Shape] = {"sft": (8, 1, 0, 2048), "rl": (2, GROUP, 512, 1024)}
+ROWS_OF_8K: Shape = (2, 1, 0, 8192)
+ROWS_OF_16K: Shape = (2, 1, 512, 15_872)
+
+
+def update(
+    steps: int,
+    smallest: bool,
+    kind: str,
+    size: str,
+    lora: bool = False,
+    shape: Shape | None = None,
+    checkpointing: bool = False,
+) -> Row:
+    """Optimizer steps over a batch that was made before."""
+    groups, group, prompt, answer = shape or SHORT_ROWS[kind]
     if smallest:
         size, groups, prompt, answer = "smallest", 2, min(prompt, 8), 16
     rate = measured_rate()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(size)
-        config = model.config
-        model.save_pretrained(folder)
-        load_tokenizer("tiny").save_pretrained(folder)
-        del model
-        recipe, parts = our_parts(recipe_of(kind, folder, lora, long))
+        config = save_model(size, folder)
+        recipe, parts = our_parts(recipe_of(kind, folder, lora, checkpointing))
     batch = make_batch(config.vocab_size, groups, group, prompt, answer)
     step = partial(one_step, recipe, parts, batch)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     step(1)
     seconds = statistics.median(seconds_of(partial(step, 2 + i)) for i in range(steps))
     flops = model_flops(config, groups, group, prompt, answer, 1.0 if lora else 2.0) / seconds
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    shape = f"{groups} rows of {answer}" if kind == "sft" else f"{groups} × {group} answers of {answer} behind {prompt}"
+    rows = f"{groups} rows of {answer}" if kind == "sft" else f"{groups} × {group} answers of {answer} after {prompt}"
     return {
-        "work": f"{kind} step, {size}{', LoRA of rank 32' if lora else ''}, {shape} tokens",
+        "work": f"{kind} step, {size}{', LoRA of rank 32' if lora else ''}, {rows} tokens",
         "seconds": seconds,
         "tokens_per_second": groups * group * (prompt + answer) / seconds,
         "model_flops_per_second": flops,
         "share_of_measured_rate": flops / rate,
-        "peak_gib": peak,
-        "attention": list_kernels(partial(step, 2 + steps), "attention", "flash", "fmha", "flex"),
+        "share_of_data_sheet": flops / DATA_SHEET_RATE,
+        "peak_gib": peak_gib(),
+        "attention": list_kernels(partial(step, 2 + steps), "attention", "flash", "fmha"),
     }
+
+
+def grpo_step(steps: int, smallest: bool, size: str) -> Row:
+    """A GRPO step as a run makes it: 64 answers of 256 tokens are sampled, graded, scored and learned from."""
+    size, tokens = ("smallest", 16) if smallest else (size, 256)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(size, folder)
+        recipe, parts = our_parts(recipe_of("rl", folder, False, False))
+    source = parts.source
+    source.sampling = Sampling(max_tokens=tokens, stop_ids=frozenset())
+    reset_peak()
+    sampled, whole, answered = [], [], 0
+
+    def step(number: int) -> None:
+        nonlocal answered
+        started = time.perf_counter()
+        batch = source(number).batch
+        torch.cuda.synchronize() if torch.cuda.is_available() else None
+        sampled.append(time.perf_counter() - started)
+        answered = int(batch.mask.sum())
+        one_step(recipe, parts, batch, number)
+
+    for number in range(1, 2 + steps):
+        whole.append(seconds_of(partial(step, number)))
+    seconds, sampling = (statistics.median(taken[1:]) for taken in (whole, sampled))
+    return {
+        "work": f"GRPO step, {size}, 8 × {GROUP} answers of {tokens} tokens",
+        "seconds": seconds,
+        "seconds_until_batch": sampling,
+        "tokens_per_second": answered / seconds,
+        "peak_gib": peak_gib(),
+    }
+
+
+def save_model(size: str, folder: str) -> Any:
+    """Save random weights and a tokenizer; return the configuration."""
+    model = make_model(size)
+    model.save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    return model.config
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
 def one_step(recipe: Any, parts: Parts, batch: Batch, step: int) -> None:
@@ -206,34 +269,62 @@ def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
     return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
 
 
-def decode(steps: int, smallest: bool, rows: int) -> Row:
-    """``rows`` answers of 256 tokens behind prompts of 128, eight to a prompt, with their log-probabilities."""
-    size, prompt_tokens, new_tokens = ("smallest", 8, 16) if smallest else ("0.6b", 128, 256)
-    rows = GROUP if smallest else rows
-    model = make_model(size)
-    draw = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 512, (prompt_tokens,), generator=draw).tolist() for _ in range(rows // GROUP)]
-    peer = vllm_rate(model, prompts, new_tokens, steps)
-    engine = NativeEngine(model, slots=rows, cache="paged", cache_tokens=512 if smallest else None)
+def decode(steps: int, smallest: bool, rows: int, cache: str | None = None) -> Row:
+    """``rows`` answers of 256 tokens after prompts of 128, eight to a prompt, with their log-probabilities."""
+    size, rows, new_tokens, model, prompts = decoded(smallest, rows)
+    peer = None if cache else vllm_rate(model, prompts, new_tokens, steps)
+    engine = NativeEngine(model, slots=rows, cache=cache, cache_tokens=512 if smallest and cache else None)
 
     def sample(tokens: int, repeat: int) -> None:
         keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
         made = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset()))
         assert all(len(one.ids) == tokens for group in made for one in group)
 
+    reset_peak()
     sample(new_tokens, 0)
     seconds = statistics.median(seconds_of(partial(sample, new_tokens, 1 + i)) for i in range(steps))
-    calls = profiled(partial(sample, new_tokens, 1 + steps))
+    peak = peak_gib()
+    calls = profiled(partial(sample, PROFILED_TOKENS, 1 + steps))
     return {
-        "work": f"decode, {size}, {rows} rows of {new_tokens} tokens",
+        "work": f"decode{', pages' if cache else ''}, {size}, {rows} rows of {new_tokens} tokens",
         "seconds": seconds,
         "tokens_per_second": rows * new_tokens / seconds,
         "vllm_tokens_per_second": peer,
         "ratio": None if peer is None else rows * new_tokens / seconds / peer,
-        "launches_per_step": sum(calls.get(name, 0) for name in LAUNCHES) / new_tokens,
-        "waits_per_step": sum(calls.get(name, 0) for name in WAITS) / new_tokens,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+        "launches_per_step": sum(calls.get(name, 0) for name in LAUNCHES) / PROFILED_TOKENS,
+        "waits_per_step": sum(calls.get(name, 0) for name in WAITS) / PROFILED_TOKENS,
+        "peak_gib": peak,
     }
+
+
+def generate(steps: int, smallest: bool, rows: int) -> Row:
+    """The same answers by transformers' ``generate``, without their log-probabilities."""
+    size, rows, new_tokens, model, prompts = decoded(smallest, rows)
+    ids = torch.tensor([prompt for prompt in prompts for _ in range(GROUP)], device=device())
+    options = {"do_sample": True, "top_k": 0, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+
+    def sample() -> None:
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+
+    reset_peak()
+    sample()
+    seconds = statistics.median(seconds_of(sample) for _ in range(steps))
+    return {
+        "work": f"transformers' generate, {size}, {rows} rows of {new_tokens} tokens",
+        "seconds": seconds,
+        "tokens_per_second": rows * new_tokens / seconds,
+        "peak_gib": peak_gib(),
+    }
+
+
+def decoded(smallest: bool, rows: int) -> tuple[str, int, int, Any, list[list[int]]]:
+    """Size, rows, new tokens, model and prompts of a row that decodes."""
+    size, prompt_tokens, new_tokens = ("smallest", 8, 16) if smallest else ("0.6b", 128, 256)
+    rows = GROUP if smallest else rows
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 512, (prompt_tokens,), generator=draw).tolist() for _ in range(rows // GROUP)]
+    return size, rows, new_tokens, make_model(size), prompts
 
 
 def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int) -> float | None:
@@ -255,16 +346,24 @@ def vllm_rate(model: Any, prompts: list[list[int]], new_tokens: int, steps: int)
 
 
 ROWS: dict[str, Callable[[int, bool], Row]] = {
-    "sft-0.6b": partial(update, kind="sft", size="0.6b"),
-    "sft-1.5b": partial(update, kind="sft", size="1.5b"),
-    "sft-8b-lora": partial(update, kind="sft", size="8b", lora=True),
-    "rl-0.6b": partial(update, kind="rl", size="0.6b"),
-    "rl-1.5b": partial(update, kind="rl", size="1.5b"),
-    "rl-8b-lora": partial(update, kind="rl", size="8b", lora=True),
-    "rl-14b-lora": partial(update, kind="rl", size="14b", lora=True, long=True),
     "decode-64": partial(decode, rows=64),
     "decode-256": partial(decode, rows=256),
     "decode-512": partial(decode, rows=512),
+    "decode-64-pages": partial(decode, rows=64, cache="paged"),
+    "decode-512-pages": partial(decode, rows=512, cache="paged"),
+    "generate-64": partial(generate, rows=64),
+    "generate-512": partial(generate, rows=512),
+    "grpo-0.6b": partial(grpo_step, size="0.6b"),
+    "sft-0.6b": partial(update, kind="sft", size="0.6b"),
+    "sft-0.6b-8k": partial(update, kind="sft", size="0.6b", shape=ROWS_OF_8K),
+    "sft-1.5b": partial(update, kind="sft", size="1.5b"),
+    "sft-8b-lora": partial(update, kind="sft", size="8b", lora=True),
+    "rl-0.6b": partial(update, kind="rl", size="0.6b"),
+    "rl-0.6b-16k": partial(update, kind="rl", size="0.6b", shape=ROWS_OF_16K),
+    "rl-0.6b-lora-16k": partial(update, kind="rl", size="0.6b", lora=True, shape=ROWS_OF_16K),
+    "rl-1.5b": partial(update, kind="rl", size="1.5b"),
+    "rl-8b-lora": partial(update, kind="rl", size="8b", lora=True),
+    "rl-14b-lora": partial(update, kind="rl", size="14b", lora=True, shape=(1, GROUP, 512, 3584), checkpointing=True),
 }
 
 
@@ -283,11 +382,16 @@ def line(row: Row) -> str:
         return f"{row['work']}: failed: {row['failed']}"
     written = [f"{row['tokens_per_second']:,.0f} tokens/s"]
     if (share := row.get("share_of_measured_rate")) is not None:
-        written.append(f"{row['model_flops_per_second'] / 1e12:.3g} TFLOP/s, {share:.0%} of the measured rate")
+        rate = row["model_flops_per_second"] / 1e12
+        written.append(f"{rate:.3g} TFLOP/s, {share:.0%} of the measured rate, {row['share_of_data_sheet']:.0%} of 989")
+    if "seconds_until_batch" in row:
+        written.append(
+            f"{row['seconds']:.2f} s a step, of which {row['seconds_until_batch']:.2f} until the batch is there"
+        )
     if "launches_per_step" in row:
         written.append(f"{row['launches_per_step']:.2f} launches and {row['waits_per_step']:.2f} waits a step")
-        peer = row["vllm_tokens_per_second"]
-        written.append("vLLM is not installed" if peer is None else f"vLLM {peer:,.0f}, {row['ratio']:.2f} of it")
+        if (peer := row["vllm_tokens_per_second"]) is not None:
+            written.append(f"vLLM {peer:,.0f}, {row['ratio']:.2f} of it")
     if row["peak_gib"] is not None:
         written.append(f"{row['peak_gib']:.1f} GiB at most")
     return f"{row['work']}: {', '.join(written)}"

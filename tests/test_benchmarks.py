@@ -39,7 +39,7 @@ SMALLEST: dict[str, tuple[list[list[str]], str | None, str]] = {
     "extraction.py": ([["--repeats", "1"]], None, '"bit_equal": true'),
     "game.py": ([["--seeds", "0", "--sft-steps", "2", "--grpo-steps", "2"]], None, "of the best (96 games)"),
     "gpu.py": (
-        [["--smallest", "--rows", "sft-0.6b,rl-8b-lora,decode-64", "--steps", "1"]],
+        [["--smallest", "--rows", "decode-64,generate-64,grpo-0.6b,sft-0.6b,rl-8b-lora", "--steps", "1"]],
         None,
         "decode, smallest, 8 rows of 16 tokens",
     ),
@@ -128,15 +128,15 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_flops_of_a_step_on_a_gpu(load: Any) -> None:
-    """By hand: two blocks of 2·64·16·6 + 3·64·96 weights, a head of 64·512, 136 pairs of tokens in a row of 16."""
+    """By hand: two blocks of 2·64·16·6 + 3·64·96 weights, a head of 64·768, 136 pairs of tokens in a row of 16."""
     script = load("gpu.py")
     model = script.make_model("smallest")
     blocks = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     assert blocks == 61_440
-    forward = 2 * blocks * 16 + 2 * 64 * 512 * 16 + 4 * 2 * 4 * 16 * 136
-    assert script.model_flops(model.config, 1, 1, 0, 16, 2.0) == 3 * forward == 9_252_864
+    forward = 2 * blocks * 16 + 2 * 64 * 768 * 16 + 4 * 2 * 4 * 16 * 136
+    assert script.model_flops(model.config, 1, 1, 0, 16, 2.0) == 3 * forward == 10_825_728
     # Four answers of 3 tokens behind 2: the prompt once, (1 + 2) + 4 · (2·3 + 1 + 2 + 3) pairs, the head at answers.
-    shared = 2 * blocks * 14 + 2 * 64 * 512 * 12 + 4 * 2 * 4 * 16 * 51
+    shared = 2 * blocks * 14 + 2 * 64 * 768 * 12 + 4 * 2 * 4 * 16 * 51
     assert script.model_flops(model.config, 3, 4, 2, 3, 1.0) == 3 * 2 * shared
 
 

@@ -407,6 +407,9 @@ class TrainSection(Section):
 
     ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
     It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
+
+    ``deterministic``: a GPU takes kernels that add up in one order, so that a resumed run equals the undisturbed one
+    bit for bit there too; they are slower. A CPU's always do.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -423,6 +426,7 @@ class TrainSection(Section):
     offload: Literal["none", "optimizer"] = "none"
     native_kernel: bool = False
     compile: bool = False
+    deterministic: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -130,6 +131,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
+    _choose_kernels(recipe)
     samples = recipe.rollout is None or not recipe.rollout.staleness
     base = _build_base(words, task, EngineSite(folder, world, samples), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards
@@ -165,9 +167,22 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         reference=base.reference,
         evaluator=evaluator,
         beside=beside,
-        guarantee=words.guarantee,
+        guarantee=_guarantee(words, base.policy.device),
         notices=[*notices, *_told_of_slow_paths(base.policy, recipe), *(shards.notices if shards else ())],
     )
+
+
+def _choose_kernels(recipe: Recipe) -> None:
+    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
+    if choose_device(recipe.model.device).type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+
+
+def _guarantee(words: Words, device: torch.device) -> str:
+    """Return what ``Words.guarantee`` says, L1 at most on a GPU whose kernels add up in any order."""
+    in_any_order = device.type != "cpu" and not (device.type == "cuda" and words.recipe.train.deterministic)
+    return "L1" if in_any_order and words.guarantee == "L2" else words.guarantee
 
 
 def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:

@@ -90,7 +90,7 @@ class Words:
         """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
 
         L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
-        the same bit for bit, on a CPU or with deterministic kernels.
+        the same bit for bit, on a CPU or a GPU with ``train.deterministic``.
         """
         return str(self.engine.traits.get("guarantee", "L1"))
 
