@@ -10,8 +10,7 @@ as the model's distribution is nearly uniform, lengths are geometric with mean 4
 128). Rates count the tokens that belong to a completion: what ``generate`` computes for rows that have
 ended is not output.
 
-``native_kernel`` is ``native`` with its attention compiled (``rollout.engine.native_kernel``), given a compiler;
-``native_paged`` samples from pages, which is meant for a GPU and gathers them on a CPU.
+``native_kernel`` is ``native`` with its attention compiled (``rollout.engine.native_kernel``), given a compiler.
 
 One pair = one call of each side, one after the other; the figure is the median of the pairs' ratios.
 Wall time and CPU time are both given, since the machine may be shared. Writes results/engine.json.
@@ -117,7 +116,6 @@ def measure(work: Callable[[], int]) -> tuple[float, float]:
 WAYS: dict[str, dict[str, Any]] = {
     "native": {},
     "native_kernel": {"native_kernel": True},
-    "native_paged": {"cache": "paged"},
     "native_modules_path": {"path": "modules"},
 }
 

@@ -25,6 +25,7 @@ results/gpu-KIND.json, of which docs/reference.md has a table; ``--smallest`` wr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import math
@@ -47,6 +48,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
+from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.train.build import Parts
@@ -269,11 +271,11 @@ def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
     return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
 
 
-def decode(steps: int, smallest: bool, rows: int, cache: str | None = None) -> Row:
+def decode(steps: int, smallest: bool, rows: int, enforce_eager: bool = False) -> Row:
     """``rows`` answers of 256 tokens after prompts of 128, eight to a prompt, with their log-probabilities."""
     size, rows, new_tokens, model, prompts = decoded(smallest, rows)
-    peer = None if cache else vllm_rate(model, prompts, new_tokens, steps)
-    engine = NativeEngine(model, slots=rows, cache=cache, cache_tokens=512 if smallest and cache else None)
+    peer = None if enforce_eager else vllm_rate(model, prompts, new_tokens, steps)
+    engine = NativeEngine(model, slots=rows, enforce_eager=enforce_eager)
 
     def sample(tokens: int, repeat: int) -> None:
         keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
@@ -286,7 +288,7 @@ def decode(steps: int, smallest: bool, rows: int, cache: str | None = None) -> R
     peak = peak_gib()
     calls = profiled(partial(sample, PROFILED_TOKENS, 1 + steps))
     return {
-        "work": f"decode{', pages' if cache else ''}, {size}, {rows} rows of {new_tokens} tokens",
+        "work": f"decode{', no graphs' if enforce_eager else ''}, {size}, {rows} rows of {new_tokens} tokens",
         "seconds": seconds,
         "tokens_per_second": rows * new_tokens / seconds,
         "vllm_tokens_per_second": peer,
@@ -349,8 +351,8 @@ ROWS: dict[str, Callable[[int, bool], Row]] = {
     "decode-64": partial(decode, rows=64),
     "decode-256": partial(decode, rows=256),
     "decode-512": partial(decode, rows=512),
-    "decode-64-pages": partial(decode, rows=64, cache="paged"),
-    "decode-512-pages": partial(decode, rows=512, cache="paged"),
+    "decode-64-eager": partial(decode, rows=64, enforce_eager=True),
+    "decode-512-eager": partial(decode, rows=512, enforce_eager=True),
     "generate-64": partial(generate, rows=64),
     "generate-512": partial(generate, rows=512),
     "grpo-0.6b": partial(grpo_step, size="0.6b"),
@@ -375,6 +377,19 @@ def measure(name: str, steps: int, smallest: bool) -> Row:
         return {"work": name, "failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
+
+
+def measure_here(name: str, steps: int, smallest: bool) -> Row:
+    """A row in this process, which saves some 10 seconds of imports; what it took is given back first."""
+    try:
+        with redirect_stdout(sys.stderr):
+            return ROWS[name](steps, smallest)
+    except (RuntimeError, UsageError, AssertionError) as error:
+        return {"work": name, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def line(row: Row) -> str:
@@ -403,6 +418,7 @@ def main() -> None:
     parser.add_argument("--row", choices=list(ROWS), help="this row in this process; its figures as a line of JSON")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--smallest", action="store_true", help="of a model of 0.1 million parameters, here")
+    parser.add_argument("--one-process", action="store_true", help="measure all rows in this process")
     arguments = parser.parse_args()
     if arguments.row:
         logging.disable(logging.WARNING)
@@ -423,7 +439,7 @@ def main() -> None:
     target = RESULTS / f"{stem}.json"
     table = json.loads(target.read_text())["rows"] if target.is_file() else {}
     for name in names:
-        table[name] = measure(name, arguments.steps, arguments.smallest)
+        table[name] = (measure_here if arguments.one_process else measure)(name, arguments.steps, arguments.smallest)
         print(line(table[name]), flush=True)
         packages = [package for package in ("torch", "transformers", "vllm") if is_installed(package)]
         result = {"gpu": kind, "versions": {package: version(package) for package in packages}}

@@ -3,7 +3,7 @@ one refuses as far as torch says it in advance: tensors of the CPU beside its ow
 float64 and operations that have no kernel there. What they compute is computed by the CPU, so that results can be
 compared bit for bit.
 
-On ``cuda`` variable-length flash attention (16 bits, pages by table) is there, written out; and a
+On ``cuda`` variable-length flash attention (16 bits) is there, written out; and a
 graph is what was called while it was captured, called again at the same places: nothing of it may come from the host,
 nor wait for it.
 """

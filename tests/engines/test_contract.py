@@ -48,13 +48,6 @@ class TestNative(EngineContract):
         return tiny_case(tiny.model, tiny.tokenizer, NativeEngine(tiny.model))
 
 
-class TestNativeFromPages(EngineContract):
-    @pytest.fixture
-    def case(self, tiny) -> EngineCase:
-        engine = NativeEngine(tiny.model, cache="paged", slots=7, cache_tokens=1024)
-        return tiny_case(tiny.model, tiny.tokenizer, engine)
-
-
 class TestVllm(EngineContract):
     @pytest.fixture
     def case(self, served_case) -> EngineCase:

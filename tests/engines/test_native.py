@@ -272,16 +272,15 @@ def operations(decoder) -> int:
     return count
 
 
-@pytest.mark.parametrize("cache", [None, "paged"])
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("architecture", LEAN)
-def test_merged_weights_follow_the_models(tiny_random, architecture, adapter, cache):
+def test_merged_weights_follow_the_models(tiny_random, architecture, adapter):
     model, prompts, keys = tiny_random(architecture), make_prompts(), make_keys(4, 2)
     plain = copy.deepcopy(model)
     if adapter:
         model = with_adapter(model)
     before = [parameter.clone() for parameter in model.parameters()]
-    engine = registry.find("engine", "native").bind({"weights": "merged", "cache": cache})(model, None)
+    engine = registry.find("engine", "native").bind({"weights": "merged"})(model, None)
     sampling, completions = Sampling(max_tokens=8), []
     for version in range(2):
         engine.sync(version)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native.sampler import draw, truncate
+from posttrain.engines.native.sampler import draw, first_beyond, truncate
 
 P = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
 
@@ -104,3 +104,21 @@ def test_logits_that_are_no_numbers_are_seen_by_the_probability(native):
     ids, probability = draw(logits, u, Sampling(max_tokens=1), native)
     assert probability.isnan().tolist() == [True, True, True, False]
     assert ((ids >= 0) & (ids < 3)).all()
+
+
+@pytest.mark.parametrize("size", [8192, 8193, 12_000])
+def test_first_beyond_of_a_large_vocabulary_is_that_of_all_cumulative_sums(size):
+    """Bit for bit, with long stretches of zero and numbers at both ends of the row."""
+    noise = torch.Generator().manual_seed(0)
+    units = torch.randint(0, 2**40 // size, (64, size), generator=noise)
+    units[:32, 100:-3] = 0
+    units[0], units[1] = 0, 0
+    units[0, -1] = units[1, 0] = 7
+    uniforms = torch.rand(64, 1, generator=noise, dtype=torch.float64)
+    uniforms[2], uniforms[3] = 0.0, 1 - 2**-53
+    cumulative = units.cumsum(-1)
+    threshold = (uniforms * cumulative[:, -1:]).long()
+    expected = (cumulative <= threshold).sum(-1, keepdim=True)
+    assert torch.equal(first_beyond(units, uniforms), expected)
+    assert expected[0].item() == size - 1
+    assert expected[1].item() == 0

@@ -290,28 +290,6 @@ def test_the_cache_of_sampling(
     assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
 
 
-@pytest.mark.parametrize("tokens", [None, 384])
-def test_the_pages_of_sampling(tokens: int | None, folders: dict[str, str]) -> None:
-    """They stay while the model is updated; no more are taken than ``cache_tokens``."""
-    options = {"rollout__engine__cache": "paged"} | ({"rollout__engine__cache_tokens": str(tokens)} if tokens else {})
-    shape = {"rollout__prompts": "2", "rollout__group": "4", "rollout__max_tokens": "120"}
-    said, plain = (stated_memory(recipe_of("grpo", folders["qwen3"], **shape, **more)) for more in (options, {}))
-    assert isinstance(said, Memory)
-    assert isinstance(plain, Memory)
-    engine = NativeEngine(
-        AutoModelForCausalLM.from_pretrained(folders["qwen3"]).eval(), cache="paged", cache_tokens=tokens
-    )
-    engine.generate([[5 + p] * PROMPT for p in range(2)], [[1, 2, 3, 4]] * 2, Sampling(max_tokens=120))
-    assert engine.paging is not None
-    assert engine.paging._kept is not None
-    pool = engine.paging._kept.pool
-    assert said.pages == pytest.approx(sum(t.nbytes for t in (*pool.keys, *pool.values)), rel=0.1)
-    assert said.kv_cache == 0
-    assert said.update == plain.update + said.pages
-    assert said.sampling == plain.sampling - plain.kv_cache + said.pages
-    assert (("pages", said.pages) in said.rows(), "pages" in dict(plain.rows())) == (True, False)
-
-
 @pytest.mark.parametrize("wait_steps", [0, 40])
 def test_the_cache_of_turns_has_room_for_the_steps_in_which_rows_wait(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, wait_steps: int

@@ -437,7 +437,7 @@ def test_a_reward_that_fails_beside_it_is_one_message(tmp_path: Path) -> None:
     assert count(Ledger(tmp_path / "run" / "ledger.jsonl").read()) == {"consumed": 8, "issued": 8}
 
 
-@pytest.mark.parametrize("options", [{"path": "lean"}, {"path": "modules"}, {"cache": "paged", "cache_tokens": 32}])
+@pytest.mark.parametrize("options", [{"path": "lean"}, {"path": "modules"}])
 @pytest.mark.parametrize("slots", [3, 64])
 def test_an_answer_in_pieces_is_the_answer(options: dict[str, Any], slots: int) -> None:
     """With the same weights: rows of several lengths, some at their end, more of them than slots, continued thrice."""

@@ -28,12 +28,12 @@ EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
 TRAIN = {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}
 SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
-PAGED = {**SHORT, "engine": {"name": "native", "cache": "paged"}}
+EAGER = {**SHORT, "engine": {"name": "native", "enforce_eager": True}}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
 NVIDIA: dict[str, dict[str, Any]] = {
-    "pages": {"kind": "grpo", "rollout": PAGED},
+    "graphs": {"kind": "grpo", "rollout": SHORT},
+    "eager": {"kind": "grpo", "rollout": EAGER},
     "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
-    "16 bits, pages": {"kind": "grpo", "rollout": PAGED, "model": COARSE},
 }
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}},
@@ -150,37 +150,35 @@ def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any], device: t
         assert (drawn.cpu().equal(ids), likely.cpu().equal(probabilities)) == (True, True)
 
 
-def test_graphs_of_pages_wait_for_nothing_and_say_what_a_cpu_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["graphs", "eager"])
+def test_graphs_of_steps_wait_for_nothing_and_give_a_cpus_tokens(case: str, tmp_path: Path) -> None:
     with nvidia_gpu() as counts:
-        rows, sampled = trained("pages", "cuda", tmp_path / "cuda")
-    expected, drawn = trained("pages", "cpu", tmp_path / "cpu")
+        rows, sampled = trained(case, "cuda", tmp_path / "cuda")
+    expected, drawn = trained(case, "cpu", tmp_path / "cpu")
     assert sampled == drawn
     for row, other in zip(rows, expected, strict=True):
         check_row(row, other)
-    assert counts["replays"] == 2 * SHORT["max_tokens"]
-    assert counts["flash over pages"] == 0, "it takes 16 bits"
+    assert counts["replays"] == (2 * SHORT["max_tokens"] if case == "graphs" else 0)
 
 
-@pytest.mark.parametrize("case", ["16 bits", "16 bits, pages"])
-def test_sixteen_bits_attend_by_flash(case: str, tmp_path: Path) -> None:
+def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:
     """And what scores a token that is sampled, and the same token in training, differ by rounding."""
     with nvidia_gpu() as counts:
-        rows, _ = trained(case, "cuda", tmp_path / "cuda")
+        rows, _ = trained("16 bits", "cuda", tmp_path / "cuda")
     assert counts["flash backward"] > 2 * 3, "layers, in two updates"
     assert counts["flash"] >= counts["flash backward"]
-    assert (counts["flash over pages"] > SHORT["max_tokens"]) == (counts["replays"] > 0) == ("pages" in case)
     assert 0 < rows[-1]["mismatch_kl"] < 1e-3
 
 
-@pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_the_host_looks_every_eighth_token(cache: str) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_host_looks_every_eighth_token(enforce_eager: bool) -> None:
     """At ids and at log-probabilities; with a stop token that may come, and none that does."""
     prompts, keys = [[5, 6, 7], [8, 9]], [[1, 2], [3, 4]]
     waits = {}
     with nvidia_gpu() as counts:
         model = load_model(one_layer_recipe("sft", model={"device": "cuda"}).model, seed=0).model
         for tokens in (64, 128):
-            engine = NativeEngine(model, cache=cache)
+            engine = NativeEngine(model, enforce_eager=enforce_eager)
             counts.clear()
             said = engine.generate(prompts, keys, Sampling(tokens, temperature=1.0, stop_ids=frozenset([10**6])))
             assert {len(c.ids) for group in said for c in group} == {tokens}

@@ -20,5 +20,5 @@ if compgen -G "${WHEELS:-.whl}/*.whl" >/dev/null; then
         "${WHEELS:-.whl}"/*.whl || exit
     export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" tools/gpu/steps.py "$@"

@@ -199,12 +199,14 @@ def demo_step(limit: int) -> Step:
     return Step("demo", commands, limit, in_tree=False)
 
 
+VARIED = "--rewards training_reward:digits"  # a reward that differs between the answers of an untrained model
 LORA = "--model.dtype bfloat16 --model.adapter.rank 8"
 CHECK = [
     [code("environment", 60)],
     [
         run_step("grpo", "tiny/grpo"),
-        run_step("grpo-deterministic", "tiny/grpo", "--train.deterministic true", resumed=True, limit=150),
+        run_step("sft-deterministic", "tiny/sft", "--train.deterministic true", resumed=True),
+        run_step("grpo-deterministic", "tiny/grpo", f"--train.deterministic true {VARIED}", resumed=True, limit=150),
         run_step("grpo-bf16", "tiny/grpo", "--train.precision bf16 --rollout.old_logprobs trainer"),
         run_step("grpo-tf32", "tiny/grpo", "--train.precision tf32"),
         run_step("grpo-lora-bf16", "tiny/grpo", LORA),
@@ -219,7 +221,7 @@ MEASURE = [
     *([row_step(name, 100)] for name in ("decode-64", "sft-0.6b-8k", "rl-0.6b-16k", "grpo-0.6b", "decode-512")),
     [code("profile", 90)],
     *([row_step(name, 100)] for name in ("generate-64", "sft-0.6b", "rl-0.6b", "rl-0.6b-lora-16k", "generate-512")),
-    *([row_step(name, 100)] for name in ("decode-512-pages", "decode-64-pages")),
+    *([row_step(name, 100)] for name in ("decode-512-eager", "decode-64-eager")),
     [demo_step(170)],
     *([row_step(name, 120)] for name in ("rl-8b-lora", "decode-256", "sft-8b-lora", "sft-1.5b", "rl-1.5b")),
 ]

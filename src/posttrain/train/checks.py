@@ -250,9 +250,6 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     )
     apart = w.recipe.train.precision == "bf16" and w.recipe.rollout.old_logprobs == "sampler"
     yield apart and any(comes_from_rollouts(name) for name in w.needs), "train.precision", rounded
-    tokens, answer = w.engine_options.get("cache_tokens"), w.recipe.rollout.max_tokens
-    small = f": {tokens} tokens do not hold one answer of rollout.max_tokens={answer}; give more, for its prompt too"
-    yield isinstance(tokens, int) and 0 < tokens <= answer, "rollout.engine.cache_tokens", small
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
     cut = "top_k" if w.recipe.rollout.top_k is not None else "top_p"

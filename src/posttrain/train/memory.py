@@ -30,14 +30,11 @@ logits
     of R = min(M, 2^24 / vocabulary) tokens at a time: R · vocabulary · 16 (18 in half precision) for logits,
     probabilities and their gradients; 4 · d · vocabulary more for the gradient of a head that is trained, and on a CPU,
     if R < M, 4 for each probability that is kept, 2^27 at most. On a GPU it is 2^28 in place of 2^24, or a 256th of its
-    bytes where that is less, and none is kept.
+    bytes where that is less, and a sixteenth of its bytes is kept.
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
     those that pass while a row waits for its reply (``wait_steps``, and on a GPU up to 7 until it is looked at).
-pages
-    The same of ``cache: paged``, which stays while the model is updated: for every token of each slot's prompt and
-    longest answer, up to ``cache_tokens``. (Without these a share of the free memory bounds it, ``gpu_memory``.)
 rollouts
     9 for each token of a batch of rollouts, and 4 for each stream and the weights (in main memory).
 
@@ -92,13 +89,11 @@ class Memory:
     logits: int
     kv_cache: int
     rollouts: int
-    pages: int = 0
 
     def rows(self) -> list[tuple[str, int]]:
         """What a table says: every part, and the most that is held at a time."""
         names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
         parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
-        parts = [row for row in parts if row != ("pages", 0)]
         return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
 
     @property
@@ -110,7 +105,7 @@ class Memory:
     def sampling(self) -> int:
         """The most that is held while the model samples: gradients are gone by then. 0 where it does not."""
         kept = self.weights + self.optimizer + self.reference + self.heads
-        return kept + self.kv_cache + self.pages if self.kv_cache or self.pages else 0
+        return kept + self.kv_cache if self.kv_cache else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +225,9 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
     options = {} if recipe.rollout is None else recipe.rollout.engine.options
-    own_weights, is_paged = options.get("weights"), options.get("cache") == "paged"
+    own_weights = options.get("weights")
     own = base + 4 * sum(w.numel for w in low_rank)
     copies = {"copy": own, "merged": _merged_bytes(weights, size, adapter)}
-    cache = _cache_bytes(recipe, config, size)
     return Memory(
         weights=own + copies.get(str(own_weights), 0),
         gradients=4 * num_trained,
@@ -244,9 +238,8 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
         heads=_head_bytes(words, config, trained, critic=bool(has_critic)),
         activations=activations * (2 if has_critic else 1),
         logits=logits,
-        kv_cache=0 if is_paged else cache,
+        kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
         rollouts=_rollout_bytes(recipe, words),
-        pages=cache if is_paged else 0,
     )
 
 
@@ -418,13 +411,13 @@ def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, hea
     return numbers * config.vocab_size
 
 
-def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
+def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None) -> int:
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
     slots = min(rollout.prompts * rollout.group, int(rollout.engine.options.get("slots", 64)))
     prompt, answer = longest_row(recipe, rollout)
-    shares = config.model_type in SHARES_PROMPTS and rollout.group > 1
+    shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group > 1
     before = 0 if shares else prompt
     columns, longest = _aligned(before + min(answer, FIRST_COLUMNS) + 1), before + answer
     if rollout.max_turns is not None:  # a turn has a token, and its reply
@@ -433,9 +426,6 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int) -> int:
     while columns <= longest:
         columns = _aligned(int(columns * GROWTH) + 1)
     tokens = slots * columns + (-(-slots // rollout.group) * prompt if shares else 0)
-    if rollout.engine.options.get("cache") == "paged":
-        tokens = slots * _aligned(prompt + answer) + rollout.prompts * COLUMNS_ALIGNED
-        tokens = min(tokens, rollout.engine.options.get("cache_tokens") or tokens)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * size * tokens

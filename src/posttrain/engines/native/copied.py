@@ -58,7 +58,7 @@ class CopiedEngine(NativeEngine):
         """By how much the copy's log-probabilities of a fixed batch differ from the source's own, in nats."""
         context = context_length(self.model.config)
         with sampling_mode(self.model), sampling_mode(self.source):
-            return probe(self.source, self._bind(min(context, 64)), context, self._over_pages)[0]
+            return probe(self.source, self._bind(min(context, 64)), context)[0]
 
 
 class MergedEngine(NativeEngine):
@@ -81,7 +81,7 @@ class MergedEngine(NativeEngine):
         self.version = version
         context = context_length(self.model.config)
         with sampling_mode(self.model):
-            difference = probe(self.model, self._bind(min(context, 64)), context, self._over_pages)[0]
+            difference = probe(self.model, self._bind(min(context, 64)), context)[0]
         _check(difference, self.model, version)
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ knows; which one serves is decided by comparing log-probabilities with the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,9 +26,6 @@ from posttrain.errors import EngineMismatch, RecipeError, UsageError
 from posttrain.models.stated_sizes import context_length
 from posttrain.registry import register
 
-if TYPE_CHECKING:
-    from posttrain.engines.native.paged.paging import Paging
-
 Path = Literal["lean", "modules"]
 Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
@@ -39,21 +36,11 @@ def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
     Raises:
         RecipeError: naming ``key``, under which they stand, and the option.
     """
-    tokens, share, paged = options["cache_tokens"], options["gpu_memory"], options["cache"] == "paged"
     slots, wait_steps, merged = options["slots"], options["wait_steps"], options["weights"] == "merged"
-    alone = ": only 'cache: paged' has pages; add it, or leave this out"
     rules = (
         ("slots", slots < 1, f": {slots} rows cannot sample; give 1 or more"),
         ("wait_steps", wait_steps < 0, f": {wait_steps} steps; give 0 (wait at once) or more"),
-        ("cache_tokens", tokens is not None and not paged, alone),
-        ("gpu_memory", share is not None and not paged, alone),
-        ("eager", options["eager"] is not None and not paged, alone),
-        ("cache_tokens", tokens is not None and tokens < 1, f": {tokens} tokens; give 1 or more"),
-        ("gpu_memory", share is not None and not 0 < share <= 1, f": {share} is no share of a memory; give 1 or less"),
         ("path", merged and options["path"] == "modules", ": modules have own products; leave it or 'merged' out"),
-        ("path", paged and options["path"] == "modules", ": the modules of a model do not read pages; leave it out"),
-        ("wait_steps", paged and wait_steps, ": from pages each turn is read anew; leave it out"),
-        ("native_kernel", paged and options["native_kernel"], ": it reads no pages; leave it or 'cache: paged' out"),
     )
     for name, broken, says in rules:
         if broken:
@@ -71,10 +58,7 @@ def native(
     weights: Literal["copy", "merged"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
-    cache: Literal["paged"] | None = None,
-    cache_tokens: int | None = None,
-    gpu_memory: float | None = None,
-    eager: bool | None = None,
+    enforce_eager: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -89,14 +73,10 @@ def native(
     the lean path's attention is one compiled operation, where there is a compiler for C++ (torch's operations
     otherwise). Numbers differ by rounding, so a run keeps what it began with.
 
-    ``cache: paged`` is meant for a GPU: keys and values lie in pages, taken once, of ``cache_tokens`` tokens or of a
-    share ``gpu_memory`` (one half) of the GPU's memory that is free when it first samples. A row enters when there are
-    pages for it; where they run out the youngest waits, is read again later and draws the same numbers. Steps have
-    fixed shapes, and on a GPU each is one CUDA graph (``eager``: none). It serves the blocks of Qwen3, Qwen2 and Llama;
-    of several turns each is read anew.
+    On a GPU of NVIDIA's the steps of the lean path are CUDA graphs, one launch each; ``enforce_eager``: they are not.
     """
     options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
-    options |= {"cache": cache, "cache_tokens": cache_tokens, "gpu_memory": gpu_memory, "eager": eager}
+    options["enforce_eager"] = enforce_eager
     check_native(options | {"weights": weights}, "engine")
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
@@ -120,10 +100,7 @@ class NativeEngine(Engine):
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
         native_kernel: bool = False,
-        cache: Literal["paged"] | None = None,
-        cache_tokens: int | None = None,
-        gpu_memory: float | None = None,
-        eager: bool | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -132,13 +109,7 @@ class NativeEngine(Engine):
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
-        self.paging: Paging | None = None
-        self._over_pages: Callable[..., Any] | None = None  # what the probe decodes by then
-        if cache == "paged":
-            from posttrain.engines.native.paged.paging import Paging, over_pages
-
-            self.needs_lean = ("cache", cache)
-            self.paging, self._over_pages = Paging(slots, cache_tokens, gpu_memory, eager=bool(eager)), over_pages
+        self.enforce_eager = enforce_eager
 
     @property
     def path(self) -> Path:
@@ -153,15 +124,6 @@ class NativeEngine(Engine):
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
-
-    def take_notices(self) -> list[str]:
-        """See ``Engine.take_notices``."""
-        return [] if self.paging is None else self.paging.take_notices()
-
-    def close(self) -> None:
-        """See ``Engine.close``."""
-        if self.paging is not None:
-            self.paging.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``. The model's training mode is as before afterwards.
@@ -214,8 +176,6 @@ class NativeEngine(Engine):
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
     ) -> int | tuple[int, ...]:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
-        if self.paging is not None:
-            return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
         return self.version
 
@@ -234,11 +194,11 @@ class NativeEngine(Engine):
             decoder = self._bind(reach)
             with torch.inference_mode(decoder.name == "lean"):
                 work = (decoder, prompts, rows, sampling, self.slots)
-                if self.paging is not None:
-                    assert isinstance(decoder, LeanDecoder), "no other path has been chosen"
-                    self.paging.sample(decoder, prompts, rows, sampling)
-                elif respondent is None:
-                    Schedule(*work).run()
+                if respondent is None:
+                    schedule = Schedule(*work)
+                    if not self.enforce_eager:
+                        schedule.record()
+                    schedule.run()
                 else:
                     from posttrain.engines.native.turns import Turns
 
@@ -275,7 +235,7 @@ class NativeEngine(Engine):
             # Hooks see the modules' own forward only, so a model that has some keeps it.
             lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
             if lean is not None:
-                difference, tolerance = probe(self.model, lean, context, self._over_pages)
+                difference, tolerance = probe(self.model, lean, context)
                 if difference <= tolerance:
                     return "lean", lean.shapes
                 refused = f"its log-probabilities differ from the model's by {difference:.1e}"

@@ -105,6 +105,7 @@ class LeanDecoder:
         self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
+        self.max_positions = max_positions
         self._bind_rotary(base, max_positions)
         self.native: NativeAttention | None = None
         self.rms_norm, self.swiglu = rms_norm, _swiglu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
+from posttrain.engines.native.graphs import Window
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.randomness import generator
 
@@ -22,15 +23,12 @@ STEPS = 4
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def probe(
-    model: Any, decoder: Decoder, context: int, begin: Callable[[Any, Sequence[Sequence[int]], int], Step] | None = None
-) -> tuple[float, float]:
+def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
     """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
     Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
     than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
-    with given tokens, and every step's full distribution is compared. ``begin`` reads prompts for so many steps into
-    something that is no ``SlotCache``, if there is one, and gives what decodes from it.
+    with given tokens, and every step's full distribution is compared.
 
     Returns:
         (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
@@ -44,11 +42,11 @@ def probe(
     bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
     difference, spread = 0.0, 0.0
     with full_precision():
-        if begin is None:
-            shares = [False, True] if decoder.can_share else [False]
-            ways = [_from_slots(decoder, bodies, steps, share) for share in shares]
-        else:
-            ways = [begin(decoder, bodies, steps)]
+        ways = [_from_slots(decoder, bodies, steps)]
+        if decoder.can_share:
+            ways.append(_from_slots(decoder, bodies, steps, share=True))
+        if decoder.name == "lean" and decoder.device.type == "cuda":
+            ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
         decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
         for i, row in enumerate(rows):
             ids = torch.tensor([row[:-1]], device=decoder.device)
@@ -74,8 +72,10 @@ def full_precision() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
 
 
-def _from_slots(decoder: Decoder, bodies: list[list[int]], steps: int, share: bool) -> Step:
-    """Decoding from the contiguous cache, behind prompts without their last tokens."""
+def _from_slots(
+    decoder: Decoder, bodies: list[list[int]], steps: int, *, share: bool = False, as_recorded: bool = False
+) -> Step:
+    """Return what decodes after prompts without their last tokens; ``as_recorded``: as steps are made for a graph."""
     longest = max(map(len, bodies))
     shape = (decoder.shapes, len(bodies), decoder.device)
     shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
@@ -92,10 +92,16 @@ def _from_slots(decoder: Decoder, bodies: list[list[int]], steps: int, share: bo
     names = list(range(len(bodies)))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
     cache.refresh(len(bodies))
+    seen: Any = cache
+    column = torch.full((1,), cache.cursor, device=decoder.device)
+    if as_recorded:
+        starts = torch.from_numpy(cache.starts).to(decoder.device)
+        seen = Window(cache, len(bodies), 0, cache.capacity, column, starts)
 
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
-        logits = decoder.decode(tokens, positions, cache)
+        logits = decoder.decode(tokens, positions, seen)
         cache.advance()
+        column.add_(1)
         return logits
 
     return step

@@ -22,6 +22,8 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
+from posttrain.engines.native.graphs import RecordedSteps
+from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
@@ -62,6 +64,7 @@ class Schedule:
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
+        self.recorded: RecordedSteps | None = None  # what makes the steps, where they are recorded
         self._make_room(rows)
 
     def _make_room(self, rows: Sequence[Conversation]) -> None:
@@ -90,6 +93,12 @@ class Schedule:
             shared=shared,
         )
 
+    def record(self) -> None:
+        """Make the steps as CUDA graphs from now on, if the decoder is the fast path and on a GPU of NVIDIA's."""
+        if isinstance(self.decoder, LeanDecoder) and self.decoder.device.type == "cuda":
+            most = STEPS_BETWEEN_LOOKS if self.sampling.stop_ids else LONGEST_BURST
+            self.recorded = RecordedSteps(self, self.decoder, most)
+
     def run(self) -> None:
         """Fill every row's ``ids``, ``logprobs`` and ``finish``."""
         while self.waiting or self.batch:
@@ -108,6 +117,8 @@ class Schedule:
     def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times; ids and log-probabilities as ``[steps][rows]``."""
         rows = len(self.batch)
+        if self.recorded is not None:
+            return self.recorded.run(rows, steps)
         tokens, counters = self.tokens[:rows], self.counters[:, :rows]
         draws = None if self.draws is None else self.draws[:rows]
         ids, probabilities = [], []

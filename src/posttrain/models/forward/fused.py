@@ -114,8 +114,9 @@ class TokenScores(torch.autograd.Function):
         logprobs = below.gather(-1, ids) - log_sum[:, None]
         entropy = None
         if with_entropy:
-            entropy = log_sum - torch.linalg.vecdot(probabilities, below)
-            if logits.device.type != "cpu" or not bool(entropy.isfinite().all()):
+            if logits.device.type == "cpu":
+                entropy = log_sum - torch.linalg.vecdot(probabilities, below)
+            if entropy is None or not bool(entropy.isfinite().all()):  # a GPU would have to be waited for
                 # 0 · (−inf) is a token that cannot occur: it adds nothing.
                 finite = below.clamp_(min=torch.finfo(below.dtype).min)
                 entropy = log_sum - torch.linalg.vecdot(probabilities, finite)

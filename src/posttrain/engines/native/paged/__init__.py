@@ -1,1 +1,0 @@
-"""Sampling from a cache of pages: bounded memory, prompts shared by page, and decode steps of fixed shapes."""
