@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al. 2021) through peft: attach, switch off for the reference, take apart.
 
-The only module that imports peft, besides ``models.load`` which reads adapters from disk.
+The only module that imports peft, besides ``models.adapter_files`` which reads adapters from disk.
 """
 
 from __future__ import annotations
