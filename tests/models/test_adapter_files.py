@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from posttrain.engines.weights import checkpoint_weights
 from posttrain.errors import UsageError
 from posttrain.models.adapter_files import merge_adapter
 from posttrain.models.comparison import check_same, read_probe
@@ -35,8 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_adapter(tiny_random: Any, small_tokenizer: Any, tmp_path: Path) -> Any:
     """Write a base and an adapter with made-up weights on it; gives the peft model and its folder."""
 
-    def make(architecture: str = "qwen3", rows: int | None = None, **settings: Any) -> tuple[Any, Path]:
-        base = tiny_random(architecture)
+    def make(
+        architecture: str = "qwen3", rows: int | None = None, tied: bool = True, **settings: Any
+    ) -> tuple[Any, Path]:
+        base = tiny_random(architecture, tie_word_embeddings=tied)
         base.save_pretrained(tmp_path / "base")
         small_tokenizer.save_pretrained(tmp_path / "base")
         base.name_or_path = str(tmp_path / "base")
@@ -139,10 +142,10 @@ def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> Non
 @pytest.mark.parametrize("tied", [True, False])
 def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, make_adapter: Any, tmp_path: Path) -> None:
     """What TRL writes after it added tokens: the embeddings whole, beside the adapter."""
-    model, folder = make_adapter("qwen3" if tied else "llama", rows=308, target_modules=["q_proj"])
+    model, folder = make_adapter(rows=308, tied=tied, target_modules=["q_proj"])
     trained = read_probe(model)
     again = load(folder)
-    assert again.whole_weights == ["model.embed_tokens.weight"]
+    assert again.whole_weights == [*([] if tied else ["lm_head.weight"]), "model.embed_tokens.weight"]
     assert float((read_probe(again) - trained).abs().max()) < 1e-5
     assert (
         float((read_probe(load_merged(ModelSection(name=str(folder), device="cpu")).model) - trained).abs().max())
@@ -164,3 +167,39 @@ def test_merge_adapter_in_memory_leaves_an_untouched_tie(make_adapter: Any) -> N
     merged = merge_adapter(model)
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
     assert float((read_probe(merged) - trained).abs().max()) < 1e-4
+
+
+HANDED_OVER = (
+    *(kind for kind in KINDS if "tied" not in kind and "saved whole" not in kind),
+    *("norm saved whole", "untied head", "untied head saved whole", "experts"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", HANDED_OVER)
+def test_checkpoint_weights_of_any_kind_of_adapter_are_the_trained_model(kind: str, make_adapter: Any) -> None:
+    """What an engine elsewhere is given, in a plain model."""
+    untied = {"untied head": {"target_modules": ["lm_head", "embed_tokens"]}}
+    untied["untied head saved whole"] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
+    untied["experts"] = {"architecture": "qwen3_moe", "target_parameters": ["experts.gate_up_proj"]}
+    settings = KINDS[kind] if kind in KINDS else {"architecture": "llama", "tied": False} | untied[kind]
+    model, folder = make_adapter(**settings)
+    trained, weights = read_probe(model, [3, 5]), dict(checkpoint_weights(model))
+    plain = load_model(ModelSection(name=str(folder.parent / "base"), device="cpu"), seed=0).model
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(weights, strict=False)
+    assert float((read_probe(plain, [3, 5]) - trained).abs().max()) < 1e-4
+    assert float((read_probe(model, [3, 5]) - trained).abs().max()) == 0, "the trained model was changed"
+    with model.disable_adapter():
+        off, base = read_probe(model), dict(checkpoint_weights(model))
+        plain.load_state_dict(base, strict=False)
+        assert float((read_probe(plain) - off).abs().max()) < 1e-5
+        assert float((off - trained).abs().max()) > 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "tied" in kind or kind in ("head saved whole",)])
+def test_checkpoint_weights_with_an_adapter_on_a_tied_matrix_are_refused(kind: str, make_adapter: Any) -> None:
+    model, _ = make_adapter(**KINDS[kind])
+    with pytest.raises(UsageError, match=r"has an adapter and is tied to a parameter of another module"):
+        list(checkpoint_weights(model))

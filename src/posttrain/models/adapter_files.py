@@ -12,6 +12,7 @@ from torch import nn
 
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
+from posttrain.models.lora import tied_adapters
 from posttrain.models.sources import ADAPTER_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -67,7 +68,10 @@ def merge_adapter(model: Any) -> Any:
     they are no longer equal.
     """
     base = model.get_base_model()
-    was_tied = _untie(base)
+    tied = tied_adapters(base)
+    for name in tied:
+        module = base.get_submodule(name.rpartition(".")[0])
+        module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*tie_word_embeddings"
@@ -76,7 +80,7 @@ def merge_adapter(model: Any) -> Any:
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is None:
         return merged
-    if was_tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
+    if tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
         head.weight = embedding.weight
         for config in (merged.config, merged.config.get_text_config()):
             config.tie_word_embeddings = True  # peft has just seen two
@@ -85,28 +89,6 @@ def merge_adapter(model: Any) -> Any:
             config.tie_word_embeddings = False
         merged.all_tied_weights_keys = {}
     return merged
-
-
-def tied_adapters(base: Any) -> list[str]:
-    """Name the modules with an adapter, or a copy of their own, whose weight also stands elsewhere in ``base``."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in base.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    shared = [name for group in names.values() if len(group) > 1 for name in group]
-    return [
-        name.partition(mark)[0] for name in shared for mark in (".base_layer.", ".original_module.") if mark in name
-    ]
-
-
-def _untie(base: Any) -> bool:
-    """Give each module with an adapter a weight of its own; returns whether one was shared."""
-    modules, tied = dict(base.named_modules()), tied_adapters(base)
-    for place in tied:
-        inner = modules[place]
-        while hasattr(inner, "base_layer") or hasattr(inner, "original_module"):
-            inner = inner.base_layer if hasattr(inner, "base_layer") else inner.original_module
-        inner.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=inner.weight.requires_grad)
-    return bool(tied)
 
 
 def _read_whole_weights(base: Any, path: Path) -> set[str]:
