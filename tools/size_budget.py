@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77366
+MAX_PACKAGE_LINES = 77470
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
@@ -35,10 +35,10 @@ ROOMS: dict[str, int] = {
     "reward_models": 1634,
     "train": 8055,
     "interpret": 7352,
-    "runs": 3702,
+    "runs": 3765,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9012,
+    "commands": 9050,
 }
 
 

@@ -45,11 +45,12 @@ def make_adapter(tiny_random: Any, small_tokenizer: Any, tmp_path: Path) -> Any:
         base.name_or_path = str(tmp_path / "base")
         if rows is not None:
             base.resize_token_embeddings(rows, mean_resizing=False)
+        torch.manual_seed(0)
         model = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **settings)).eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.requires_grad):
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         model.save_pretrained(tmp_path / "adapter")
         return model, tmp_path / "adapter"
 

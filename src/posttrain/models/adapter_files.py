@@ -101,11 +101,11 @@ def _read_whole_weights(base: Any, path: Path) -> set[str]:
     """
     if kind_of_file(path) != "file":
         raise UsageError(f"model.name: {path.parent} has {ADAPTER_CONFIG} and no {path.name}. Copy the whole adapter")
-    parameters = dict(base.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in base.named_parameters()}
     try:
         with safe_open(path, framework="pt") as file:
             stored = {_name_in_base(name): name for name in file.keys()}  # noqa: SIM118
-            whole = {name: file.get_tensor(stored[name]) for name in parameters if name in stored}
+            whole = {name: file.get_tensor(stored[name]) for name in shapes if name in stored}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"model.name: {path} cannot be read: {error}. Copy the adapter again") from error
     _resize_vocabulary(base, {name: len(tensor) for name, tensor in whole.items()})
@@ -113,7 +113,7 @@ def _read_whole_weights(base: Any, path: Path) -> set[str]:
     return {
         name
         for name, tensor in whole.items()
-        if parameters[name].shape != tensor.shape or not own[name].equal(tensor.to(own[name]))
+        if shapes[name] != tensor.shape or not own[name].equal(tensor.to(own[name]))
     }
 
 

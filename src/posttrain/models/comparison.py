@@ -32,7 +32,8 @@ def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
     ids.reshape(-1)[: len(wanted)] = wanted
     tokens = torch.from_numpy(ids).to(table.device)
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    logprobs: Tensor = logits.float().log_softmax(-1).cpu()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs: Tensor = logits.log_softmax(-1).cpu()
     return logprobs
 
 
