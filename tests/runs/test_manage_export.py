@@ -313,18 +313,18 @@ def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, t
 
 
 def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp_path: Path) -> None:
-    folder = step_folder(adapter_run / "checkpoints", 1) / "sequence-classification"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    reseal(folder.parent, 1)
-    try:
-        done = export_run(adapter_run.parent, adapter_run, tmp_path / "out")
-    finally:
-        (folder / "adapter_config.json").unlink()
-        folder.rmdir()
-        reseal(folder.parent, 1)
+    from posttrain.models.load import load_model
+    from posttrain.models.scorer import save_adapter_scorer
+    from posttrain.recipes.sections import ModelSection
+
+    run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "rm", symlinks=True))
+    folder = step_folder(run / "checkpoints", 1)
+    model = load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model
+    assert save_adapter_scorer(folder, model, torch.ones(1, 128))
+    seal_again(folder)
+    done = export_run(run.parent, run, tmp_path / "out")
     assert "config.pad_token_id = None" in done.notices[1]
-    assert done.notices[1] in (done.target / "README.md").read_text()
+    assert done.notices[1][1:] in (done.target / "README.md").read_text()
 
 
 def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ from torch import nn
 from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.lora import tied_adapters
-from posttrain.models.sources import ADAPTER_CONFIG
+from posttrain.models.sources import ADAPTER_CONFIG, SCORE
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file
+CLASSIFIER_TASK = "SEQ_CLS"  # of an adapter that is a reward model
+_CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_save
 _NUM_SHOWN = 3
 _ADAPTER = "default"
 
 
 def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
-    """Return ``base`` with the adapter in the folder ``source`` on it.
+    """Return ``base`` with the adapter in the folder ``source`` on it; of a reward model, without its head.
 
     Whole weights in its file (embeddings of a resized vocabulary, say) replace those of the base, which gets as many
     rows as they have.
@@ -29,32 +32,33 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
     Raises:
         UsageError: a tensor of the file has no place in the model, or one that the configuration names is not in it.
     """
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 
     changed = _read_whole_weights(base, Path(source) / ADAPTER_WEIGHTS)
+    config = LoraConfig.from_pretrained(source)
+    is_scorer = config.task_type == CLASSIFIER_TASK
+    if is_scorer:
+        whole = [name for name in config.modules_to_save or [] if name not in _CLASSIFIER_HEADS]
+        config.task_type, config.modules_to_save = "CAUSAL_LM", whole or None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # as on a quantized GPT-2; peft corrects it
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         try:
-            model = PeftModel.from_pretrained(base, source, is_trainable=is_trainable)
+            model = PeftModel.from_pretrained(base, source, is_trainable=is_trainable, config=config)
             # Once more, for the report of what fitted, which from_pretrained keeps to itself.
             report = set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"), adapter_name=_ADAPTER)
         except KeyError as error:  # peft looks up what the configuration wants saved whole
             raise UsageError(_refusal(source, f"has no tensor {error.args[0]}")) from error
         except RuntimeError as error:
             raise UsageError(_refusal(source, _first_reasons(error))) from error
-    loaded = {name for name in model.state_dict() if name not in report.missing_keys}
-    places = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in loaded}
-    missing = [
-        name
-        for name, tensor in model.state_dict().items()
-        if name in report.missing_keys and _is_of_adapter(name) and tensor.data_ptr() not in places
-    ]
-    if report.unexpected_keys:
-        raise UsageError(
-            _refusal(source, f"has tensors without a place in the model: {_first(report.unexpected_keys)}")
-        )
+    unused = [name for name in report.unexpected_keys if not (is_scorer and name == ADAPTER_SCORE)]
+    if unused:
+        raise UsageError(_refusal(source, f"has tensors without a place in the model: {_first(unused)}"))
+    loaded = {name: t for name, t in model.state_dict().items() if name not in report.missing_keys}
+    places = {tensor.data_ptr() for tensor in loaded.values()}
+    own = {name: t for name, t in model.state_dict().items() if _is_of_adapter(name) and name not in loaded}
+    missing = [name for name, tensor in own.items() if tensor.data_ptr() not in places]  # tied ones are there once
     if missing:
         raise UsageError(_refusal(source, f"has no tensors for {_first(missing)}, which {ADAPTER_CONFIG} names"))
     model.whole_weights = sorted(name for name in map(_name_in_base, loaded) if name in changed)

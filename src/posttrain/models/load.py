@@ -23,6 +23,7 @@ from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.adapter_files import attach_adapter, merge_adapter
 from posttrain.models.sources import (
+    SCORE,
     base_of,
     check_files,
     explain_loading,
@@ -42,7 +43,6 @@ BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
-SCORE = "score.weight"  # among the weights of a reward model, its head
 
 
 @dataclass(frozen=True, slots=True)

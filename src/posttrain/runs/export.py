@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
-from posttrain.models.sources import ADAPTER_CONFIG, SCORER_FOLDER, base_of, is_adapter
+from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
@@ -50,7 +50,7 @@ _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
 _CARD, _HEADS = "README.md", "heads.safetensors"
 _SCORER = (
-    f"{SCORER_FOLDER}/ is the reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
+    "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
 )
 
@@ -156,8 +156,8 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         ]
         lines += [_evaluation_row(row, headline) for row in measured]
         lines.append("")
-    if (weights / SCORER_FOLDER).is_dir():
-        lines += [f"{_SCORER}.", ""]
+    if _is_scorer(weights):
+        lines += [f"{_SCORER[0].upper()}{_SCORER[1:]}.", ""]
     if library == "peft":
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return harmless("\n".join([*head, *lines]))
@@ -231,7 +231,11 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
         _compare_with_trained(RunDirectory(run).read_recipe(), source, content, "the exported adapter")
     else:
         what += ". The base is not here, so the adapter was not compared with the trained model"
-    return [what, _SCORER] if (content / SCORER_FOLDER).is_dir() else [what]
+    return [what, _SCORER] if _is_scorer(content) else [what]
+
+
+def _is_scorer(folder: Path) -> bool:
+    return is_adapter(str(folder)) and read_object(folder / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
 
 
 def _check_copies(source: Path, content: Path, names: Sequence[str]) -> None:
