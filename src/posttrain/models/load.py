@@ -224,6 +224,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             trust_remote_code=section.runs_remote_code,
             use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # ``_check_weights`` names them
         )
     else:
         from posttrain.models.quantize import load_quantized
@@ -297,6 +298,12 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
     Raises:
         UsageError: some of the model's weights are not in the files.
     """
+    shapes = [f"{n} is {list(a)}, not {list(b)}" for n, a, b in sorted(loading_info.get("mismatched_keys") or ())]
+    if shapes:
+        raise UsageError(
+            f"model.name: {source}: the weights do not have the sizes that config.json names: {', '.join(shapes[:3])}"
+            f"{f' and {len(shapes) - 3} more' if len(shapes) > 3 else ''}. They are of another model; give both of one"
+        )
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UsageError(
