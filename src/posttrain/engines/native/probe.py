@@ -13,16 +13,33 @@ from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.randomness import generator
 
-PROMPT_TOKENS = (7, 3, 5)
+PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
+LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
 
 
 # Of tokens and positions ``int64 [R]``: logits ``[R, V]``
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
+def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
+    """Return batches of prompt lengths: one of 64 tokens with what is decoded, then past each switch and across it.
+
+    Past a window by half of it, where rows of ``reach`` tokens get so far: a few tokens of thousands change little.
+    """
+    batches: list[tuple[int, ...]] = [PROMPT_TOKENS]
+    for switch in switches:
+        past = min(switch + max(switch // 2, LEAST_PAST), reach - STEPS)
+        batches.append((max(past, 1), max(switch - 1, 1), min(PROMPT_TOKENS)))
+    return batches
+
+
 def probe(
-    model: Any, decoder: Decoder, context: int, begin: Callable[[Any, Sequence[Sequence[int]], int], Step] | None = None
+    model: Any,
+    decoder: Decoder,
+    context: int,
+    begin: Callable[[Any, Sequence[Sequence[int]], int], Step] | None = None,
+    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
 ) -> tuple[float, float]:
     """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
@@ -35,7 +52,7 @@ def probe(
         that a freshly initialized model, whose distribution is almost uniform, is held to it too.
     """
     steps = min(STEPS, max(1, context // 2))
-    lengths = [max(1, min(n, context - steps)) for n in PROMPT_TOKENS]
+    lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
