@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77735
+MAX_PACKAGE_LINES = 77812
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 8870,
     "evals": 3020,
     "reward_models": 1634,
-    "train": 8055,
+    "train": 8130,
     "interpret": 7352,
     "runs": 3765,
     "sweeps": 3240,

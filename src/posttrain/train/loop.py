@@ -35,6 +35,7 @@ from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
+from posttrain.train.mismatch import check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -257,6 +258,7 @@ class Loop:
         place = (step, self.world.rank) if self.world.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
