@@ -241,6 +241,7 @@ class Loop:
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
+        timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
         if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
@@ -506,12 +507,11 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
     timing["tokens_per_second"] = tokens / timing["step_seconds"]
     if draw.fresh and draw.timing.get("generate_seconds"):
         timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
-    timing["peak_memory_bytes"] = float(peak_memory_bytes())
     return timing
 
 
-def peak_memory_bytes() -> int:
-    """The most memory held so far: of the GPU where there is one of its own, else the process's resident set."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: of a GPU that trains, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     return peak_resident_bytes()
