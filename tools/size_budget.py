@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76995
+MAX_PACKAGE_LINES = 77812
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
@@ -29,16 +29,16 @@ ROOMS: dict[str, int] = {
     "tasks": 5630,
     "environments": 1760,
     "store": 2650,
-    "models": 4805,
-    "engines": 8604,
+    "models": 5120,
+    "engines": 8870,
     "evals": 3020,
-    "reward_models": 1620,
-    "train": 8055,
-    "interpret": 7320,
-    "runs": 3662,
+    "reward_models": 1634,
+    "train": 8130,
+    "interpret": 7352,
+    "runs": 3765,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9012,
+    "commands": 9050,
 }
 
 

@@ -46,9 +46,11 @@ def hide_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What the error of a library says, without what stands below it."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+    """Return what the error of a library says: its first line, with the next where the first is only a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -151,3 +151,21 @@ def test_the_recipes_key_is_explained(capsys: Any) -> None:
     assert load_recipe("tiny/sft", [("model.load_bits", "4"), ("model.adapter.rank", "4")]).model.load_bits == 4
     assert main(["explain", "model"]) == 0
     assert "load_bits" in capsys.readouterr().out
+
+
+def test_quantize_that_does_not_save_the_quantized_model_is_refused(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.reward_models import quantization
+
+    save = quantization._save
+
+    def change(quantized: Any, *rest: Any) -> None:
+        save(quantized, *rest)
+        with torch.no_grad():
+            quantized.model.model.norm.weight.mul_(1.1)
+
+    monkeypatch.setattr(quantization, "_save", change)
+    assert main(["quantize", "tiny", "--bits", "8", "--n", "0"]) == 1
+    assert "int8 in 8 bits: its log-probabilities differ from the trained model's by" in capsys.readouterr().err
+    assert not Path("quantized/tiny-int8").exists()

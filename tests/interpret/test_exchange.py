@@ -83,6 +83,8 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"normalize_activations": "layer_norm"}, "normalize_activations: 'layer_norm'"),
         ({"d_in": 7}, r"W_enc has the shape \(1, 12, 40\), but cfg.json means \(1, 7, 40\)"),
         ({"d_in": None}, "says nothing of d_in"),
+        ({"architecture": "topk"}, "says nothing of k, which a topk dictionary needs"),
+        ({"metadata": {"posttrain": {"kind": "topk"}}}, "kind: 'topk' is no dictionary of the architecture 'standard'"),
         ({"d_in": -1}, "not the configuration of a dictionary .d_in: "),
         ({"sources": "two"}, "not the configuration of a dictionary .sources: "),
         ({"k": [4]}, "not the configuration of a dictionary .k: "),
@@ -97,7 +99,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
             load_dictionary(tmp_path)
     save_dictionary(trained("l1")[0], tmp_path)
     save_file({"W_enc": torch.zeros(D, F)}, tmp_path / "sae_weights.safetensors")
-    with pytest.raises(DataError, match="has no tensor W_dec, b_dec; there are: W_enc, b_enc"):
+    with pytest.raises(DataError, match="has no tensor W_dec, b_enc, b_dec; there are: W_enc"):
         load_dictionary(tmp_path)
     (tmp_path / "sae_weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(DataError, match="cannot be read"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from posttrain.cli import main
 from posttrain.errors import DataError, UsageError
@@ -94,6 +94,33 @@ def test_what_would_be_used_wrongly_is_refused(changes: dict[str, Any], message:
     (tmp_path / "cfg.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=message):
         load_dictionary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("jumprelu", {"threshold": None}, "has no tensor threshold, which a jumprelu dictionary needs"),
+        ("standard", {"W_gate": torch.ones(2, 3)}, "has tensors that a standard dictionary does not use: W_gate"),
+        ("standard", {"threshold": THRESHOLD}, "a standard dictionary does not use: threshold"),
+        ("standard", {"b_mag": THRESHOLD, "r_mag": THRESHOLD + 1}, "does not use: b_mag, r_mag"),
+        ("topk", {"scaling_factor": 2 * torch.ones(3)}, "a topk dictionary does not use: scaling_factor"),
+        ("jumprelu", {"b_enc": None}, "has no tensor b_enc; there are: W_dec, W_enc, b_dec, threshold"),
+    ],
+)
+def test_load_dictionary_whose_tensors_do_not_match_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    published(tmp_path, kind)
+    path = tmp_path / "sae_weights.safetensors"
+    save_file({name: tensor for name, tensor in (load_file(path) | changes).items() if tensor is not None}, path)
+    with pytest.raises(DataError, match=message):
+        load_dictionary(tmp_path)
+
+
+def test_load_dictionary_with_a_scaling_factor_of_ones_is_used(tmp_path: Path) -> None:
+    path = published(tmp_path, "standard") / "sae_weights.safetensors"
+    save_file(WEIGHTS | {"scaling_factor": torch.ones(3)}, path)
+    assert load_dictionary(tmp_path)(X).tolist() == OUTPUTS["standard"]
 
 
 @pytest.mark.parametrize(

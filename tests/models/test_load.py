@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.errors import UsageError
+from posttrain.errors import UsageError, first_line
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, base_of, resolve_model_name
@@ -201,3 +201,19 @@ def test_what_a_new_model_cannot_be():
 def test_a_gpu_that_is_not_there(folder):
     with pytest.raises(UsageError, match="torch sees no GPU"):
         load_model(ModelSection(name=str(folder), device="cuda"), seed=0)
+
+
+def test_load_model_whose_weights_have_other_sizes_names_them(tiny_random, small_tokenizer, tmp_path):
+    tiny_random("qwen3").save_pretrained(tmp_path)
+    small_tokenizer.save_pretrained(tmp_path)
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"vocab_size": 310}))
+    with pytest.raises(UsageError, match=r"embed_tokens.weight is \[300, 64\], not \[310, 64\]"):
+        load_model(ModelSection(name=str(tmp_path)), seed=0)
+
+
+def test_first_line_of_an_error_with_a_heading_has_the_reason():
+    error = RuntimeError("Error(s) in loading state_dict for Model:\n\tsize mismatch for w: [3] and [4]\n\tmore")
+    assert first_line(error) == "Error(s) in loading state_dict for Model: size mismatch for w: [3] and [4]"
+    assert first_line(ValueError("a\nb")) == "a"
+    assert first_line(ValueError()) == "ValueError"

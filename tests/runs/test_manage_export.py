@@ -15,7 +15,7 @@ import torch
 from fake_runs import OPTIMIZER, WEIGHTS, make_run, snapshot
 from safetensors.torch import load_file, save_file
 
-from posttrain.errors import CheckpointError, UsageError
+from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.runs import export
 from posttrain.runs.export import export_run
 from posttrain.store.checkpoint_files import seal, step_folder
@@ -216,6 +216,58 @@ def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_
     assert load_file(done.target / "model.safetensors").keys() == load_file(TINY / "model.safetensors").keys()
 
 
+def test_export_run_with_an_adapter_on_a_tied_matrix_unties_it_when_merged(tmp_path: Path) -> None:
+    """Merged into both places, the embedded model with an adapter on its embedding was 79 nats off."""
+    from posttrain.models.load import load_model
+    from posttrain.models.lora import apply_adapter
+    from posttrain.recipes.sections import AdapterSection, ModelSection
+    from posttrain.train.checkpoint import save_checkpoint
+
+    run = make_run(tmp_path / "runs", "tied", recipe={"model": {"name": "tiny", "dtype": "float32"}}, steps=())
+    loaded = load_model(ModelSection(name="tiny", device="cpu"), seed=0)
+    model = apply_adapter(loaded.model, AdapterSection(rank=4, targets=["lm_head", "q_proj"]), seed=0)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.1)
+        expected = model(torch.arange(40)[None]).logits.log_softmax(-1)
+    save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
+    merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
+    assert (logits_of(merged).log_softmax(-1) - expected).abs().max() < 1e-4
+    assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_export_run_that_is_not_the_trained_model_is_refused(
+    adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.models import load
+
+    def lose(model: Any) -> Any:
+        return model.unload()
+
+    monkeypatch.setattr(load, "merge_adapter", lose)
+    with pytest.raises(RunFailure, match=r"--merge: its log-probabilities differ from the trained model's by \d"):
+        export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+    def cut(source: Path, content: Path, names: Any) -> None:
+        path = content / "adapter_model.safetensors"
+        save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+
+    monkeypatch.setattr(export, "_check_copies", cut)
+    with pytest.raises(RunFailure, match=r"exported adapter: its log-probabilities differ from the trained model's by"):
+        export_run(adapter_run.parent, adapter_run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_run_whose_copy_differs_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(source: Path, target: Path, **_: Any) -> None:
+        target.write_bytes(source.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(shutil, "copyfile", damage)
+    with pytest.raises(StorageError, match=r"the copy differs from the checkpoint"):
+        export_run(root, root / "a", tmp_path / "out")
+
+
 def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: Path, tmp_path: Path) -> None:
     """peft would attach the upper one to the model below both, without a word."""
     from posttrain.models.load import load_model
@@ -261,18 +313,18 @@ def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, t
 
 
 def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp_path: Path) -> None:
-    folder = step_folder(adapter_run / "checkpoints", 1) / "sequence-classification"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    reseal(folder.parent, 1)
-    try:
-        done = export_run(adapter_run.parent, adapter_run, tmp_path / "out")
-    finally:
-        (folder / "adapter_config.json").unlink()
-        folder.rmdir()
-        reseal(folder.parent, 1)
+    from posttrain.models.load import load_model
+    from posttrain.models.scorer import save_adapter_scorer
+    from posttrain.recipes.sections import ModelSection
+
+    run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "rm", symlinks=True))
+    folder = step_folder(run / "checkpoints", 1)
+    model = load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model
+    assert save_adapter_scorer(folder, model, torch.ones(1, 128))
+    seal_again(folder)
+    done = export_run(run.parent, run, tmp_path / "out")
     assert "config.pad_token_id = None" in done.notices[1]
-    assert done.notices[1] in (done.target / "README.md").read_text()
+    assert done.notices[1][1:] in (done.target / "README.md").read_text()
 
 
 def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_path: Path) -> None:

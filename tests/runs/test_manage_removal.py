@@ -25,6 +25,7 @@ from posttrain.runs.removal import (
     finish_deletions,
     parse_keep,
     plan_prune,
+    plan_steps,
     prune,
     refuse_live,
     unfinished_deletions,
@@ -226,11 +227,13 @@ def test_a_folder_that_cannot_be_removed_is_no_longer_listed(tmp_path: Path, mon
     [
         (("best", "last"), 2, {2: "best", 5: "last"}),
         (("best",), 2, {2: "best"}),
-        (("last",), 2, {5: "last"}),
-        (("2",), 1, {4: "newest 2", 5: "newest 2"}),
+        (("last",), 2, {2: "best", 5: "last"}),
+        (("1",), 2, {2: "best", 5: "newest 1"}),
+        (("2",), 1, {1: "best", 4: "newest 2", 5: "newest 2"}),
+        (("last",), None, {5: "last"}),
         (("best", "2"), 5, {4: "newest 2", 5: "best"}),
         (("best",), None, {5: "last"}),
-        (("9",), 1, dict.fromkeys(range(1, 6), "newest 9")),
+        (("9",), 1, {1: "best"} | dict.fromkeys(range(2, 6), "newest 9")),
     ],
 )
 def test_which_checkpoints_stay(tmp_path: Path, keep: tuple[str, ...], best: int | None, stay: dict[int, str]) -> None:
@@ -267,12 +270,29 @@ def test_checkpoints_on_which_other_runs_stand_stay(tmp_path: Path) -> None:
     make_run(root, "by-reward", recipe={"rewards": [reward]}, checkpoint_state={"rewards": {"runs/sft": "step-000003"}})
     plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
     stand = {1: "by-path stands on it", 2: "by-memory stands on it", 3: "by-reward stands on it"}
-    assert plan.kept == stand | {5: "last"}
+    assert plan.kept == stand | {5: "best"}
     make_run(root, "before-its-first-step", model="runs/sft", steps=())
     os.unlink(root / "sft" / "checkpoints" / "best")
     os.symlink("step-000004", root / "sft" / "checkpoints" / "best")
     plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
-    assert plan.kept == stand | {4: "before-its-first-step stands on it", 5: "last"}
+    assert plan.kept == stand | {4: "best", 5: "last"}
+    with pytest.raises(RunConflict, match=r"step 4 stays .before-its-first-step stands on it.*--force"):
+        plan_steps(root, locate(root, "sft"), [4], find_links(root))
+
+
+def test_plan_steps_deletes_a_single_checkpoint_that_nothing_needs(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    folder = make_run(root, "a", steps=range(1, 6), best=2) / "checkpoints"
+    with pytest.raises(UsageError, match=r"--step 7: a has no such checkpoint. It has: 1, 2, 3, 4, 5"):
+        plan_steps(root, locate(root, "a"), [3, 7])
+    prune(root, plan_steps(root, locate(root, "a"), [3]))
+    assert (checkpoint_steps(folder), best_step(folder)) == ([1, 2, 4, 5], 2)
+    prune(root, plan_steps(root, locate(root, "a"), [2, 5, 5]))
+    assert (checkpoint_steps(folder), (folder / "best").is_symlink()) == ([1, 4], False)
+    make_run(root, "b", state="interrupted")
+    with pytest.raises(RunConflict, match=r"b: the checkpoint of step 3 stays .to be resumed from"):
+        plan_steps(root, locate(root, "b"), [3])
+    assert list(plan_steps(root, locate(root, "b"), [3], force=True).steps) == [3]
 
 
 NOBODY = 2**22 + 1  # above the highest number that Linux gives to a process

@@ -25,9 +25,11 @@ from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.train.build import Parts, prepare
+from posttrain.train.loop import peak_memory_bytes
 from posttrain.train.memory import Memory, Micro, _logits, counted, memory_of, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
+from posttrain.world import peak_resident_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {
@@ -394,3 +396,10 @@ def test_logits_of_a_large_vocabulary_worked_by_hand():
     assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
     few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
     assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936
+
+
+def test_peak_memory_bytes_on_the_cpu_of_a_machine_with_a_gpu_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0 if device is None else 7)
+    assert 10**7 < peak_memory_bytes(torch.device("cpu")) <= peak_resident_bytes()
+    assert peak_memory_bytes(torch.device("cuda", 0)) == 7

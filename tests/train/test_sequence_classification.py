@@ -101,7 +101,7 @@ def test_a_trained_run_is_a_sequence_classifier_and_resumes(tmp_path: Path) -> N
     assert run(tmp_path, longer, resume=True).step == 3
 
 
-def test_an_adapter_comes_with_one_that_peft_loads_on_a_classifier(tmp_path: Path) -> None:
+def test_a_reward_models_adapter_is_one_that_peft_loads_on_a_classifier(tmp_path: Path) -> None:
     from peft import PeftModel
 
     recipe = make_recipe("judged", train={"steps": 2}, model={"name": "tiny", "adapter": {"rank": 4}})
@@ -110,8 +110,12 @@ def test_an_adapter_comes_with_one_that_peft_loads_on_a_classifier(tmp_path: Pat
     head = load_file(folder / "heads.safetensors")["head.weight"]
     base = AutoModelForSequenceClassification.from_pretrained(TINY, num_labels=1)
     base.config.pad_token_id = None
-    theirs = PeftModel.from_pretrained(base, folder / "sequence-classification").eval().requires_grad_(False)
+    theirs = PeftModel.from_pretrained(base, folder).eval().requires_grad_(False)
     own = head_of(head)
     loaded = load_model(ModelSection(name=str(folder)), seed=0).model.requires_grad_(False)
     ours = our_scores(loaded, own, ROWS[:1])
     torch.testing.assert_close(theirs(input_ids=torch.tensor(ROWS[:1])).logits[:, 0], ours, atol=1e-5, rtol=1e-5)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    longer = make_recipe("judged", train={"steps": 3}, model={"name": "tiny", "adapter": {"rank": 4}})
+    assert run(tmp_path, longer, resume=True).step == 3

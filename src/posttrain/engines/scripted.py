@@ -15,7 +15,7 @@ from posttrain.types import Completion
 Ids = Sequence[int]
 
 
-@register("engine")
+@register("engine", samples=False)
 def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0.0) -> Engine:
     """Answer every prompt with one of ``texts``, drawn by the completion's key; nothing is sampled.
 

@@ -21,7 +21,9 @@ from transformers.utils import logging as transformers_logging
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
+from posttrain.models.adapter_files import attach_adapter, merge_adapter
 from posttrain.models.sources import (
+    SCORE,
     base_of,
     check_files,
     explain_loading,
@@ -41,7 +43,6 @@ BASE_BITS = "base_quantization.json"
 # Inside a checkpoint, the copies of its model in few bits.
 QUANTIZED_FOLDERS: dict[int, str] = {8: "quantized_int8", 4: "quantized_int4"}
 ONE_FILE = {"max_shard_size": "1000TB"}  # of ``save_pretrained``
-SCORE = "score.weight"  # among the weights of a reward model, its head
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +190,8 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     with quiet_transformers(), reading_model(section.name, source):
         check_files(source)
         if section.adapter is None and is_adapter(source):
-            from peft import PeftModel
-
             base = _load_weights(base_of(source), _section_of_base(source, section))
-            model = PeftModel.from_pretrained(base, source, is_trainable=True)
+            model = attach_adapter(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
         return model, _load_tokenizer(source, section.runs_remote_code)
@@ -225,6 +224,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             trust_remote_code=section.runs_remote_code,
             use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # ``_check_weights`` names them
         )
     else:
         from posttrain.models.quantize import load_quantized
@@ -245,18 +245,29 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     return model
 
 
+def load_merged(section: ModelSection) -> LoadedModel:
+    """Load an adapter folder as one model in full precision, its base with the adapter added to it.
+
+    Raises:
+        UsageError: as ``load_model``.
+    """
+    source = resolve_model_name(section.name)
+    with quiet_transformers(), reading_model(section.name, source):
+        check_files(source)
+        model = _merge_adapter(source, section)
+        tokenizer = _load_tokenizer(source, section.runs_remote_code)
+    _switch_off_dropout(model)
+    return LoadedModel(model.to(choose_device(section.device)).eval(), tokenizer, source)
+
+
 def _merge_adapter(source: str, section: ModelSection) -> Any:
     """The base of an adapter folder with the adapter added to its weights, none of them quantized (any more)."""
-    from peft import PeftModel
-
     base = _load_weights(base_of(source), _section_of_base(source, section, load_bits=None))
     if quantized_bits(base) is not None:
         from posttrain.models.quantize import dequantize
 
         base = dequantize(base)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # as it was on a quantized GPT-2; peft corrects it
-        merged = PeftModel.from_pretrained(base, source).merge_and_unload()
+    merged = merge_adapter(attach_adapter(base, source, is_trainable=False))
     merged.name_or_path = merged.config._name_or_path = source
     return merged
 
@@ -287,6 +298,12 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
     Raises:
         UsageError: some of the model's weights are not in the files.
     """
+    shapes = [f"{n} is {list(a)}, not {list(b)}" for n, a, b in sorted(loading_info.get("mismatched_keys") or ())]
+    if shapes:
+        raise UsageError(
+            f"model.name: {source}: the weights do not have the sizes that config.json names: {', '.join(shapes[:3])}"
+            f"{f' and {len(shapes) - 3} more' if len(shapes) > 3 else ''}. They are of another model; give both of one"
+        )
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UsageError(

@@ -1,10 +1,11 @@
 """LoRA adapters (Hu et al. 2021) through peft: attach, switch off for the reference, take apart.
 
-The only module that imports peft, besides ``models.load`` which reads adapters from disk.
+The only module that imports peft, besides ``models.adapter_files`` which reads adapters from disk.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,19 +139,72 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name that it has in the base's own checkpoint, the active adapters added to it.
+    """Every weight under the name that it has in the base's own checkpoint, the active adapters added by peft's rules.
 
     A weight with an adapter is a new tensor, made when its turn comes; all others are the base's own.
+
+    Raises:
+        UsageError: an adapter at one of two places of a tied matrix, which would no longer be one.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     base = model.get_base_model()
-    modules = dict(base.named_modules())
+    if tied := tied_adapters(base):
+        raise UsageError(
+            f"model.adapter: {tied[0]} has an adapter and is tied to a parameter of another module, so no other "
+            "engine can take its merged weight. Leave it out of the adapter's targets, or use the native engine"
+        )
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    wrappers = {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
+    given: set[str] = set()
     for name, weight in base.named_parameters():
-        place, is_wrapped, leaf = name.rpartition(".base_layer.")
-        if ".lora_" in name:
-            continue
-        wrapper = modules[place] if is_wrapped else None
-        if wrapper is None or leaf != "weight" or wrapper.merged or wrapper.disable_adapters:
-            yield f"{place}.{leaf}" if is_wrapped else name, weight.detach()
-            continue
-        terms = [wrapper.get_delta_weight(name) for name in wrapper.active_adapters if name in wrapper.scaling]
-        yield f"{place}.{leaf}", sum(terms, start=weight.detach().float())
+        parts = name.split(".")
+        place = next((p for p in (".".join(parts[:n]) for n in range(1, len(parts))) if p in wrappers), None)
+        if place is None:
+            yield name, weight.detach()
+        elif place not in given:  # with whatever wraps it inside
+            given.add(place)
+            yield from ((f"{place}.{leaf}", tensor.detach()) for leaf, tensor in _merged_tensors(wrappers[place]))
+
+
+def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the module that a wrapper of peft stands for, by their names in it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    is_off = wrapper.disable_adapters or getattr(wrapper, "merged", False)
+    if not is_off and _is_plain(wrapper):
+        for leaf, tensor in wrapper.get_base_layer().named_parameters():
+            active = [name for name in wrapper.active_adapters if name in wrapper.scaling and leaf == "weight"]
+            terms = (wrapper.get_delta_weight(name) for name in active)
+            yield leaf, sum(terms, start=tensor.detach().float()) if active else tensor
+    elif is_off:
+        is_tuner = isinstance(wrapper, BaseTunerLayer)
+        yield from (wrapper.get_base_layer() if is_tuner else wrapper.original_module).named_parameters()
+    else:
+        copied = copy.deepcopy(wrapper)
+        if hasattr(copied, "unload_and_optionally_merge_module"):
+            plain = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            copied.merge()
+            plain = copied.get_base_layer()
+        yield from plain.named_parameters()
+
+
+def _is_plain(wrapper: Any) -> bool:
+    """Whether all that a wrapper adds to its layer is low-rank terms of the weight."""
+    if not hasattr(wrapper, "lora_A") or hasattr(wrapper, "parameter_name") or any(wrapper.lora_variant.values()):
+        return False
+    return not any(wrapper.lora_bias.values())
+
+
+def tied_adapters(base: Any) -> list[str]:
+    """Name the parameters under an adapter, or replaced by a copy, that are also a parameter of another module.
+
+    Trained rows of an embedding and its tied head are one adapter, and stay tied.
+    """
+    places: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    tied = [names for names in places.values() if len(names) > 1 and not all(".token_adapter." in n for n in names)]
+    return [name for names in tied for name in names if ".base_layer." in name or ".original_module." in name]

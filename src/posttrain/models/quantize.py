@@ -58,6 +58,7 @@ def load_quantized(
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the caller names them
         **how,
     )
     use_exact_products(model)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from posttrain.models.load import ONE_FILE, SCORE
-from posttrain.models.sources import SCORER_FOLDER
+from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS, CLASSIFIER_TASK
+from posttrain.models.load import ONE_FILE
+from posttrain.models.sources import ADAPTER_CONFIG, SCORE
 
 LABEL = "reward"
 
@@ -56,20 +57,17 @@ def save_scorer(
 
 
 def save_adapter_scorer(path: Path, model: Any, weight: Tensor) -> bool:
-    """Beside a saved peft adapter, the same adapter with the head as peft writes sequence classifiers.
+    """Make of a saved peft adapter what peft writes of a sequence classifier: its task, and the head among its tensors.
 
-    It stands in the folder ``sequence-classification``; False where the layout does not fit.
+    False (and nothing changed) where the layout does not fit.
     """
     if classifier_class(model.get_base_model()) is None or weight.shape[0] != 1:
         return False
-    folder = path / SCORER_FOLDER
-    folder.mkdir()
-    settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-    _write_json(folder / "adapter_config.json", settings)
-    tensors = load_file(path / "adapter_model.safetensors")
-    tensors[f"base_model.model.{SCORE}"] = weight.detach().cpu().clone()
-    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    whole = [*(settings.get("modules_to_save") or []), SCORE.removesuffix(".weight")]
+    _write_json(path / ADAPTER_CONFIG, settings | {"task_type": CLASSIFIER_TASK, "modules_to_save": whole})
+    tensors = load_file(path / ADAPTER_WEIGHTS) | {ADAPTER_SCORE: weight.detach().cpu().clone()}
+    save_file(tensors, path / ADAPTER_WEIGHTS, {"format": "pt"})
     return True
 
 

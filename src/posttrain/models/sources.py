@@ -21,7 +21,7 @@ from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
-SCORER_FOLDER = "sequence-classification"  # in a checkpoint, a reward model's adapter with its head, as peft has it
+SCORE = "score.weight"  # among the weights of a reward model, its head
 HUB_PATIENCE_SECONDS = 1.0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,27 @@ def context_length(config: Any) -> int:
     """The longest sequence that positions reach, in tokens, by a model's configuration."""
     text = config.get_text_config()
     return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 0) or 1 << 20)
+
+
+# Keys of configurations that name a number of tokens: windows, chunks, the lengths before a rotary scale is another,
+# steps of a position's temperature, how many tokens a sparse attention keeps.
+_LENGTHS = re.compile(
+    r"window(?!_layers)|chunk|original_max_position|max_position_embeddings|floor_scale|block_size|index_topk|local_attention"
+)
+
+
+def find_switches(config: Any, reach: int) -> tuple[int, ...]:
+    """Return the positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
+    return tuple(sorted({length for length in _lengths_in(config.get_text_config().to_dict()) if 1 < length < reach}))
+
+
+def _lengths_in(settings: Mapping[str, Any], is_length: bool = False) -> Iterator[int]:
+    for key, value in settings.items():
+        found = is_length or _LENGTHS.search(str(key)) is not None
+        if isinstance(value, Mapping):
+            yield from _lengths_in(value, found)
+        elif found:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            yield from (
+                int(number) for number in numbers if isinstance(number, int | float) and number in range(1 << 62)
+            )

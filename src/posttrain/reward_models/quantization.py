@@ -25,6 +25,7 @@ from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, kl_of_states
 from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import paired_bootstrap, student_t_quantile
+from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
@@ -202,9 +203,8 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     out = asked.out or _default_out(source, path, asked.bits)
     _check_out(out)
     original = _load_original(asked, path)
-    _write(original, out, asked.bits)
     section = original.section.model_copy(update={"name": str(out), "load_bits": None, "adapter": None})
-    after = load_model(section, seed=0)
+    after = _write(original, section, out, asked.bits)
     report: dict[str, Any] = {
         "model": source.name,
         "source": path,
@@ -264,8 +264,14 @@ def _load_original(asked: QuantizationRequest, path: str) -> Original:
     return Original(source, path, loaded, section, scorer)
 
 
-def _write(original: Original, out: Path, bits: int) -> None:
-    """The quantized model in ``out``, whole or not at all; one that was there is replaced."""
+def _write(original: Original, section: ModelSection, out: Path, bits: int) -> LoadedModel:
+    """Write the quantized model to ``out``, whole or not at all; one that was there is replaced.
+
+    Returns it as it is loaded again (``section``).
+
+    Raises:
+        RunFailure: what was written is not the quantized model; nothing was changed.
+    """
     aside = aside_of(out)
     quantized = load_model(original.section.model_copy(update={"load_bits": bits}), seed=0)
     refuse_links(original.source.run or out)
@@ -276,10 +282,15 @@ def _write(original: Original, out: Path, bits: int) -> None:
             run = original.source.run  # elsewhere than in the run the model is asked by the run's recipe, too
             is_inside = run is None or out.resolve().is_relative_to(run.resolve())
             _save(quantized, original, aside, None if run is None or is_inside else run / STORED_RECIPE)
+            probe = read_probe(quantized.model)
+            del quantized
+            after = load_model(section.model_copy(update={"name": str(aside)}), seed=0)
+            check_same(probe, read_probe(after.model), f"{out} in {bits} bits", exact=section.dtype != "bfloat16")
             seal(aside, 0)
             rename_into_place(aside, out)
         finally:
             remove_tree(aside)
+    return after
 
 
 def _save(quantized: LoadedModel, original: Original, folder: Path, recipe: Path | None) -> None:

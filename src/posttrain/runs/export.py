@@ -10,16 +10,17 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from posttrain.errors import CheckpointError, UsageError
-from posttrain.models.sources import SCORER_FOLDER, base_of, is_adapter
+from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
+from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
@@ -38,6 +39,9 @@ from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog
 from posttrain.untrusted import code, harmless, paragraph, plain
 
+if TYPE_CHECKING:  # listing runs imports no torch
+    from posttrain.recipes.sections import ModelSection
+
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
@@ -46,7 +50,7 @@ _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
 _CARD, _HEADS = "README.md", "heads.safetensors"
 _SCORER = (
-    f"{SCORER_FOLDER}/ is the reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
+    "the adapter is a reward model for peft's AutoPeftModelForSequenceClassification (num_labels=1): set "
     "config.pad_token_id = None and ask one text at a time, ended by the end token, whose score it is"
 )
 
@@ -152,8 +156,8 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
         ]
         lines += [_evaluation_row(row, headline) for row in measured]
         lines.append("")
-    if (weights / SCORER_FOLDER).is_dir():
-        lines += [f"{_SCORER}.", ""]
+    if _is_scorer(weights):
+        lines += [f"{_SCORER[0].upper()}{_SCORER[1:]}.", ""]
     if library == "peft":
         lines += ["The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.", ""]
     return harmless("\n".join([*head, *lines]))
@@ -197,7 +201,7 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
         ) from None
     except FileNotFoundError:
         raise UsageError(f"{source}: the run has just deleted this checkpoint; do the same again") from None
-    adapter = source / "adapter_config.json"
+    adapter = source / ADAPTER_CONFIG
     if merge:
         if not adapter.is_file():
             raise UsageError(f"--merge: {run.name} has no adapter; its weights are whole already")
@@ -217,30 +221,76 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
     for name in names:
         (content / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, content / name, follow_symlinks=False)
+    _check_copies(source, content, names)
     if not base:
         return []
     remedy = "" if _HEADS in names else "; --merge exports a model that stands alone"
     what = f"the weights are an adapter on top of {base}"
     what += f", which is a folder of this machine{remedy}" if Path(base).exists() else ""
-    return [what, _SCORER] if (content / SCORER_FOLDER).is_dir() else [what]
+    if lower and Path(lower).is_dir():
+        _compare_with_trained(RunDirectory(run).read_recipe(), source, content, "the exported adapter")
+    else:
+        what += ". The base is not here, so the adapter was not compared with the trained model"
+    return [what, _SCORER] if _is_scorer(content) else [what]
+
+
+def _is_scorer(folder: Path) -> bool:
+    return is_adapter(str(folder)) and read_object(folder / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
+
+
+def _check_copies(source: Path, content: Path, names: Sequence[str]) -> None:
+    """Read what was copied again: it has to be what the checkpoint's manifest names.
+
+    Raises:
+        StorageError: the copy differs.
+    """
+    for name in names:
+        with (source / name).open("rb") as ours, (content / name).open("rb") as copied:
+            if file_digest(ours, "sha256").digest() != file_digest(copied, "sha256").digest():
+                raise StorageError(f"{name}: the copy differs from the checkpoint; try another disk")
 
 
 def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> None:
-    from transformers.utils import logging  # torch comes with it
+    from posttrain.models.load import load_merged, quiet_transformers
 
-    from posttrain.models.load import load_model
+    loaded = load_merged(_section(recipe, source))
+    with quiet_transformers():
+        loaded.model.save_pretrained(content)
+    loaded.tokenizer.save_pretrained(content)
+    del loaded  # one model at a time
+    _compare_with_trained(recipe, source, content, "--merge")
+
+
+def _section(recipe: Mapping[str, Any], folder: Path, dtype: str | None = None) -> ModelSection:
     from posttrain.recipes.sections import ModelSection
 
-    chosen = {"name": str(source), "dtype": _text(recipe, "model", "dtype"), "device": "cpu"}
-    loaded = load_model(ModelSection.model_validate(chosen), seed=0)
-    was_shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        loaded.model.merge_and_unload().save_pretrained(content)
-    finally:
-        if was_shown:
-            logging.enable_progress_bar()
-    loaded.tokenizer.save_pretrained(content)
+    chosen = {"name": str(folder), "dtype": dtype or _text(recipe, "model", "dtype"), "device": "cpu"}
+    return ModelSection.model_validate(chosen)
+
+
+def _compare_with_trained(recipe: Mapping[str, Any], source: Path, content: Path, what: str) -> None:
+    """Load the adapter in ``source`` and what was exported of it, one after the other, and compare them.
+
+    Raises:
+        RunFailure: they are not the same model.
+    """
+    from posttrain.models.comparison import check_same, read_probe
+    from posttrain.models.load import load_model
+
+    given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices") or []
+    tokens = [index for ids in (given.values() if isinstance(given, dict) else [given]) for index in ids]
+    dtype = _text(recipe, "model", "dtype")
+    # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
+    for last, chosen in [(True, dtype)] if dtype != "float32" else [(False, dtype), (True, "float64")]:
+        folders = (_section(recipe, folder, chosen) for folder in (source, content))
+        trained, exported = (read_probe(load_model(section, seed=0).model, tokens) for section in folders)
+        try:
+            check_same(trained, exported, what, exact=dtype != "bfloat16")
+        except RunFailure:
+            if last:
+                raise
+        else:
+            return
 
 
 def _copy_records(run: Path, content: Path) -> None:

@@ -129,7 +129,7 @@ def parse_keep(text: str) -> tuple[str, ...]:
 
 
 def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> Prune:
-    """What would go if only the checkpoints in ``keep`` stayed. Nothing is changed.
+    """What would go if only the best checkpoint and those in ``keep`` stayed. Nothing is changed.
 
     A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a
     checkpoint that another run stands on (``links``, from ``find_links``) stays as well. What killed writes
@@ -138,30 +138,66 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     Raises:
         UsageError: the run's ``checkpoints`` are a link to another place.
     """
-    folder = run.path / "checkpoints"
-    if folder.is_symlink():
-        raise UsageError(f"{folder}: this is a link to another place, and only what lies in {root} is changed")
-    steps = checkpoint_steps(folder)
+    folder = _checkpoints_of(root, run)
+    steps, best = checkpoint_steps(folder), best_step(folder)
     kept: dict[int, str] = {}
     for word in keep:
         newest = steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :]
         kept |= {step: word if word == "last" else f"newest {word}" for step in newest if step not in kept}
-        best = best_step(folder)
-        if word == "best" and best is not None:
-            kept[best] = "best"
+    if best is not None:
+        kept[best] = "best"
     if not kept:  # no checkpoint is the best one where nothing was evaluated
         kept = dict.fromkeys(steps[-1:], "last")
-    status = RunDirectory(run.path).read_status()
-    if status is None or status.state != "finished":
-        kept |= {step: "to be resumed from" for step in steps[-1:] if step not in kept}
-    kept |= {
-        step: f"{child} stands on it" for step, child in steps_in_use(root, run.name, links).items() if step not in kept
-    }
+    kept |= {step: why for step, why in _needed(root, run, steps, links).items() if step not in kept}
     going = {step: disk_bytes(step_folder(folder, step)) for step in steps if step not in kept}
     left = [*folder.glob(f"{ASIDE}*"), *folder.glob(_FAILED)] if folder.is_dir() else []
     leftovers = {item.name: _size(item) for item in sorted(left)}
     leftovers |= {str(item.relative_to(run.path)): _size(item) for item in find_leftovers(run.path)}
     return Prune(run, going, leftovers, dict(sorted(kept.items())))
+
+
+def plan_steps(
+    root: str | Path, run: Place, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
+) -> Prune:
+    """What would go if the checkpoints of the steps in ``chosen`` went, the best among them or not. Nothing is changed.
+
+    Args:
+        force: also one that another run or a resumption needs.
+
+    Raises:
+        UsageError: the run has no such checkpoint, or its ``checkpoints`` are a link to another place.
+        RunConflict: a checkpoint is needed.
+    """
+    folder = _checkpoints_of(root, run)
+    steps = checkpoint_steps(folder)
+    missing = [step for step in chosen if step not in steps]
+    if missing:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UsageError(f"--step {missing[0]}: {run.name} has no such checkpoint. It has: {there}")
+    needed = _needed(root, run, steps, links)
+    for step in chosen:
+        if step in needed and not force:
+            raise RunConflict(
+                f"{run.name}: the checkpoint of step {step} stays ({needed[step]}). Nothing was changed; delete it all "
+                "the same with --force"
+            )
+    return Prune(run, {step: disk_bytes(step_folder(folder, step)) for step in dict.fromkeys(chosen)}, {})
+
+
+def _checkpoints_of(root: str | Path, run: Place) -> Path:
+    folder = run.path / "checkpoints"
+    if folder.is_symlink():
+        raise UsageError(f"{folder}: this is a link to another place, and only what lies in {root} is changed")
+    return folder
+
+
+def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[Link]) -> dict[int, str]:
+    """The checkpoints that a resumption of the run, or another run, needs, each with the reason."""
+    status = RunDirectory(run.path).read_status()
+    is_finished = status is not None and status.state == "finished"
+    needed = {} if is_finished else dict.fromkeys(steps[-1:], "to be resumed from")
+    used = {step: f"{child} stands on it" for step, child in steps_in_use(root, run.name, links).items()}
+    return used | needed
 
 
 def prune(root: str | Path, plan: Prune) -> None:

@@ -582,6 +582,12 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
     model = loaded.model
     if recipe.model.adapter is not None:
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
+    elif has_adapter(model) and model.whole_weights:
+        raise RecipeError(
+            f"model.adapter: the adapter {loaded.source} replaces {model.whole_weights[0]} of its base whole, which a "
+            "checkpoint of the adapter would not keep. Give model.adapter.rank: 16, say: the old adapter is merged "
+            "into its base then, and a new one is trained"
+        )
     bits = quantized_bits(model)
     if bits is not None and not has_adapter(model):
         raise RecipeError(

@@ -35,6 +35,7 @@ from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
+from posttrain.train.mismatch import check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -240,6 +241,7 @@ class Loop:
         tokens, metrics = self._descend(draw, step)
         self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
+        timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
         if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
@@ -257,6 +259,7 @@ class Loop:
         place = (step, self.world.rank) if self.world.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
@@ -504,12 +507,11 @@ def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, fi
     timing["tokens_per_second"] = tokens / timing["step_seconds"]
     if draw.fresh and draw.timing.get("generate_seconds"):
         timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
-    timing["peak_memory_bytes"] = float(peak_memory_bytes())
     return timing
 
 
-def peak_memory_bytes() -> int:
-    """The most memory held so far: of the GPU where there is one of its own, else the process's resident set."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: of a GPU that trains, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     return peak_resident_bytes()

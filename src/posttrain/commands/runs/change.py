@@ -27,11 +27,13 @@ from posttrain.runs.removal import (
     finish_deletions,
     parse_keep,
     plan_prune,
+    plan_steps,
     prune,
     refuse_live,
     unfinished_deletions,
 )
 from posttrain.runs.resuming import refuse_other_version
+from posttrain.store.checkpoint_files import best_step
 from posttrain.untrusted import harmless
 
 # Asks a question that yes or no answers.
@@ -80,6 +82,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
 def run_delete(arguments: argparse.Namespace) -> int:
     """Delete runs and comparisons; without a name, what deletions left that were cut off."""
     root, console = arguments.runs_dir, open_console()
+    if arguments.step:
+        if len(arguments.names) != 1 or arguments.state or arguments.tag:
+            raise UsageError("--step N deletes checkpoints of one run; give its name. Nothing was changed")
+        place = locate_run(root, arguments.names[0])
+        delete_steps(console, root, place, arguments.step, choose_ask(arguments), arguments.force, arguments.dry_run)
+        return 0
     if not arguments.names and not arguments.state and not arguments.tag and unfinished_deletions(root):
         return finish(console, root, choose_ask(arguments), arguments.dry_run)
     places = choose_places(root, arguments, default="the names of runs, or --state or --tag")
@@ -187,6 +195,25 @@ def prune_runs(
     elif _may_delete(console, what, ask, dry_run):
         for plan in plans:
             prune(root, plan)
+        say(console, f"deleted {what}")
+
+
+def delete_steps(
+    console: Console, root: str, place: Place, steps: Sequence[int], ask: Ask, force: bool, dry_run: bool
+) -> None:
+    """Say which checkpoints of a run would go, ask, delete.
+
+    Raises:
+        RunConflict: a process works in the run, or a checkpoint is needed; nothing was changed.
+    """
+    refuse_live(root, place)
+    plan, best = plan_steps(root, place, steps, find_links(root), force=force), best_step(place.path / "checkpoints")
+    named = ", ".join(f"{step} (best)" if step == best else str(step) for step in plan.steps)
+    what = f"{counted(len(plan.steps), 'checkpoint')} of {place.name}, step {named}, {show_bytes(plan.freed_bytes)}"
+    if best in plan.steps:
+        say(console, f"{place.name}: {best} is the best checkpoint; the run's name means its newest one without it")
+    if _may_delete(console, what, ask, dry_run):
+        prune(root, plan)
         say(console, f"deleted {what}")
 
 

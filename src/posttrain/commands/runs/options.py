@@ -14,6 +14,7 @@ a run is named by its folder under --runs-dir; one of a comparison as compare-pp
   posttrain runs tag tiny-grpo +good -unsure
   posttrain runs prune --all --keep best,last --dry-run
   posttrain runs delete 'test-*'
+  posttrain runs delete tiny-grpo --step 100
   posttrain runs export tiny-grpo --to exported/tiny-grpo
 """
 
@@ -67,12 +68,18 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
     parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")
     parser.add_argument(
-        "--keep", default="best,last", metavar="WHICH", help="best, last, a number of newest ones (default: best,last)"
+        "--keep",
+        default="best,last",
+        metavar="WHICH",
+        help="best (kept in any case), last, a number of newest ones (default: best,last)",
     )
 
 
 def add_delete_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
+    parser.add_argument(
+        "--step", type=natural, metavar="N", action="append", help="only this checkpoint of one run; may be repeated"
+    )
     parser.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
 
 

@@ -9,8 +9,9 @@ knows; which one serves is decided by comparing log-probabilities with the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,13 +21,19 @@ from posttrain.engines.conversation import Conversation, Groups, Respondent, beg
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
-from posttrain.engines.native.probe import probe
+from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
-from posttrain.errors import EngineMismatch, RecipeError, UsageError
-from posttrain.models.stated_sizes import context_length
+from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, UsageError, first_line
+from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 
-Path = Literal["lean", "modules"]
+Path = Literal["lean", "modules", "plain", "reread"]
+PROBED_TOKENS = 64  # of a row, at least
+_SLOWER = {
+    "modules": "the model's own modules over a shared cache",
+    "plain": "the model's own cache, prompts of one length at a time",
+    "reread": "no cache: every token reads all tokens before it",
+}
 Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
 
@@ -108,6 +115,7 @@ class NativeEngine(Engine):
         self.wait_steps = wait_steps
         self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self._told: set[str] = set()
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
         self.enforce_eager = enforce_eager
 
@@ -115,7 +123,7 @@ class NativeEngine(Engine):
     def path(self) -> Path:
         """The decoding path that serves the model as it is now (found out by a probe, once)."""
         with sampling_mode(self.model):
-            return self._choose()[0]
+            return self._choose(PROBED_TOKENS)[0]
 
     @property
     def context_tokens(self) -> int:
@@ -176,6 +184,10 @@ class NativeEngine(Engine):
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
     ) -> int | tuple[int, ...]:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
+        with sampling_mode(self.model):
+            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN
+        if reads_anew:
+            return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
         return self.version
 
@@ -189,26 +201,43 @@ class NativeEngine(Engine):
         """Bring every row to its end."""
         if not rows:
             return
-        reach = max(len(prompts[row.prompt]) + row.limit for row in rows)
+        reach = _reach(prompts, rows)
         with sampling_mode(self.model):
-            decoder = self._bind(reach)
-            with torch.inference_mode(decoder.name == "lean"):
-                work = (decoder, prompts, rows, sampling, self.slots)
-                if respondent is None:
-                    schedule = Schedule(*work)
-                    if not self.enforce_eager:
-                        schedule.record()
-                    schedule.run()
-                else:
-                    from posttrain.engines.native.turns import Turns
+            path = self._choose(reach)[0]
+            if path in _OWN:
+                from posttrain.engines.native.modules import sample_plainly
 
-                    Turns(*work, respondent=respondent, wait_steps=self.wait_steps, vocab_size=self.vocab_size).run()
+                sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
+            else:
+                self._schedule(self._bind(reach), prompts, rows, sampling, respondent)
         for row in rows:
             check_finite(row)
 
+    def _schedule(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        respondent: Respondent | None,
+    ) -> None:
+        with torch.inference_mode(decoder.name == "lean"):
+            work = (decoder, prompts, rows, sampling, self.slots)
+            if respondent is None:
+                schedule = Schedule(*work)
+                if not self.enforce_eager:
+                    schedule.record()
+                schedule.run()
+            else:
+                from posttrain.engines.native.turns import Turns
+
+                Turns(*work, respondent=respondent, wait_steps=self.wait_steps, vocab_size=self.vocab_size).run()
+
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""
-        path, shapes = self._choose()
+        path, shapes = self._choose(reach)
+        if path in _OWN:
+            raise UsageError("rollout.engine.weights: this model is sampled with its own cache; leave weights out")
         if path == "modules":
             return modules_decoder(self.model, shapes)
         decoder = self._bind_lean(reach)
@@ -221,38 +250,105 @@ class NativeEngine(Engine):
             decoder.take_kernel()
         return decoder
 
-    def _choose(self) -> tuple[Path, list[LayerShape]]:
-        """The path for the model's present structure, probed when the structure is new."""
-        structure = _structure(self.model)
+    def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
+        """The path for rows of ``reach`` tokens of the model as it is built now.
+
+        It is probed where the structure is new, or the rows are the first to get past a switch of the configuration.
+        """
+        context = context_length(self.model.config)
+        reach = min(context, max(reach, PROBED_TOKENS))
+        switches = find_switches(self.model.config, reach)
+        structure = _structure(self.model), switches
         if structure not in self._chosen:
-            self._chosen[structure] = self._probe_paths()
+            self._chosen[structure] = self._probe_paths(reach, probe_lengths(switches, reach))
         return self._chosen[structure]
 
-    def _probe_paths(self) -> tuple[Path, list[LayerShape]]:
-        context = context_length(self.model.config)
-        refused = "its blocks are not those of Qwen3, Qwen2 or Llama"
+    def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:
+        shapes: list[LayerShape] = []
+
+        def probe_decoder(decoder: Decoder) -> tuple[float, float]:
+            shapes[:] = decoder.shapes
+            found = [probe(self.model, decoder, reach, lengths) for lengths in batches]
+            return max(found, key=lambda one: one[0] - one[1])
+
+        refused = ""
         if self.wanted != "modules":
-            # Hooks see the modules' own forward only, so a model that has some keeps it.
-            lean = None if _has_hooks(self.model) else self._bind_lean(min(context, 64))
-            if lean is not None:
-                difference, tolerance = probe(self.model, lean, context)
-                if difference <= tolerance:
-                    return "lean", lean.shapes
-                refused = f"its log-probabilities differ from the model's by {difference:.1e}"
+            try:
+                _attempt(partial(self._probe_lean, reach, probe_decoder))
+            except EngineMismatch as reason:
+                refused = str(reason)
+            else:
+                return "lean", shapes
         if self.needs_lean is not None:
             name, value = self.needs_lean
             raise UsageError(f"rollout.engine.{name}: {value!r} cannot serve this model: {refused}; leave it out")
         if self.wanted == "lean":
             raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
-        modules = modules_decoder(self.model)
-        difference, tolerance = probe(self.model, modules, context)
-        if difference > tolerance:
-            raise EngineMismatch(
-                f"{type(self.model).__name__}: decoding with cached keys and values gives log-probabilities that "
-                f"differ by {difference:.1e} from the model's own forward (at most {tolerance:.1e} is allowed); "
-                "the native engine cannot sample from this architecture"
+        from posttrain.engines.native.modules import probe_plainly
+
+        lengths = [length for batch in batches for length in batch]
+        ways: dict[Path, Callable[[], tuple[float, float]]] = {
+            "modules": lambda: probe_decoder(modules_decoder(self.model)),
+            "plain": lambda: probe_plainly(self.model, reach, lengths, is_cached=True),
+            "reread": lambda: probe_plainly(self.model, reach, lengths, is_cached=False),
+        }
+        reasons = []
+        for path, compute in ways.items():
+            try:
+                _attempt(compute)
+            except EngineMismatch as reason:
+                refused = str(reason)
+                reasons.append(f"{_SLOWER[path]}: {refused}")
+            else:
+                self._tell(path, refused)
+                return path, shapes
+        raise EngineMismatch(
+            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. {'; '.join(reasons)}"
+        )
+
+    def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
+        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
+            raise EngineMismatch("its modules have hooks")
+        decoder = self._bind_lean(reach)
+        if decoder is None:
+            raise EngineMismatch("its blocks are not those of Qwen3, Qwen2 or Llama, or it has a sliding window")
+        return probe_decoder(decoder)
+
+    def _tell(self, path: Path, reason: str) -> None:
+        """Say once which slower path samples, and why."""
+        if path not in self._told and reason:
+            self._told.add(path)
+            self._notices = (
+                *self._notices,
+                f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}",
             )
-        return "modules", modules.shapes
+
+
+_OWN = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
+
+
+def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
+    """How many tokens the longest of ``rows`` may have, with its prompt."""
+    return max(len(prompts[row.prompt]) + row.limit for row in rows)
+
+
+def _attempt(compute: Callable[[], tuple[float, float]]) -> None:
+    """Probe a path.
+
+    Raises:
+        EngineMismatch: it cannot be taken: its log-probabilities are not the model's, or a library raises anything.
+    """
+    try:
+        difference, tolerance = compute()
+    except (PosttrainError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
+    if difference > tolerance:
+        raise EngineMismatch(
+            f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most {tolerance:.1e} "
+            "is allowed)"
+        )
 
 
 def modules_decoder(model: Any, shapes: list[LayerShape] | None = None) -> Decoder:

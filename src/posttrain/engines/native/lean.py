@@ -123,6 +123,8 @@ class LeanDecoder:
         base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
         if base is None or type(head) is not nn.Linear or not _fits(base, inner.config):
             return None
+        if (window := _window(inner.config)) is not None and max_positions > window:
+            return None
         return LeanDecoder(base, head, max_positions)
 
     def take_kernel(self) -> None:
@@ -312,6 +314,14 @@ def _bind_layer(layer: Any) -> Layer:
     )
 
 
+def _window(config: Any) -> int | None:
+    """The sliding window of any layer, which some families' attention modules have and others' configuration alone."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
+    return window if is_used else None
+
+
 def _fits(base: Any, config: Any) -> bool:
     """Whether the parts are those of the block above, each of a type that we know."""
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -319,7 +329,8 @@ def _fits(base: Any, config: Any) -> bool:
         return False
     if type(base.embed_tokens) is not nn.Embedding or not hasattr(base.norm, "variance_epsilon"):
         return False
-    if getattr(base.rotary_emb, "rope_type", None) not in STATIC_ROPES or config.hidden_act != "silu":
+    rope = getattr(base.rotary_emb, "rope_type", None)  # one for each kind of layer, in some families
+    if not isinstance(rope, str) or rope not in STATIC_ROPES or config.hidden_act != "silu":
         return False
     return len(base.layers) > 0 and all(_layer_fits(layer) for layer in base.layers)
 

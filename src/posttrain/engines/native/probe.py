@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,48 +15,13 @@ from posttrain.engines.native.graphs import Window
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.randomness import generator
 
-PROMPT_TOKENS = (7, 3, 5)
+PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
+LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
 
 
 # Of tokens and positions ``int64 [R]``: logits ``[R, V]``
 Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def probe(model: Any, decoder: Decoder, context: int) -> tuple[float, float]:
-    """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
-
-    Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
-    than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
-    with given tokens, and every step's full distribution is compared.
-
-    Returns:
-        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
-        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
-    """
-    steps = min(STEPS, max(1, context // 2))
-    lengths = [max(1, min(n, context - steps)) for n in PROMPT_TOKENS]
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
-    rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
-    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
-    difference, spread = 0.0, 0.0
-    with full_precision():
-        ways = [_from_slots(decoder, bodies, steps)]
-        if decoder.can_share:
-            ways.append(_from_slots(decoder, bodies, steps, share=True))
-        if decoder.name == "lean" and decoder.device.type == "cuda":
-            ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
-        decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
-        for i, row in enumerate(rows):
-            ids = torch.tensor([row[:-1]], device=decoder.device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-            expected = logits[lengths[i] - 1 :].log_softmax(-1)
-            difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
-            spread = max(spread, float(expected.std(-1).max()))
-    half = decoder.shapes[0].dtype.itemsize < 4
-    tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
-    return difference, tolerance
 
 
 @contextmanager
@@ -70,6 +35,59 @@ def full_precision() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
+    """Return batches of prompt lengths: one of 64 tokens with what is decoded, then past each switch and across it.
+
+    Past a window by half of it, where rows of ``reach`` tokens get so far: a few tokens of thousands change little.
+    """
+    batches: list[tuple[int, ...]] = [PROMPT_TOKENS]
+    for switch in switches:
+        past = min(switch + max(switch // 2, LEAST_PAST), reach - STEPS)
+        batches.append((max(past, 1), max(switch - 1, 1), min(PROMPT_TOKENS)))
+    return batches
+
+
+@full_precision()
+def probe(
+    model: Any,
+    decoder: Decoder,
+    context: int,
+    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+) -> tuple[float, float]:
+    """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+
+    Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
+    than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
+    with given tokens, and every step's full distribution is compared.
+
+    Returns:
+        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
+        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
+    """
+    steps = min(STEPS, max(1, context // 2))
+    lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
+    rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
+    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
+    difference, spread = 0.0, 0.0
+    ways = [_from_slots(decoder, bodies, steps)]
+    if decoder.can_share:
+        ways.append(_from_slots(decoder, bodies, steps, share=True))
+    if decoder.name == "lean" and decoder.device.type == "cuda":
+        ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
+    decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
+    for i, row in enumerate(rows):
+        ids = torch.tensor([row[:-1]], device=decoder.device)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        expected = logits[lengths[i] - 1 :].log_softmax(-1)
+        difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
+        spread = max(spread, float(expected.std(-1).max()))
+    half = decoder.shapes[0].dtype.itemsize < 4
+    tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
+    return difference, tolerance
 
 
 def _from_slots(

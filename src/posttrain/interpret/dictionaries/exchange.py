@@ -202,6 +202,7 @@ def load_dictionary(folder: str | Path) -> Dictionary:
     sources = int(configuration.get("sources", 1))
     if sources == 1:
         tensors |= {name: tensors[name].unsqueeze(0) for name in ("W_enc", "W_dec", "b_dec")}
+    _check_tensors(tensors, architecture, place / WEIGHTS)
     _check_shapes(tensors, configuration, sources, place / WEIGHTS)
     kind, options, prefixes = _own_words(configuration, architecture)
     transcoder = _is_transcoder(configuration)
@@ -209,6 +210,10 @@ def load_dictionary(folder: str | Path) -> Dictionary:
         int(configuration["d_in"]), int(configuration["d_sae"]), sources, kind, options, prefixes or None,
         transcoder=transcoder, skip="W_skip" in tensors,
     )  # fmt: skip
+    if dictionary.architecture != architecture:
+        raise DataError(
+            place / CONFIG, f"metadata.posttrain.kind: {kind!r} is no dictionary of the architecture {architecture!r}"
+        )
     if not transcoder:
         _convert(tensors, configuration)
     with torch.no_grad():
@@ -283,7 +288,6 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
     except (OSError, SafetensorError) as error:
         raise DataError(path, f"cannot be read ({error})") from None
-    tensors.setdefault("b_enc", torch.zeros(tensors["W_enc"].shape[-1]) if "W_enc" in tensors else torch.zeros(0))
     missing = [name for name in _NAMES if name not in tensors]
     if missing:
         raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
@@ -304,6 +308,8 @@ def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
             raise DataError(path, "a transcoder that writes another width (d_out) than it reads cannot be used here")
     if activation not in _KINDS:
         raise DataError(path, f"architecture {activation!r} is not one of {', '.join(_KINDS)}, crosscoder, transcoder")
+    if activation == "topk" and not configuration.get("k"):
+        raise DataError(path, "says nothing of k, which a topk dictionary needs; add it")
     for key, wanted in (("normalize_activations", "none"), ("reshape_activations", "none")):
         if configuration.get(key) not in (None, wanted):
             raise DataError(path, f"{key}: {configuration[key]!r}; only {wanted!r} can be used here. Fold it first")
@@ -312,6 +318,27 @@ def _architecture(configuration: Mapping[str, Any], path: Path) -> str:
 
 def _is_transcoder(configuration: Mapping[str, Any]) -> bool:
     return str(configuration.get("architecture")).endswith("transcoder")
+
+
+def _check_tensors(tensors: dict[str, Tensor], architecture: str, path: Path) -> None:
+    """Refuse a file with a tensor that is not used here, or without one that its architecture reads.
+
+    Raises:
+        DataError: with the names of the tensors.
+    """
+    scale = tensors.get("scaling_factor")  # files of SAELens before version 6 hold ones, which scale nothing
+    if scale is not None and bool((scale == 1).all()):
+        del tensors["scaling_factor"]
+    if architecture == "jumprelu" and "threshold" not in tensors:
+        raise DataError(path, "has no tensor threshold, which a jumprelu dictionary needs; copy the whole dictionary")
+    used = {*_NAMES, "W_skip", *(["threshold"] if architecture == "jumprelu" else [])}
+    unused = sorted(tensors.keys() - used)
+    if unused:
+        raise DataError(
+            path,
+            f"has tensors that a {architecture} dictionary does not use: {', '.join(unused)}. It is of another "
+            f"architecture than cfg.json says; here are {', '.join(_KINDS)}, crosscoder, transcoder",
+        )
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any], sources: int, path: Path) -> None:
@@ -337,7 +364,7 @@ def _own_words(configuration: Mapping[str, Any], architecture: str) -> tuple[str
     own = dict(configuration.get("metadata") or {}).get("posttrain")
     if isinstance(own, Mapping) and "kind" in own:
         return str(own["kind"]), dict(own.get("options", {})), list(own.get("matryoshka") or [])
-    options = {"k": int(configuration.get("k") or 100)} if architecture == "topk" else {}
+    options = {"k": int(configuration["k"])} if architecture == "topk" else {}
     return _KINDS[architecture], options, []
 
 

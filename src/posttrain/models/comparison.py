@@ -1,0 +1,60 @@
+"""The same model or not: an export is compared with the trained model on a probe before it is called done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import RunFailure
+from posttrain.models.stated_sizes import context_length
+from posttrain.randomness import generator
+
+MAX_GAP = 1e-4  # nats, of weights in fp32
+_WIDE = 5.0  # nats: a spread of log-probabilities beyond which rounding grows with it
+_ROWS, _TOKENS, _LAST_IDS = 4, 32, 16
+
+
+@torch.no_grad()
+def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
+    """Return log-probabilities ``[rows, tokens, V]`` of a causal language model on fixed ids.
+
+    Args:
+        model: plain or with an adapter.
+        chosen: ids that have to be read (those that an adapter trains); the last of the vocabulary always are.
+    """
+    table = model.get_input_embeddings().weight
+    size, width = int(table.shape[0]), min(_TOKENS, context_length(model.config))
+    ids = generator(0, "export probe").integers(0, size, (_ROWS, width))
+    wanted = [*range(max(0, size - _LAST_IDS), size), *chosen][: ids.size]
+    ids.reshape(-1)[: len(wanted)] = wanted
+    tokens = torch.from_numpy(ids).to(table.device)
+    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs: Tensor = logits.log_softmax(-1).cpu()
+    return logprobs
+
+
+def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:
+    """Compare what ``read_probe`` gave of two models; returns the largest gap in nats.
+
+    Args:
+        exact: the weights are in fp32; of half precision, merging rounds.
+
+    Raises:
+        RunFailure: they are not the same model.
+    """
+    spread = float(trained.std(-1).max())
+    allowed = MAX_GAP * max(1.0, spread / _WIDE) if exact else 1e-2 + 0.1 * spread
+    size = min(trained.shape[-1], exported.shape[-1])
+    gap = float(torch.nan_to_num((trained[..., :size] - exported[..., :size]).abs(), nan=torch.inf).max())
+    if trained.shape != exported.shape:
+        gap = torch.inf
+    if gap > allowed:
+        raise RunFailure(
+            f"{what}: its log-probabilities differ from the trained model's by {gap:.1e} nats (at most {allowed:.1e} "
+            "is allowed), so it was not written. Please report this, with the architecture and the adapter's settings"
+        )
+    return gap

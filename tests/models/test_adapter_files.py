@@ -1,0 +1,206 @@
+"""Adapters from disk: every tensor of a file is used, every parameter that the configuration names is in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from posttrain.engines.weights import checkpoint_weights
+from posttrain.errors import UsageError
+from posttrain.models.adapter_files import merge_adapter
+from posttrain.models.comparison import check_same, read_probe
+from posttrain.models.load import load_merged, load_model
+from posttrain.recipes.sections import ModelSection
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tied embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "tied head": {"target_modules": ["lm_head", "q_proj"]},
+    "both tied": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "head saved whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "embedding saved whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 299]},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "bias": {"architecture": "qwen2", "target_modules": ["q_proj"], "lora_bias": True},
+    "rslora": {"target_modules": "all-linear", "use_rslora": True},
+    "norm saved whole": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+}
+
+
+@pytest.fixture
+def make_adapter(tiny_random: Any, small_tokenizer: Any, tmp_path: Path) -> Any:
+    """Write a base and an adapter with made-up weights on it; gives the peft model and its folder."""
+
+    def make(
+        architecture: str = "qwen3", rows: int | None = None, tied: bool = True, **settings: Any
+    ) -> tuple[Any, Path]:
+        base = tiny_random(architecture, tie_word_embeddings=tied)
+        base.save_pretrained(tmp_path / "base")
+        small_tokenizer.save_pretrained(tmp_path / "base")
+        base.name_or_path = str(tmp_path / "base")
+        if rows is not None:
+            base.resize_token_embeddings(rows, mean_resizing=False)
+        torch.manual_seed(0)
+        model = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **settings)).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        model.save_pretrained(tmp_path / "adapter")
+        return model, tmp_path / "adapter"
+
+    return make
+
+
+def load(folder: Path) -> Any:
+    return load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_any_kind_of_adapter_equals_the_trained_model(kind: str, make_adapter: Any, tmp_path: Path) -> None:
+    model, folder = make_adapter(**KINDS[kind])
+    trained = read_probe(model, [3, 5])
+    assert float((trained - read_probe(load(folder), [3, 5])).abs().max()) < 1e-5
+    merged = load_merged(ModelSection(name=str(folder), device="cpu")).model
+    merged.save_pretrained(tmp_path / "merged")
+    (tmp_path / "merged" / "tokenizer_config.json").write_text((tmp_path / "base/tokenizer_config.json").read_text())
+    (tmp_path / "merged" / "tokenizer.json").write_text((tmp_path / "base/tokenizer.json").read_text())
+    exported = load(tmp_path / "merged")
+    assert check_same(trained, read_probe(exported, [3, 5]), kind) < 1e-4
+    is_untied = kind in ("tied embedding", "tied head", "head saved whole", "embedding saved whole")
+    assert exported.config.tie_word_embeddings is not is_untied
+
+
+def rename(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("base_model.model.", "base_model."): tensor for name, tensor in tensors.items()}
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "renamed prefix": (rename, "has tensors without a place in the model: base_model.model.layers.0.self_attn.k_proj"),
+    "one layer": (
+        lambda tensors: {n: t for n, t in tensors.items() if ".layers.0." in n},
+        r"has no tensors for .*layers\.1\.self_attn\.k_proj\.lora_A.* and 1 more, which adapter_config\.json names",
+    ),
+    "only lora_A": (
+        lambda tensors: {n: t for n, t in tensors.items() if "lora_A" in n},
+        r"has no tensors for .*layers\.0\.self_attn\.k_proj\.lora_B",
+    ),
+    "an empty file": (lambda tensors: {}, r"has no tensors for .*lora_A.* and 5 more"),
+    "a layer too many": (
+        lambda tensors: tensors | {next(iter(tensors)).replace("layers.0", "layers.7"): torch.zeros(2, 64)},
+        r"without a place in the model: .*layers\.7\.",
+    ),
+    "another rank": (
+        lambda tensors: {n: t if "lora_A" in n else t[:, :1].contiguous() for n, t in tensors.items()},
+        r"does not fit: size mismatch for .*lora_B.*torch.Size\(\[32, 1\]\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, make_adapter: Any) -> None:
+    _, folder = make_adapter(target_modules=["k_proj", "v_proj"], layers_to_transform=[0, 1])
+    change, message = DAMAGE[damage]
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    assert len(tensors) == 8
+    save_file(change(tensors), path)
+    with pytest.raises(UsageError, match=message) as refused:
+        load(folder)
+    assert str(path) in str(refused.value)
+    with pytest.raises(UsageError, match=message):
+        load_merged(ModelSection(name=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "names", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1]}, {"use_dora": True}]
+)
+def test_attach_adapter_without_what_its_configuration_names_is_refused(names: Any, make_adapter: Any) -> None:
+    _, folder = make_adapter(target_modules=["q_proj"])
+    place = folder / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | names))
+    with pytest.raises(UsageError, match=r"adapter_model.safetensors has no tensor"):
+        load(folder)
+
+
+def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> None:
+    _, folder = make_adapter(target_modules=["q_proj"])
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UsageError, match=r"adapter_model.safetensors cannot be read"):
+        load(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"has adapter_config.json and no adapter_model.safetensors"):
+        load(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [True, False])
+def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, make_adapter: Any, tmp_path: Path) -> None:
+    """What TRL writes after it added tokens: the embeddings whole, beside the adapter."""
+    model, folder = make_adapter(rows=308, tied=tied, target_modules=["q_proj"])
+    trained = read_probe(model)
+    again = load(folder)
+    assert again.whole_weights == [*([] if tied else ["lm_head.weight"]), "model.embed_tokens.weight"]
+    assert float((read_probe(again) - trained).abs().max()) < 1e-5
+    assert (
+        float((read_probe(load_merged(ModelSection(name=str(folder), device="cpu")).model) - trained).abs().max())
+        < 1e-4
+    )
+
+
+def test_attach_adapter_whose_embeddings_do_not_fit_says_why(make_adapter: Any) -> None:
+    _, folder = make_adapter(target_modules=["q_proj"])
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {"base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}, path)
+    with pytest.raises(UsageError, match=r"size mismatch for .*embed_tokens.weight: .*\[300, 32\].*\[300, 64\]"):
+        load(folder)
+
+
+def test_merge_adapter_in_memory_leaves_an_untouched_tie(make_adapter: Any) -> None:
+    model, _ = make_adapter(target_modules=["q_proj"])
+    trained = read_probe(model)
+    merged = merge_adapter(model)
+    assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+    assert float((read_probe(merged) - trained).abs().max()) < 1e-4
+
+
+HANDED_OVER = (
+    *(kind for kind in KINDS if "tied" not in kind and "saved whole" not in kind),
+    *("norm saved whole", "untied head", "untied head saved whole", "experts"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", HANDED_OVER)
+def test_checkpoint_weights_of_any_kind_of_adapter_are_the_trained_model(kind: str, make_adapter: Any) -> None:
+    """What an engine elsewhere is given, in a plain model."""
+    untied = {"untied head": {"target_modules": ["lm_head", "embed_tokens"]}}
+    untied["untied head saved whole"] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
+    untied["experts"] = {"architecture": "qwen3_moe", "target_parameters": ["experts.gate_up_proj"]}
+    settings = KINDS[kind] if kind in KINDS else {"architecture": "llama", "tied": False} | untied[kind]
+    model, folder = make_adapter(**settings)
+    trained, weights = read_probe(model, [3, 5]), dict(checkpoint_weights(model))
+    plain = load_model(ModelSection(name=str(folder.parent / "base"), device="cpu"), seed=0).model
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(weights, strict=False)
+    assert float((read_probe(plain, [3, 5]) - trained).abs().max()) < 1e-4
+    assert float((read_probe(model, [3, 5]) - trained).abs().max()) == 0, "the trained model was changed"
+    with model.disable_adapter():
+        off, base = read_probe(model), dict(checkpoint_weights(model))
+        plain.load_state_dict(base, strict=False)
+        assert float((read_probe(plain) - off).abs().max()) < 1e-5
+        assert float((off - trained).abs().max()) > 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "tied" in kind or kind in ("head saved whole",)])
+def test_checkpoint_weights_with_an_adapter_on_a_tied_matrix_are_refused(kind: str, make_adapter: Any) -> None:
+    model, _ = make_adapter(**KINDS[kind])
+    with pytest.raises(UsageError, match=r"has an adapter and is tied to a parameter of another module"):
+        list(checkpoint_weights(model))
