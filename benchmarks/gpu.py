@@ -146,12 +146,7 @@ def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
         "model": {"name": folder} | ({"dtype": "bfloat16", "adapter": {"rank": 32}} if lora else {}),
         "task": {"name": "stories", "size": 64},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "train": {
-            "steps": 100,
-            "lr": 1e-6,
-            "precision": "bf16",
-            "gradient_checkpointing": checkpointing,
-        },
+        "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},
     }
     if kind == "sft":
         return stated | {"objective": "cross_entropy", "data": {"batch": 8, "train_on": "all"}}
@@ -271,11 +266,11 @@ def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
     return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
 
 
-def decode(steps: int, smallest: bool, rows: int, enforce_eager: bool = False) -> Row:
+def decode(steps: int, smallest: bool, rows: int, cuda_graphs: bool = False) -> Row:
     """``rows`` answers of 256 tokens after prompts of 128, eight to a prompt, with their log-probabilities."""
     size, rows, new_tokens, model, prompts = decoded(smallest, rows)
-    peer = None if enforce_eager else vllm_rate(model, prompts, new_tokens, steps)
-    engine = NativeEngine(model, slots=rows, enforce_eager=enforce_eager)
+    peer = None if cuda_graphs else vllm_rate(model, prompts, new_tokens, steps)
+    engine = NativeEngine(model, slots=rows, cuda_graphs=cuda_graphs)
 
     def sample(tokens: int, repeat: int) -> None:
         keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
@@ -288,7 +283,7 @@ def decode(steps: int, smallest: bool, rows: int, enforce_eager: bool = False) -
     peak = peak_gib()
     calls = profiled(partial(sample, PROFILED_TOKENS, 1 + steps))
     return {
-        "work": f"decode{', no graphs' if enforce_eager else ''}, {size}, {rows} rows of {new_tokens} tokens",
+        "work": f"decode{' by graphs' if cuda_graphs else ''}, {size}, {rows} rows of {new_tokens} tokens",
         "seconds": seconds,
         "tokens_per_second": rows * new_tokens / seconds,
         "vllm_tokens_per_second": peer,
@@ -351,20 +346,21 @@ ROWS: dict[str, Callable[[int, bool], Row]] = {
     "decode-64": partial(decode, rows=64),
     "decode-256": partial(decode, rows=256),
     "decode-512": partial(decode, rows=512),
-    "decode-64-eager": partial(decode, rows=64, enforce_eager=True),
-    "decode-512-eager": partial(decode, rows=512, enforce_eager=True),
+    "decode-64-graphs": partial(decode, rows=64, cuda_graphs=True),
+    "decode-256-graphs": partial(decode, rows=256, cuda_graphs=True),
+    "decode-512-graphs": partial(decode, rows=512, cuda_graphs=True),
     "generate-64": partial(generate, rows=64),
     "generate-512": partial(generate, rows=512),
     "grpo-0.6b": partial(grpo_step, size="0.6b"),
     "sft-0.6b": partial(update, kind="sft", size="0.6b"),
     "sft-0.6b-8k": partial(update, kind="sft", size="0.6b", shape=ROWS_OF_8K),
     "sft-1.5b": partial(update, kind="sft", size="1.5b"),
-    "sft-8b-lora": partial(update, kind="sft", size="8b", lora=True),
+    "sft-8b-lora": partial(update, kind="sft", size="8b", lora=True, checkpointing=True),
     "rl-0.6b": partial(update, kind="rl", size="0.6b"),
     "rl-0.6b-16k": partial(update, kind="rl", size="0.6b", shape=ROWS_OF_16K),
     "rl-0.6b-lora-16k": partial(update, kind="rl", size="0.6b", lora=True, shape=ROWS_OF_16K),
     "rl-1.5b": partial(update, kind="rl", size="1.5b"),
-    "rl-8b-lora": partial(update, kind="rl", size="8b", lora=True),
+    "rl-8b-lora": partial(update, kind="rl", size="8b", lora=True, checkpointing=True),
     "rl-14b-lora": partial(update, kind="rl", size="14b", lora=True, shape=(1, GROUP, 512, 3584), checkpointing=True),
 }
 

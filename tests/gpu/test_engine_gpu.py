@@ -56,8 +56,8 @@ def test_logprobs_equal_the_models_forward(tiny_random, architecture, adapter):
                 if ".lora_B." in name:
                     parameter.fill_(0.03)
     prompts, keys = make_work()
-    for path in ("auto", "modules"):
-        engine = NativeEngine(model, slots=5, path=path)
+    for path, cuda_graphs in (("auto", False), ("auto", True), ("modules", False)):
+        engine = NativeEngine(model, slots=5, path=path, cuda_graphs=cuda_graphs)
         completions = engine.generate(prompts, keys, Sampling(max_tokens=24, stop_ids=STOPS))
         assert engine.path == ("lean" if architecture in LEAN and path == "auto" else "modules")
         assert float(differences(model, prompts, completions).max()) <= 1e-5

@@ -29,6 +29,7 @@ from posttrain.registry import register
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
+MOST_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
 _SLOWER = {
     "modules": "the model's own modules over a shared cache",
     "plain": "the model's own cache, prompts of one length at a time",
@@ -65,7 +66,7 @@ def native(
     weights: Literal["copy", "merged"] | None = None,
     wait_steps: int = 0,
     native_kernel: bool = False,
-    enforce_eager: bool = False,
+    cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
@@ -80,10 +81,11 @@ def native(
     the lean path's attention is one compiled operation, where there is a compiler for C++ (torch's operations
     otherwise). Numbers differ by rounding, so a run keeps what it began with.
 
-    On a GPU of NVIDIA's the steps of the lean path are CUDA graphs, one launch each; ``enforce_eager``: they are not.
+    ``cuda_graphs``: on a GPU of NVIDIA's the steps of the lean path are recorded, and replayed by one launch each. One
+    answer of every batch is compared with the model's own forward pass.
     """
     options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
-    options["enforce_eager"] = enforce_eager
+    options["cuda_graphs"] = cuda_graphs
     check_native(options | {"weights": weights}, "engine")
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
@@ -107,7 +109,7 @@ class NativeEngine(Engine):
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
         native_kernel: bool = False,
-        enforce_eager: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
@@ -117,7 +119,7 @@ class NativeEngine(Engine):
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self._told: set[str] = set()
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
-        self.enforce_eager = enforce_eager
+        self.cuda_graphs = cuda_graphs
 
     @property
     def path(self) -> Path:
@@ -225,13 +227,35 @@ class NativeEngine(Engine):
             work = (decoder, prompts, rows, sampling, self.slots)
             if respondent is None:
                 schedule = Schedule(*work)
-                if not self.enforce_eager:
+                if self.cuda_graphs:
                     schedule.record()
                 schedule.run()
+                if schedule.recorded is not None:
+                    self._compare_longest(prompts, rows, sampling)
             else:
                 from posttrain.engines.native.turns import Turns
 
                 Turns(*work, respondent=respondent, wait_steps=self.wait_steps, vocab_size=self.vocab_size).run()
+
+    def _compare_longest(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
+    ) -> None:
+        """Compare the longest answer's log-probabilities with the model's own forward pass.
+
+        Raises:
+            EngineMismatch: the recorded steps computed something else.
+        """
+        row = max(rows, key=lambda one: len(one.ids))
+        ids = torch.tensor([[*prompts[row.prompt], *row.ids]], device=next(self.model.parameters()).device)
+        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        logits = logits[-len(row.ids) - 1 : -1].float() / (sampling.temperature or 1.0)
+        expected = logits.log_softmax(-1).gather(1, ids[0, -len(row.ids) :, None])[:, 0]
+        gap = float((expected.cpu() - torch.tensor(row.logprobs)).abs().mean())
+        if not gap <= MOST_GAP:
+            raise EngineMismatch(
+                f"rollout.engine.cuda_graphs: recorded steps differ from the model by {gap:.1e} nats per token, at "
+                f"most {MOST_GAP} is allowed; leave cuda_graphs out, and please report this"
+            )
 
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""

@@ -79,9 +79,10 @@ class RecordedSteps:
         self.ids = torch.zeros((most_steps, slots), dtype=torch.long, device=device)
         self.probabilities = torch.zeros((most_steps, slots), dtype=wide, device=device)
         self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
-        self._recorded: dict[tuple[int, int, int], Callable[[], None]] = {}
+        # A graph reads the tensors of its window at their addresses, so the window lives as long as the graph.
+        self._recorded: dict[tuple[int, int, int], tuple[Callable[[], None], Window]] = {}
         self._generation = -1
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._memory: Any = None
 
     def run(self, rows: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times for the first ``rows`` slots; ids and log-probabilities ``[steps][rows]``."""
@@ -107,12 +108,15 @@ class RecordedSteps:
         if self._generation != cache.generation or len(self._recorded) >= MOST_GRAPHS:
             self._recorded.clear()
             self._generation = cache.generation
+            if self.column.device.type == "cuda":
+                self._memory = torch.cuda.graph_pool_handle()  # the last one ended with its last graph
         if (size, first, end) not in self._recorded:
             window = Window(cache, size, first, end, self.column, self.starts)
             schedule = self.schedule
             changed = (schedule.tokens, schedule.counters, self.column, self.num_steps)
-            self._recorded[size, first, end] = recorded(partial(self._step, size, window), changed, self._memory)
-        return self._recorded[size, first, end]
+            step = recorded(partial(self._step, size, window), changed, self._memory)
+            self._recorded[size, first, end] = step, window
+        return self._recorded[size, first, end][0]
 
     def _step(self, size: int, window: Any) -> None:
         """One step of the first ``size`` slots. Slots without a row compute, too: nothing reads what they draw."""
