@@ -378,11 +378,16 @@ class TeacherSection(Section):
 
 
 class DataSection(Section):
-    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted."""
+    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted.
+
+    ``label_above``: for objectives that read labels, the rating above which a given answer is desirable. Without it
+    a pair's better answer is desirable, and other scores must be 1 or 0.
+    """
 
     batch: Few = 16
     max_tokens: Tokens = Field(default=1024, ge=2)
     train_on: Literal["response", "all"] = "response"
+    label_above: float | None = None
 
 
 class TrainSection(Section):

@@ -53,10 +53,7 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
         yield _pair(tokenizer, template, prompt, example.responses)
     elif shape == "judged":
         for response in example.responses:
-            if 0.0 <= response.score <= 1.0:
-                yield (_row(tokenizer, template, prompt, response),)
-            else:  # a rating of 3 is no label, and must not pass for "desirable"
-                yield "a score outside of 0 to 1, which is no label"
+            yield (_row(tokenizer, template, prompt, response),)
     else:
         for response in example.responses:
             if all(response.steps):

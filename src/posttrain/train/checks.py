@@ -177,6 +177,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.train.compile and r.train.native_kernel, "train.native_kernel", twice
     judges = f": 'all' is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
     yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
+    unread = f": objective {r.objective.name!r} reads no labels that a threshold could make; leave it out"
+    yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Words) -> Iterator[Rule]:

@@ -16,6 +16,8 @@ SCORE_KEYS = (
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
 )
+# Where the rating of a single answer may stand; it becomes a label by ``data.label_above``.
+RATING_KEYS = ("rating", "score")
 # Where a prompt may stand; the first of these that a row has.
 PROMPT_KEYS = ("prompt", "conversations", "instruction")
 
@@ -75,7 +77,7 @@ def read_prompt(row: Row) -> tuple[Message, ...]:
 
 
 def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
-    """A prompt with one answer that is desirable or not: ``completion``, or the last of the ``messages``.
+    """A prompt with one answer and its label or rating: ``completion``, or the last of the ``messages``.
 
     Raises:
         Dropped: something is missing or blank.
@@ -91,8 +93,9 @@ def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Messag
         if len(conversation) == 1:
             raise Dropped("'messages' holds nothing but the assistant's message")
         messages, text = conversation[:-1], conversation[-1].content
-    verdict = read_verdict(row, "label")
-    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), verdict),)
+    rating = next((key for key in RATING_KEYS if key in row.data), None) if "label" not in row.data else None
+    score = read_verdict(row, "label") if rating is None else read_score(row, rating)
+    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), score),)
 
 
 def read_verdict(row: Row, key: str) -> float:
@@ -106,7 +109,8 @@ def read_verdict(row: Row, key: str) -> float:
         raise Dropped(f"{key!r} is missing")
     value = row.data[key]
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
-        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}")
+        rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
+        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
     return float(value)
 
 

@@ -12,7 +12,15 @@ from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.own_samples import paired_rows
-from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
+from posttrain.tasks.preferences.rows import (
+    PROMPT_KEYS,
+    RATING_KEYS,
+    is_blank,
+    read_judged,
+    read_pair,
+    read_prompt,
+    score_keys,
+)
 from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
@@ -22,7 +30,7 @@ Layout = Literal["pair", "judged", "steps"]
 # What a row of each layout has beside the prompt; the messages of a judged conversation hold the prompt as well.
 LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "pair": (("chosen", "rejected"),),
-    "judged": (("completion", "label"), ("messages", "label")),
+    "judged": tuple((text, worth) for text in ("completion", "messages") for worth in ("label", *RATING_KEYS)),
     "steps": (("completions", "labels"),),
 }
 Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
@@ -51,7 +59,7 @@ def preferences(
     row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0.
 
     Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
-    or 1: desirable; false or 0: not).
+    or 1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
 
     Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
     are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
