@@ -80,9 +80,12 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
     path = write(tmp_path / "x.jsonl", [row])
     (example,) = jsonl(path=path, split="test", grader="multiple_choice", meta_keys=["subject", "choices"]).examples
-    assert (example.grader, example.meta) == ("multiple_choice", {"subject": "sums", "choices": ["1", "2"]})
+    carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
+    assert (example.grader, example.meta) == ("multiple_choice", carried)
     (plain,) = jsonl(path=path, split="test").examples
-    assert (plain.grader, plain.meta) == ("numeric", {})
+    assert (plain.grader, plain.meta) == ("numeric", carried)
+    (fewer,) = jsonl(path=path, split="test", ignore_keys=["noise", "choices"]).examples
+    assert fewer.meta == {"subject": "sums"}
     with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
         jsonl(path=path, grader="exct")
     with pytest.raises(

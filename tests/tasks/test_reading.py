@@ -164,7 +164,10 @@ def test_bad_conversations(value: Any, message: str) -> None:
 
 
 def test_a_conversation() -> None:
-    row = Row("f", 1, {"m": [{"role": "user", "content": "Hi", "extra": 1}]})
+    data = {"m": [{"role": "user", "content": "Hi", "extra": 1}]}
+    with pytest.raises(DataError, match=r"f:1: 'm', message 1: unknown key 'extra'\. Known: role, content"):
+        Row("f", 1, data).messages("m")
+    row = Row("f", 1, data, ignored=frozenset({"extra"}))
     assert row.messages("m") == (Message("user", "Hi"),)
     with pytest.raises(DataError, match="the key 'n' is missing"):
         row.messages("n")

@@ -285,7 +285,7 @@ def encode_prompts(
     """
     kept, encoded, dropped = [], [], 0
     for index, example in enumerate(examples):
-        ids = encode_prompt(tokenizer, template, example.messages)
+        ids = encode_prompt(tokenizer, template, example.messages, example.variables)
         if len(ids) > limit:
             dropped += 1
         else:

@@ -539,6 +539,8 @@ class _Record:
                 self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
+            if facts.get("trained"):
+                self.directory.log(facts["trained"])
             if facts.get("num_repeated"):
                 self.directory.log(f"{facts['num_repeated']} rows of the data repeat an earlier one, and count again")
         elif event == "step":

@@ -53,6 +53,8 @@ class Task:
     working, where the task can tell (evaluation then reports the share of such answers).
     ``origin``: the file, where the environment said where it is. ``shares``: what else the task wants to be told of its
     items once they are answered, by name, one share in 0..1 per item (or pair of items). ``parts``: of a mixture.
+    ``keys``: how many rows had a key, by the key and what was done with it. ``notices``: what a run says at its start,
+    such as the grader that the task has chosen.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Task:
     origin: str | None = None
     shares: Callable[[Sequence[Answered]], Mapping[str, Sequence[float]]] | None = None
     parts: tuple[TaskPart, ...] = ()
+    keys: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 class ExamplesOnDemand(Sequence[Example]):
@@ -101,7 +105,7 @@ def num_repeated(examples: Sequence[Example]) -> int:
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len(
-        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses) for e in examples}
+        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses, e.conversation) for e in examples}
     )
 
 

@@ -166,8 +166,22 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         evaluator=evaluator,
         beside=beside,
         guarantee=words.guarantee,
-        notices=[*notices, *_told_of_slow_paths(base.policy, recipe), *(shards.notices if shards else ())],
+        notices=[
+            *task.notices,
+            *_unread_margins(words, task),
+            *notices,
+            *_told_of_slow_paths(base.policy, recipe),
+            *(shards.notices if shards else ()),
+        ],
     )
+
+
+def _unread_margins(words: Words, task: Task) -> list[str]:
+    """A line where rows state margins that the objective does not read."""
+    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in task.keys:
+        return []
+    name = words.recipe.objective.name
+    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
 
 
 def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:

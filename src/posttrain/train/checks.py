@@ -175,8 +175,9 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
     twice = ": compiled layers do not use the native kernel; leave one of train.compile and train.native_kernel out"
     yield r.train.compile and r.train.native_kernel, "train.native_kernel", twice
-    judges = f": 'all' is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
-    yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
+    chosen = r.data.train_on if r.data else None
+    judges = f": {chosen!r} is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
+    yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
     unread = f": objective {r.objective.name!r} reads no labels that a threshold could make; leave it out"
     yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
+from posttrain.tasks.messages import read_variables
 from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.preferences.rows import (
     PROMPT_KEYS,
@@ -19,6 +20,7 @@ from posttrain.tasks.preferences.rows import (
     read_judged,
     read_pair,
     read_prompt,
+    read_score,
     score_keys,
 )
 from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
@@ -47,8 +49,9 @@ def preferences(
     neutral: Neutral | None = None,
     step_separator: str = "\n",
     strip_thinking: bool = False,
+    ignore_keys: list[str] | None = None,
 ) -> Task:
-    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file in one of three layouts, told by the first row's keys.
+    """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
     The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
     ``instruction`` with or without ``input`` (Alpaca).
@@ -56,7 +59,8 @@ def preferences(
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
     their first turns need no prompt: those turns are the prompt. Scores may come with them
     (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
-    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0.
+    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0. A
+    ``margin`` of a row is taken in place of the difference, and every row must then have one.
 
     Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
     or 1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
@@ -65,8 +69,9 @@ def preferences(
     are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
     1 positive (class 2); true and false are then the outer two.
 
-    A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its
-    ``meta``, where it is a mapping, is kept: results are broken down by it.
+    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
+    part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its ``meta`` and
+    all other keys are carried along: results are broken down by them.
 
     Of an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
 
@@ -79,27 +84,41 @@ def preferences(
         neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
         step_separator: stands between two steps.
         strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
+        ignore_keys: keys of rows and messages that are left out.
 
     Raises:
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
     """
     classes = step_classes(num_classes, neutral)
     read: Callable[[Row], Parts] | None = None
+    has_margin = False
 
     def read_example(row: Row) -> Example:
-        nonlocal read
+        nonlocal read, has_margin
         if read is None:
+            has_margin = row.has("margin")
             read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
         messages, responses = read(row)
-        return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=_meta_of(row))
+        margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
+        return Example(
+            f"preferences/{split}/{row.number}",
+            messages,
+            responses=responses,
+            meta=_meta_of(row),
+            variables=read_variables(row),
+            margin=margin,
+        )
 
-    collected = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
+    rows = paired_rows(read_file(path), dropped := Counter[str]())
+    collected = collect(rows, read_example, path, dropped, carries=True, ignored=ignore_keys or ())
     return collected.as_task("preferences", path, split, validation_share, opening_hash)
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:
+    if not row.has("meta"):
+        return {}
     meta = row.plain("meta")
-    return meta if isinstance(meta, Mapping) else {}
+    return meta if isinstance(meta, Mapping) else {"meta": meta}
 
 
 def choose_reader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ class SupervisedSource:
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
         labels = Labels(recipe.data.label_above)
         for example in task.examples:
-            for unit in rows_of(tokenizer, template, example, shape):
+            for unit in rows_of(tokenizer, template, example, shape, recipe.data.train_on):
                 if shape == "judged" and not isinstance(unit, str):
                     unit = labels.label(example, unit[0])
                 if isinstance(unit, str):
@@ -135,6 +136,7 @@ class SupervisedSource:
         self.num_examples = len(self.units)
         if shape == "judged":
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
+        self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units, curriculum)
         names = [] if streams is None else streams.fixed
@@ -176,6 +178,22 @@ class SupervisedSource:
         """Nothing: the data are counted when the run begins."""
         return []
 
+    def _share_of_trained(self, train_on: str | None, task: Task) -> str:
+        """Which share of the tokens is trained, and which conversations became several examples."""
+        rows = [row for unit in self.units for row in unit]
+        starts = [1 if self.train_all else row.prompt_length for row in rows]
+        trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
+        trained = sum(len(row.step_labels) for row in rows) if self.shape == "steps" else trained
+        total = sum(len(row.ids) for row in rows)
+        of = ""
+        if self.shape == "demonstration":
+            has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
+            of = f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
+        apart = sum(row.is_apart for row in rows)
+        several = f"; {apart:,} examples are one turn each of a conversation, as the template rewrites earlier turns"
+        share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}{of}"
+        return share + (several if apart else "")
+
     def close(self) -> None:
         """Nothing runs beside it."""
 
@@ -208,7 +226,8 @@ class SupervisedSource:
         else:
             start = 1 if self.train_all else row.prompt_length
             mask = [t >= start and t not in row.heard for t in range(n)]
-            streams = {"labels": row.score, "margins": unit[0].score - unit[-1].score}
+            difference = unit[0].score - unit[-1].score
+            streams = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
         if self.shape == "demonstration":
             streams = {}
         # a prompt that is trained on itself cannot be shared

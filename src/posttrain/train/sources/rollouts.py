@@ -96,7 +96,7 @@ class RolloutSource:
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
-        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
         self.origin = task.origin
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
