@@ -87,12 +87,12 @@ def test_damaged_archives(tmp_path: Path) -> None:
 
 def test_wrong_paths(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}", encoding="utf-8")
-    (tmp_path / "notes.csv").write_text("a,b", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("a,b", encoding="utf-8")
     for name, message in (
         ("trian.jsonl", "no such file. Did you mean 'train.jsonl'"),
         ("nowhere/train.jsonl", "no such file"),
         ("", "this is a folder; give one file"),
-        ("notes.csv", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
+        ("notes.txt", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
     ):
         with pytest.raises(DataError, match=message):
             list(read_file(tmp_path / name))

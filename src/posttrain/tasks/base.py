@@ -10,7 +10,7 @@ from typing import Any, Protocol, overload
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import MIXTURE, Word, map_tasks
+from posttrain.recipes.sections import MIXTURE, Word, map_tasks, task_words
 from posttrain.types import Example
 
 
@@ -120,6 +120,24 @@ def held_out_task(word: Word) -> Word:
     Of a mixture those of its parts, by weight.
     """
     return _by_weight(map_tasks(word, _held_out))
+
+
+def eval_words(recipe: Recipe) -> list[Word]:
+    """The tasks that a run is evaluated on: those of ``eval.tasks``, else the held-out split of its own task.
+
+    Raises:
+        RecipeError: the task names no such split, or training leaves nothing of it.
+    """
+    if recipe.eval.tasks:
+        return list(recipe.eval.tasks)
+    word = held_out_task(recipe.task)
+    for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
+        if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
+            raise RecipeError(
+                f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
+                "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+            )
+    return [word]
 
 
 def _by_weight(word: Word) -> Word:

@@ -28,7 +28,8 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     Raises:
         DataError: missing, of another shape, empty, with an unknown role or key, or a tool's results that fit no calls.
     """
-    value = [row.data[key]] if isinstance(row.data[key], Mapping) else row.data[key]
+    value = row.nested(key)
+    value = [value] if isinstance(value, Mapping) else value
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
@@ -118,7 +119,7 @@ def _read_call(row: Row, place: str, stated: Any) -> Call:
         except (ValueError, RecursionError):
             arguments = None
     else:
-        arguments = row.as_written({} if arguments is None and row.is_arrow else arguments)
+        arguments = {} if arguments is None and row.is_arrow else arguments
     if not isinstance(arguments, dict):
         raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
     name = row.checked(function.get("name"), f"{place} name")
@@ -163,13 +164,7 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
     Raises:
         DataError: of another form.
     """
-    value = row.data[key]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    value = row.as_written(value)
+    value = row.nested(key)
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
         raise row.fail(f"{key!r} must be {form}; got {shown(row.data[key])}")
@@ -187,7 +182,7 @@ def read_variables(row: Row) -> dict[str, Any]:
     """
     variables: dict[str, Any] = {}
     if row.has("chat_template_kwargs"):
-        given = row.as_written(row.data["chat_template_kwargs"])
+        given = row.nested("chat_template_kwargs")
         if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
             form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
             raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")

@@ -31,7 +31,7 @@ Split = Literal["train", "validation", "test"]
 Half = Literal["first", "second"]
 # What the docstring of every reader says of these options, and of errors, where it does not say more itself.
 _ABOUT = {
-    "path": "a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file",
+    "path": "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file",
     "hub": "name of the data set on the hub.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"

@@ -5,13 +5,16 @@ Every row knows where it stands, so that whatever is wrong with it is reported a
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +29,7 @@ from posttrain.types import Message
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
 HUB = "hf:"
 _HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
-SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".csv", ".tsv", ".parquet")
 # pyarrow's own errors derive from these; dates, durations and zones that Python has not raise the last three.
 _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError, ArithmeticError)
 MAX_LINE_BYTES = 1 << 28
@@ -55,7 +58,7 @@ class RowData(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data. ``line`` is its 1-based line (jsonl) or row number (parquet, hub).
+    """One row of data. ``line`` is its 1-based line (jsonl, csv) or row number (json, parquet, hub).
 
     ``part``: which of several rows that were made of the line; 0 where the line is the row. ``is_arrow``: the file is a
     table, in which a key that an object of the data does not have stands as null. ``ignored``: ``task.ignore_keys``.
@@ -89,6 +92,14 @@ class Row:
     def unused(self) -> list[str]:
         """The keys that have a value and were not used, in order."""
         return [key for key, value in self.data.items() if value is not None and key not in self.used]
+
+    def nested(self, key: str) -> Any:
+        """A list or object under ``key``, which may stand there as its JSON text, as in a table of texts."""
+        value = self.data[key]
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            with suppress(ValueError, RecursionError):
+                return _JSON.decode(value)
+        return self.as_written(value)
 
     def as_written(self, value: Any) -> Any:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
@@ -194,11 +205,13 @@ class Row:
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
-    """The rows of a ``.jsonl``, ``.jsonl.gz``, ``.ndjson`` or ``.parquet`` file, in order.
+    """The rows of a file with one of ``SUFFIXES``, in order.
 
-    Blank lines of a jsonl file are no rows. A relative path that is not there is looked for in the folder
-    POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``) and ``#N``, is a data set on the
-    hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no more is downloaded.
+    Blank lines of a jsonl file are no rows. A json file is a list of rows (or has one to a line); a csv or tsv file has
+    the keys in its first line, and an empty cell is a key that the row does not have. A relative path that is not
+    there is looked for in the folder POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``)
+    and ``#N``, is a data set on the hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no
+    more is downloaded.
 
     Raises:
         DataNotThere: no such file or data set.
@@ -221,7 +234,8 @@ def read_file(path: str | Path) -> Iterator[Row]:
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
     if not path.name.endswith(SUFFIXES):
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
-    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
+    readers = {".parquet": _read_parquet, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
+    yield from readers.get(path.suffix, _read_lines)(path)
 
 
 def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
@@ -285,6 +299,85 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(path, f"a line must be one JSON object; got {shown(value)}", number)
     return value
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """The objects of a list, by their number; a file of one object to a line is read by lines."""
+    text = _whole_text(path)
+    at, number = _skip(text, 0), 0
+    if text[at : at + 1] != "[":
+        with suppress(ValueError, RecursionError):
+            value, end = _JSON.raw_decode(text, at)
+            if not text[end:].strip():
+                what = f"the file is one {type(value).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
+                raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
+        yield from _read_lines(path)
+        return
+    at = _skip(text, at + 1)
+    while text[at : at + 1] != "]":
+        number += 1
+        try:
+            value, at = _JSON.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                path, f"row {number} is not usable JSON: {error}; write a list of objects", number
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
+        yield Row(str(path), number, value)
+        at = _skip(text, at)
+        if text[at : at + 1] not in (",", "]"):
+            raise DataError(path, f"not JSON: a comma or the end of the list must follow row {number}", number)
+        at = _skip(text, at + 1) if text[at] == "," else at
+    if text[at + 1 :].strip():
+        raise DataError(path, "not JSON: something follows the list of rows; leave it out", number)
+
+
+def _skip(text: str, at: int) -> int:
+    """The place behind white space."""
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at
+
+
+def _whole_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_LINE_BYTES:
+            size = f"a file of more than {MAX_LINE_BYTES >> 20} MiB"
+            raise DataError(path, f"{size}, which is read whole; write one object to a line (.jsonl)")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror or error})") from None
+
+
+def _read_table(path: Path) -> Iterator[Row]:
+    """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = _whole_text(path)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    names: list[str] = []
+    begins = 1
+    try:
+        for cells in reader:
+            begins, line = reader.line_num + 1, begins
+            if not cells:
+                continue
+            if not names:
+                names = [name.strip() for name in cells]
+                twice = next((name for name in names if names.count(name) > 1 or not name), None)
+                if twice is not None:
+                    raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
+                continue
+            if len(cells) != len(names):
+                what = f"{len(cells)} cells, and the first line names {len(names)} keys; quote cells with commas"
+                raise DataError(path, what, line)
+            yield Row(str(path), line, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""})
+    except csv.Error as error:
+        raise DataError(
+            path, f"not a readable table ({error}); quote cells that hold quotes or line ends", begins
+        ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

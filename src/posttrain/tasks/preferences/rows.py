@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from posttrain.tasks.messages import add_system
@@ -17,6 +18,7 @@ SCORE_KEYS = (
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
 )
+VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0}  # as a table of texts has them
 # Where the rating of a single answer may stand; it becomes a label by ``data.label_above``.
 RATING_KEYS = ("rating", "score")
 # Where a prompt may stand; the first of these that a row has.
@@ -79,7 +81,8 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
         DataError: of the wrong type.
     """
     earlier: list[Message] = []
-    for pair in row.entries("history", "of pairs of texts") if row.data.get("history") else []:
+    history = row.nested("history") if row.has("history") else []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
         earlier += [
@@ -124,6 +127,7 @@ def read_verdict(row: Row, key: str) -> float:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing")
     value = row.data[key]
+    value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
         rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
         raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
@@ -140,6 +144,9 @@ def read_score(row: Row, key: str) -> float:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing, and every row needs a score")
     value = row.data[key]
+    if isinstance(value, str):  # of a table of texts
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise row.fail(f"{key!r} must be a finite number; got {value!r}")
     return float(value)

@@ -196,7 +196,7 @@ def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int
 def _read_list(row: Row, key: str) -> Sequence[Any]:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing")
-    value = row.data[key]
+    value = row.nested(key)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
     if not value:

@@ -25,7 +25,6 @@ from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
@@ -116,14 +115,6 @@ class RolloutSource:
             max_total_tokens=context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
         )
-        rewards = [name for name, _, _ in grader.rewards]
-        success = curriculum.by if curriculum is not None else "reward"
-        for key, name in (("rollout.uniform_by", self.options.uniform_by), ("curriculum.by", success)):
-            if name not in ("reward", *rewards):
-                raise UsageError(
-                    f"{key}: there is no reward part {name!r}.{suggest(name, rewards)} Known: reward, "
-                    f"{', '.join(rewards)}"
-                )
         self._batch: Batch | None = None
         self._notices: dict[str, bool] = {}  # what is said once, and whether it was said
         self.ahead: Ahead | None = None
