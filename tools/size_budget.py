@@ -17,28 +17,28 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76995
+MAX_PACKAGE_LINES = 78290
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2614,
-    "recipes": 1280,
+    "ground": 2635,
+    "recipes": 1315,
     "algorithms": 2050,
     "graders": 6800,
-    "rewards": 405,
-    "render": 1360,
-    "tasks": 5630,
+    "rewards": 435,
+    "render": 1885,
+    "tasks": 6160,
     "environments": 1760,
     "store": 2650,
     "models": 4805,
     "engines": 8604,
     "evals": 3020,
     "reward_models": 1620,
-    "train": 8055,
-    "interpret": 7320,
+    "train": 8150,
+    "interpret": 7325,
     "runs": 3662,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9012,
+    "commands": 9060,
 }
 
 

@@ -532,15 +532,14 @@ class _Record:
             steps = facts.get("steps", self.status.steps)
             self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
             length = f": {facts['length']}" if facts.get("length") else ""
-            self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            trained = f"; {facts['trained']}" if facts.get("trained") else ""
+            self.directory.log(("started" if at is None else f"resumed after step {at}") + length + trained)
             if facts.get("guarantee"):
                 self.directory.log(f"guarantee after a kill and --resume: {facts['guarantee']}")
             if facts.get("origin"):
                 self.directory.log(f"the data are from {facts['origin']}")
             for reason, count in (facts.get("dropped") or {}).items():
                 self.directory.log(f"dropped {count} of the data: {reason}")
-            if facts.get("trained"):
-                self.directory.log(facts["trained"])
             if facts.get("num_repeated"):
                 self.directory.log(f"{facts['num_repeated']} rows of the data repeat an earlier one, and count again")
         elif event == "step":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -91,17 +92,19 @@ def jsonl(
     if grader is not None:
         find("grader", grader, "task.grader")
     keys = Keys(prompt_key, messages_key, answer_key, solution_key, response_key)
-
-    def read(row: Row) -> Example:
-        example = _without_thinking(read_example(row, split, keys), strip_thinking)
-        return replace(example, meta=_read_meta(row, meta_keys or ()))
-
+    read = partial(_read_row, split=split, keys=keys, meta_keys=meta_keys or (), strip_thinking=strip_thinking)
     collected = collect(read_file(path), read, path, carries=True, ignored=ignore_keys or ())
     chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
     examples = keep_correct(collected, chosen_grader, path) if correct_only else collected.examples
     chosen = choose_split(examples, split, validation_share, path, opening_hash)
     return Task("jsonl", split, chosen, dict(collected.dropped), keys=dict(collected.keys), notices=notices)
+
+
+def _read_row(row: Row, split: str, keys: Keys, meta_keys: Sequence[str], *, strip_thinking: bool) -> Example:
+    """One row as an example, with what is kept of it in ``meta``."""
+    example = _without_thinking(read_example(row, split, keys), strip_thinking)
+    return replace(example, meta=_read_meta(row, meta_keys))
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,16 @@ MEANT = frozenset(
 )
 
 
+def refuse_unread(row: Row) -> None:
+    """Refuse a row with a key that nothing has read, and that would change what is trained.
+
+    Raises:
+        DataError: with the key.
+    """
+    for key in row.unused():
+        _refuse_meant(row, key)
+
+
 def _refuse_meant(row: Row, key: str) -> None:
     """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
     way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"

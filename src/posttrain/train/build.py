@@ -31,7 +31,7 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
-from posttrain.train.checks import OWN_TEACHER, Words, words_of
+from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER, EngineSite
 from posttrain.train.optimizer import build_optimizer
@@ -168,20 +168,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         guarantee=words.guarantee,
         notices=[
             *task.notices,
-            *_unread_margins(words, task),
+            *unread_margins(words, task.keys),
             *notices,
             *_told_of_slow_paths(base.policy, recipe),
             *(shards.notices if shards else ()),
         ],
     )
-
-
-def _unread_margins(words: Words, task: Task) -> list[str]:
-    """A line where rows state margins that the objective does not read."""
-    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in task.keys:
-        return []
-    name = words.recipe.objective.name
-    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
 
 
 def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:

@@ -143,6 +143,14 @@ def words_of(recipe: Recipe) -> Words:
     return words
 
 
+def unread_margins(words: Words, keys: Mapping[tuple[str, str], int]) -> list[str]:
+    """A line where rows state margins that the objective does not read."""
+    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in keys:
+        return []
+    name = words.recipe.objective.name
+    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
+
+
 def _of_objective(w: Words) -> Iterator[Rule]:
     r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
     weighs = "token" if w.level == "token" else "unit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -90,28 +91,32 @@ def preferences(
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
     """
     classes = step_classes(num_classes, neutral)
-    read: Callable[[Row], Parts] | None = None
-    has_margin = False
+    choose = partial(choose_reader, classes=classes, separator=step_separator, strip_thinking=strip_thinking)
+    rows = paired_rows(read_file(path), dropped := Counter[str]())
+    read = _as_examples(f"preferences/{split}", choose)
+    collected = collect(rows, read, path, dropped, carries=True, ignored=ignore_keys or ())
+    return collected.as_task("preferences", path, split, validation_share, opening_hash)
+
+
+def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> Callable[[Row], Example]:
+    """What reads each row as an example; the first row decides how, and whether all rows have a margin."""
+    chosen: list[tuple[Callable[[Row], Parts], bool]] = []
 
     def read_example(row: Row) -> Example:
-        nonlocal read, has_margin
-        if read is None:
-            has_margin = row.has("margin")
-            read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
+        if not chosen:
+            chosen.append((choose(row), row.has("margin")))
+        read, has_margin = chosen[0]
         messages, responses = read(row)
-        margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
         return Example(
-            f"preferences/{split}/{row.number}",
+            f"{name}/{row.number}",
             messages,
             responses=responses,
             meta=_meta_of(row),
             variables=read_variables(row),
-            margin=margin,
+            margin=read_score(row, "margin") if has_margin and len(responses) == 2 else None,
         )
 
-    rows = paired_rows(read_file(path), dropped := Counter[str]())
-    collected = collect(rows, read_example, path, dropped, carries=True, ignored=ignore_keys or ())
-    return collected.as_task("preferences", path, split, validation_share, opening_hash)
+    return read_example
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:
