@@ -44,6 +44,13 @@ def rows_of(
     more responses is not used. ``train_on``: of demonstrations; by default every turn of the assistant where the row is
     a conversation, else the response.
     """
+    if (
+        shape == "demonstration"
+        and template.turns == "last"
+        and not all(m.is_trained for m in example.conversation[-1:])
+    ):
+        yield UNTRAINED
+        return
     if shape == "demonstration" and template.turns != "last":
         if train_on == "assistant" and not example.conversation:
             example = _as_conversation(example)
@@ -82,10 +89,12 @@ def rows_of(
 
 def _as_conversation(example: Example) -> Example:
     """An example whose prompt has turns of the assistant, as a conversation; any other as it is."""
-    has_turns = any(message.role == "assistant" for message in example.messages)
-    if example.demonstration is None or example.turns or not has_turns:
+    text = example.demonstration
+    if text is None and example.responses and (example.solution, example.answer) == (None, None):
+        text = max(example.responses, key=lambda r: r.score).text
+    if text is None or example.turns or all(message.role != "assistant" for message in example.messages):
         return example
-    return replace(example, conversation=(*example.messages, Message("assistant", example.demonstration)))
+    return replace(example, conversation=(*example.messages, Message("assistant", text)))
 
 
 def _conversation(

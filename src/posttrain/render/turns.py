@@ -184,17 +184,22 @@ def call_pieces(call: Call, form: Form) -> list[Piece]:
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
-    """The messages with their calls in the content, and the results as messages of another role."""
-    spelled = []
+    """The messages with their calls in the content; results may become messages of the user, one for each turn."""
+    spelled: list[Message] = []
+    is_result = False  # of the message before
     for message in messages:
         if message.calls:
             calls = "\n".join("".join(p.text for p in call_pieces(call, "tagged")) for call in message.calls)
             content = f"{message.content}\n{calls}" if message.content else calls
             message = replace(message, content=content, calls=())
-        elif message.role == "tool":
+        elif message.role == "tool" and results != "tool":
             opening, closing = RESULT_TAGS["tagged"]
-            content = f"{opening}{message.content}{closing}" if results != "tool" else message.content
-            message = replace(message, role=results, content=content, name=None if results != "tool" else message.name)
+            content = f"{opening}{message.content}{closing}"
+            before = f"{spelled.pop().content}\n" if is_result else ""
+            is_result = True
+            spelled.append(Message(results, before + content))
+            continue
+        is_result = False
         spelled.append(message)
     return spelled
 

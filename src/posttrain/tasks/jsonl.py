@@ -121,8 +121,8 @@ class Keys:
         """The key of a part in a row; another name counts only where the option is left at its default."""
         named: str = getattr(self, part)
         others = ALIASES.get(part, ()) if named == part and not row.has(named) else ()
-        if part == "response" and not row.has("instruction"):
-            others = others[:1]  # ``output`` is what is wanted only where Alpaca's instruction stands
+        if part == "response":  # ``output`` is what is wanted only where Alpaca's instruction stands
+            others = () if row.has(self.of(row, "messages")) else others if row.has("instruction") else others[:1]
         return next((key for key in others if row.has(key)), named)
 
 
@@ -155,6 +155,10 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
     messages = add_system(row, _asked(row, keys))
     of_response = keys.of(row, "response")
     parts: dict[str, str] = {}
+    if of_response in ALIASES["response"] and (row.has("label") or row.has("labels")):
+        raise row.fail(
+            f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences"
+        )
     solution = row.text(keys.solution) if row.has(keys.solution) else None
     if solution is not None:
         parts[repr(keys.solution)] = solution

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant", "tool")
 # The keys of role and content in the two common layouts: of chat templates, and of ShareGPT.
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 TRAINED_KEYS = ("weight", "train")
@@ -34,7 +34,7 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
         raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
     messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
     _check_results(row, key, messages)
-    return tuple(messages)
+    return tuple(_in_order(row, key, value, messages))
 
 
 def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
@@ -42,10 +42,14 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     stated = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
     of_role, of_content = next((keys for keys in MESSAGE_KEYS if keys[0] in stated), ("", ""))
     calls = stated.get("tool_calls")
+    if stated.get("from") == "function_call":  # the call is the value
+        value = stated.get("value")
+        calls, stated["value"] = _decoded(value), ""
+        calls = calls if isinstance(calls, list) else [calls]
     if not of_role or (of_content not in stated and not calls and stated[of_role] != "tool"):
         raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
     role = row.checked(stated[of_role], f"{key} {number} {of_role}")
-    role = SHAREGPT_ROLES.get(role, role) if of_role == "from" else role
+    role = SHAREGPT_ROLES.get(role, role) if of_role == "from" else "system" if role == "developer" else role
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
     _refuse_unknown(row, where, [k for k in stated if k not in (of_role, of_content)])
@@ -114,12 +118,9 @@ def _read_call(row: Row, place: str, stated: Any) -> Call:
     function = stated.get("function", stated) if isinstance(stated, Mapping) else {}
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-    else:
-        arguments = {} if arguments is None and row.is_arrow else arguments
+        arguments = _decoded(arguments or "{}")
+    elif arguments is None and row.is_arrow:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
     name = row.checked(function.get("name"), f"{place} name")
@@ -128,6 +129,38 @@ def _read_call(row: Row, place: str, stated: Any) -> Call:
     except ValueError:
         raise row.fail(f"{place!r}: its arguments hold a number that JSON has not (NaN, Infinity)") from None
     return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
+
+
+def _decoded(text: Any) -> Any:
+    """What a JSON text says; None where it is none."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
+    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have ids of their own.
+
+    Raises:
+        DataError: a result of a call that is not there.
+    """
+    ordered = list(messages)
+    for at, message in enumerate(messages):
+        if len(message.calls) == 0 or not isinstance(items[at].get("tool_calls"), list):
+            continue
+        results = range(at + 1, at + 1 + len(message.calls))
+        ids = [call.get("id") for call in items[at]["tool_calls"] if isinstance(call, Mapping)]
+        named = [items[i].get("tool_call_id") for i in results]
+        if None in ids or None in named or len(set(ids)) < len(ids):
+            continue
+        strange = next((name for name in named if name not in ids), None)
+        if strange is not None or len(set(named)) < len(named):
+            known = ", ".join(map(repr, ids))
+            what = f"'tool_call_id' {strange or named[0]!r} must name one of the calls before it ({known}), each once"
+            raise row.fail(f"{key!r}, message {at + 2 + named.index(strange or named[0])}: {what}")
+        ordered[at + 1 : at + 1 + len(ids)] = [messages[at + 1 + named.index(name)] for name in ids]
+    return ordered
 
 
 def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:

@@ -33,9 +33,10 @@ Layout = Literal["pair", "judged", "steps"]
 # What a row of each layout has beside the prompt; the messages of a judged conversation hold the prompt as well.
 LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "pair": (("chosen", "rejected"),),
-    "judged": tuple((text, worth) for text in ("completion", "messages") for worth in ("label", *RATING_KEYS)),
+    "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
 }
+ANSWER_KEYS = ("completion", "messages")  # of a judged answer, which may have a rating in place of a label
 Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
 
 
@@ -135,7 +136,8 @@ def choose_reader(
         raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
 
     def read(row: Row) -> Parts:
-        if not any(key in row.data for keys in LAYOUTS[layout] for key in keys):
+        known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
+        if known.isdisjoint(row.data):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
             return read_pair(row, scores=scores, strip_thinking=strip_thinking)
@@ -153,6 +155,8 @@ def detect_layout(row: Row) -> Layout:
         DataError: none, or more than one.
     """
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
+    if not layouts and any(key in row.data for key in RATING_KEYS) and any(one in row.data for one in ANSWER_KEYS):
+        return "judged"
     if len(layouts) == 1:
         return layouts[0]
     wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())

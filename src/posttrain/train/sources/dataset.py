@@ -190,7 +190,9 @@ class SupervisedSource:
             has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
             of = f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
         apart = sum(row.is_apart for row in rows)
-        several = f"; {apart:,} examples are one turn each of a conversation, as the template rewrites earlier turns"
+        several = (
+            f"; {apart:,} examples are single turns of conversations, whose earlier turns the template writes anew"
+        )
         share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}{of}"
         return share + (several if apart else "")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import ASK, GIVEN, LEARNT, REFUSED, REPLY
 from model_templates import LAYOUTS, tokenizer_of
+from real_rows import ASK, GIVEN, LEARNT, REFUSED, REPLY
 
 from posttrain import registry
 from posttrain.cli import main
@@ -39,7 +39,9 @@ def read(path: Path, reader: str, row: Mapping[str, Any], **options: Any) -> Tas
 def texts_of(value: Any, key: str = "") -> Iterator[str]:
     """Every text of a row that is trained or read."""
     if isinstance(value, str):
-        if key in TEXTS:
+        if key == "value" and value.startswith("{"):
+            yield from texts_of(json.loads(value)["arguments"], "arguments")
+        elif key in TEXTS:
             is_object = key == "arguments" and value.startswith("{")
             yield from texts_of(json.loads(value), key) if is_object else [value]
     elif isinstance(value, Mapping):
@@ -67,6 +69,7 @@ def squeezed(text: str) -> str:
 
 # What a template cannot say, which is then refused and not dropped.
 CANNOT = {
+    "several calls": ("llama3",),
     "tools": ("gemma3", "chatml", "plain", "dialogue", "boxed"),
     "begins": ("gemma3",),
 }
@@ -74,6 +77,9 @@ CANNOT = {
 
 def cannot(name: str, row: Mapping[str, Any]) -> bool:
     begins = "messages" in row and row["messages"][0]["role"] == "assistant"
+    several = any(len(message.get("tool_calls") or ()) > 1 for message in row.get("messages", ()))
+    if several and name in CANNOT["several calls"]:
+        return True
     return ("tools" in row and name in CANNOT["tools"]) or (begins and name in CANNOT["begins"])
 
 
@@ -83,7 +89,7 @@ def test_row_to_imitate_loses_no_text(tmp_path: Path, kind: str, name: str) -> N
     row = LEARNT[kind]
     (example,) = read(tmp_path, "jsonl", row).examples
     if cannot(name, row):
-        with pytest.raises(UsageError, match=r"tools|alternate"):
+        with pytest.raises(UsageError, match=r"tools|alternate|one call a message"):
             encoded(name, example, "demonstration")
         return
     rows = encoded(name, example, "demonstration")
@@ -183,3 +189,37 @@ def test_margin_is_needed_in_every_row_or_none(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(row) for row in (pair, pair | {"margin": 2})), encoding="utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl:2: the key 'margin' is not read here"):
         preferences(path=str(file), split="test")
+
+
+def test_results_are_put_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    (example,) = read(tmp_path, "jsonl", LEARNT["results in another order"]).examples
+    assert [message.content for message in example.conversation[2:4]] == ["of aa: 777", "of bb: 406"]
+    assert [call.result for call in example.turns[0].calls] == ["of aa: 777", "of bb: 406"]
+
+
+@pytest.mark.parametrize("template", ["document", "as_is"])
+def test_last_message_of_weight_0_is_not_trained_by_any_template(tmp_path: Path, template: str) -> None:
+    row = {"messages": [ASK, {**REPLY, "weight": 0}]}
+    (example,) = read(tmp_path, "jsonl", row).examples
+    made = registry.find("template", template).bind({})()
+    units = list(rows_of(tokenizer_of("chatml"), made, example, "demonstration"))
+    assert units == ["no message that is trained (weight 0 or train: false)"]
+
+
+def test_train_on_assistant_trains_earlier_turns_of_dialogues_with_given_answers(tmp_path: Path) -> None:
+    (example,) = read(tmp_path, "preferences", GIVEN["a pair behind two turns"]).examples
+    chat = registry.find("template", "chat").bind({})()
+    tokenizer = tokenizer_of("chatml")
+    (unit,) = rows_of(tokenizer, chat, example, "demonstration", "assistant")
+    trained = [t for t in range(unit[0].prompt_length, len(unit[0].ids)) if t not in unit[0].heard]  # type: ignore[union-attr]
+    text = tokenizer.decode([unit[0].ids[t] for t in trained])  # type: ignore[union-attr]
+    assert text == "The Seine does.<|im_end|>The Tiber.<|im_end|>"
+    (unit,) = rows_of(tokenizer, chat, example, "demonstration")
+    assert tokenizer.decode(unit[0].ids[unit[0].prompt_length :]) == "The Tiber.<|im_end|>"  # type: ignore[union-attr]
+
+
+def test_pair_with_a_further_column_of_messages_and_a_score_stays_a_pair(tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "messages": [ASK, REPLY], "score": 3}
+    (example,) = read(tmp_path, "preferences", row).examples
+    assert [response.text for response in example.responses] == ["a", "b"]
+    assert example.meta["score"] == 3

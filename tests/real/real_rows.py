@@ -90,6 +90,27 @@ LEARNT: dict[str, Row] = {
     "several rounds of tools": {
         "messages": [*LOOKED_UP, MORE, call("river_of", {"city": "Rome"}), tool("Tiber, 406 km"), THEN],
     },
+    "results in another order": {
+        "messages": [
+            ASK,
+            says(
+                None,
+                tool_calls=[{"id": i, "function": {"name": "length", "arguments": {"of": i}}} for i in ("aa", "bb")],
+            ),
+            tool("of bb: 406", tool_call_id="bb"),
+            tool("of aa: 777", tool_call_id="aa"),
+            REPLY,
+        ],
+    },
+    "a developer's message": {"messages": [{"role": "developer", "content": "Be brief."}, ASK, REPLY]},
+    "sharegpt with tools": {
+        "conversations": shares(
+            ("human", "Which?"),
+            ("function_call", '{"name": "river_of", "arguments": {"city": "Paris"}}'),
+            ("observation", "Seine"),
+            ("gpt", "The Seine."),
+        )
+    },
     "two calls one after the other": {
         "messages": [
             ASK,
@@ -196,6 +217,15 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
     ),
     "a given answer that calls": (
         "preferences", {"prompt": [ASK], "chosen": [call("f", {})], "rejected": [says("b")]}, "tools are used in answer to a message of the user"
+    ),
+    "a result of another call": (
+        "jsonl",
+        {"messages": [ASK, call("f", {}), tool("r", tool_call_id="call_2"), REPLY]},
+        "message 3: 'tool_call_id' 'call_2' must name one of the calls before it",
+    ),
+    "a judged answer to imitate": ("jsonl", {"prompt": "q", "completion": "a", "label": False}, "has a label, so it is a judged"),
+    "a call of sharegpt that is none": (
+        "jsonl", {"conversations": shares(("human", "q"), ("function_call", "f()"), ("observation", "r"), ("gpt", "a"))}, "tool_calls 1 name' must be text"
     ),
     "a rating as a label": ("preferences", {"prompt": "q", "completion": "a", "label": 7}, "A rating stands under 'rating'"),
 }  # fmt: skip
