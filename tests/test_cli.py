@@ -137,6 +137,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["rl/grpo", "--rollout.top_p", "0.9"], "rollout.top_p: objective 'grpo' weighs tokens"),
         (["tiny/grpo", "--prompt.template", "boxed"], "rewards.1: xml_format looks at the tags of the prompt template"),
         (["tiny/grpo", "--rollout.uniform_by", "corect"], "rollout.uniform_by: there is no reward part 'corect'. Did"),
+        (["tiny/grpo-calculator", "--rewards", "[environment]"], "rewards: 'calculator' has no get_reward"),
         (["sft-math", "--task.split", "validation"], "task.split: training on 'validation' leaves nothing"),
     ],
 )

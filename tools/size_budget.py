@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 78290
+MAX_PACKAGE_LINES = 78400
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2635,
@@ -25,9 +25,9 @@ ROOMS: dict[str, int] = {
     "algorithms": 2050,
     "graders": 6800,
     "rewards": 435,
-    "render": 1885,
-    "tasks": 6160,
-    "environments": 1760,
+    "render": 1920,
+    "tasks": 6185,
+    "environments": 1775,
     "store": 2650,
     "models": 4805,
     "engines": 8604,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3662,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9060,
+    "commands": 9080,
 }
 
 

@@ -46,6 +46,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
         raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
     if arguments.dry_run:
         check_data(recipe)
+        check_tools(recipe)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         tell_missing([recipe])
@@ -108,6 +109,19 @@ def check_data(recipe: Recipe) -> None:
             build_task(named, key)
         except (DataNotThere, MissingExtra) as error:
             print(harmless(f"note: {key}: {error}"), file=sys.stderr)
+
+
+def check_tools(recipe: Recipe) -> None:
+    """Make the recipe's environment and tools once, as a run does.
+
+    Raises:
+        UsageError: they cannot be used, or do not give what the rewards ask.
+    """
+    if recipe.environment is None and not recipe.tools:
+        return
+    from posttrain.environments.contract import build_toolset, refuse_unpaid
+
+    refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
-from posttrain.environments.contract import Session, Toolset, build_toolset, opened
+from posttrain.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.environments.pool import Job, Pool
 from posttrain.environments.tools import Request, Tool, describe_tools, read_calls
 from posttrain.errors import UsageError
@@ -57,12 +57,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     form = call_form(tokenizer, template)
     if options.show_tools:
         template = show_tools(template, toolset.schemas, form)
-    if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:
-        raise UsageError(f"rewards: {toolset.name!r} has no get_reward, which the reward environment asks; write one")
-    if any(word.name == "turn_rewards" for word in recipe.rewards) and not toolset.pays_turns:
-        raise UsageError(
-            f"rewards: {toolset.name!r} has no get_turn_reward, which the reward turn_rewards asks; write one"
-        )
+    refuse_unpaid(toolset, [word.name for word in recipe.rewards])
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"

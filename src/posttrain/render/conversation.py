@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.render.encoding import Piece, encode_pieces
 from posttrain.render.template import Template, end_id, prompt_pieces
-from posttrain.render.turns import assistant_pieces, render_pieces, with_reasoning
+from posttrain.render.turns import as_row_texts, assistant_pieces, render_pieces, with_reasoning
 from posttrain.types import Example, Message, Turn
 
 UNTRAINED = "no message that is trained (weight 0 or train: false)"
@@ -98,7 +98,7 @@ def conversation_rows(
     Raises:
         UsageError: the chat template cannot render the conversation.
     """
-    variables = {**template.variables, **example.variables}
+    variables = {**template.variables, **as_row_texts(example.variables)}
     trained = trained_turns(example.conversation, train_on)
     if not trained:
         return []

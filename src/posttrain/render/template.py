@@ -10,7 +10,7 @@ from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render.encoding import Piece, encode_pieces, markers_of
-from posttrain.render.turns import turn_end
+from posttrain.render.turns import as_row_texts, turn_end
 from posttrain.types import Example, Message
 
 
@@ -82,7 +82,7 @@ def prompt_pieces(
             f"the tokenizer's chat template does not read {', '.join(map(repr, unread))}. Give it one that does, or "
             f"leave the key out of all rows by task.ignore_keys: [{key}]"
         )
-    return template.prompt(messages, tokenizer, {**template.variables, **variables})
+    return template.prompt(messages, tokenizer, {**template.variables, **as_row_texts(variables)})
 
 
 def encode_prompt(

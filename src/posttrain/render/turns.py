@@ -204,6 +204,21 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
     return spelled
 
 
+class RowText(str):
+    """A text of a row among the variables of a chat template: not trusted, as the recipe's own are."""
+
+    __slots__ = ()
+
+
+def as_row_texts(value: Any) -> Any:
+    """Nested values of a row with each of their texts as ``RowText``."""
+    if isinstance(value, Mapping):
+        return {key: as_row_texts(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [as_row_texts(one) for one in value]
+    return RowText(value) if isinstance(value, str) else value
+
+
 class _Sheet:
     """Texts by the number of their placeholder, for one conversation in one chat template."""
 
@@ -286,13 +301,13 @@ class _Sheet:
         return self._leaf(value, needed) if isinstance(value, str) else value
 
     def _guard(self, value: Any) -> Any:
-        """Nested values of a variable with a placeholder for each text that holds one of the tokenizer's markers."""
+        """Nested values of a variable with a placeholder for each text of a row that holds one of the markers."""
         if isinstance(value, Mapping):
             self._check_names(value)
             return {key: self._guard(one) for key, one in value.items()}
         if isinstance(value, list):
             return [self._guard(one) for one in value]
-        return self._leaf(value, None) if isinstance(value, str) and any(self.markers.find(value)) else value
+        return self._leaf(value, None) if isinstance(value, RowText) and any(self.markers.find(value)) else value
 
     def _check_names(self, value: Mapping[str, Any]) -> None:
         """Refuse names of arguments that could be read as a marker: the chat template writes them itself."""
