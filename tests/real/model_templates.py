@@ -113,6 +113,29 @@ SMOLLM3 = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' + ('<think>\n\n</think>\n' if mode == '/no_think' else '') }}"
     "{% endif %}"
 )
+# Channels: what is thought, said and called; earlier thinking goes, the last answer ends otherwise; results are JSON.
+GPT_OSS = (
+    "{{- '<|start|>system<|message|>You are a model.<|end|>' }}{% set ns = namespace(call='') %}"
+    "{%- if messages[0].role == 'system' or tools %}{{- '<|start|>developer<|message|>' }}"
+    "{%- if messages[0].role == 'system' %}{{- '# Instructions\n\n' + messages[0].content + '\n\n' }}{% endif %}"
+    "{%- for tool in tools or [] %}{{- '// ' + (tool.function.description or '') + '\ntype ' + tool.function.name + '\n' }}"
+    "{% endfor %}{{- '<|end|>' }}{% endif %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}"
+    "{%- elif m.role == 'tool' %}{{- '<|start|>functions.' + ns.call + ' to=assistant<|channel|>commentary<|message|>' }}"
+    "{{- m.content | tojson + '<|end|>' }}"
+    "{%- elif m.role == 'assistant' %}"
+    "{%- if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('content and thinking beside a call') }}{% endif %}"
+    "{%- set thought = m.content or m.thinking %}"
+    "{%- if thought %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}{% endif %}"
+    "{%- set ns.call = m.tool_calls[0].function.name %}"
+    "{{- '<|start|>assistant<|channel|>commentary to=functions.' + ns.call + ' <|constrain|>json<|message|>' }}"
+    "{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+    "{%- elif loop.last and not add_generation_prompt %}"
+    "{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}"
+    "{%- else %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{%- endif %}{% endfor %}{% if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"
+)
 # The plainest: every turn alike.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -151,6 +174,14 @@ LAYOUTS = {
     ),
     "qwen3-coder": Layout(QWEN3_CODER, _IM, "<|im_end|>", _THINK),
     "smollm3": Layout(SMOLLM3, _IM, "<|im_end|>", _THINK[:2]),
+    "gpt-oss": Layout(
+        GPT_OSS,
+        (
+            *("<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
+            *("<|end|>", "<|call|>", "<|return|>"),
+        ),
+        "<|return|>",
+    ),
     "chatml": Layout(CHATML, _IM, "<|im_end|>"),
 }
 

@@ -33,6 +33,9 @@ def tool(text: str) -> dict[str, Any]:
 
 
 FOUR_TURNS = [user("Hi."), says("Hello!"), user("12 + 30?"), says("It is 42.")]
+# What a turn begins with where it is not the content: it closes the thinking that the prompt has opened, or names a
+# channel. These templates write such a turn otherwise once another follows.
+OPENED = {"qwen3-opens-thinking": "\n</think>\n\n", "gpt-oss": "<|channel|>final<|message|>"}
 TOOL_TURNS = [
     user("Cold in Oslo?"),
     calls("weather", city="Oslo", days=3),
@@ -80,10 +83,9 @@ def test_mask_of_four_turns_trains_both_answers_with_their_ends(tmp_path: Path, 
     example, end = read(tmp_path, {"messages": FOUR_TURNS}), LAYOUTS[name].end
     found = rows(name, example)
     texts = [text for row in found for text in trained_texts(name, row)]
-    # where the prompt opens the thinking, the turn closes it, and what comes later drops both
-    opened = "\n</think>\n\n" if name == "qwen3-opens-thinking" else ""
+    opened = OPENED.get(name, "")
     assert texts == [f"{opened}Hello!{end}", f"{opened}It is 42.{end}"]
-    assert len(found) == (2 if opened else 1)
+    assert len(found) == (2 if name in OPENED else 1)
     assert [row.is_apart for row in found] == [bool(opened)] * len(found)
     (last,) = rows(name, example, "response")
     assert trained_texts(name, last) == [f"{opened}It is 42.{end}"]
@@ -110,7 +112,7 @@ def test_mask_of_all_trains_users_too_and_no_message_of_weight_0(tmp_path: Path,
     assert "Hi." in text
     assert "12 + 30?" in text
     silent = read(tmp_path, {"messages": [user("Hi."), says("Bad.", weight=0), *FOUR_TURNS[2:]]})
-    if name == "qwen3-opens-thinking":
+    if name in OPENED:
         with pytest.raises(UsageError, match=r"data\.train_on all with a message of weight 0.*rewrites"):
             rows(name, silent, "all")
     else:
@@ -147,10 +149,13 @@ def test_reasoning_is_rendered_as_the_template_renders_it(tmp_path: Path, name: 
         says("<think>\nadd\n</think>\n\nIt is 42."),
     ]
     found, end = rows(name, read(tmp_path, {"messages": inline if is_inline else REASONED})), LAYOUTS[name].end
-    opening = "" if name == "qwen3-opens-thinking" else "<think>\n"
-    expected = [f"{opening}greet\n</think>\n\nHello!{end}", f"{opening}add\n</think>\n\nIt is 42.{end}"]
+    before, between = {
+        "qwen3-opens-thinking": ("", "\n</think>\n\n"),
+        "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    }.get(name, ("<think>\n", "\n</think>\n\n"))
+    expected = [f"{before}greet{between}Hello!{end}", f"{before}add{between}It is 42.{end}"]
     assert [text for row in found for text in trained_texts(name, row)] == expected
-    drops = name.startswith("qwen3") and name != "qwen3-coder"
+    drops = name in ("qwen3", *OPENED)
     assert len(found) == (2 if drops else 1)
     # the tags are the tokenizer's own tokens, where it has them
     tokenizer = tokenizer_of(name)
@@ -172,6 +177,8 @@ SPELLED = '<tool>weather: {"city": "Oslo", "days": 3}</tool>'
 CALLS = {
     "qwen3": HERMES,
     "qwen3-opens-thinking": f"\n</think>\n\n{HERMES}",
+    "gpt-oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Oslo", "days": 3}<|call|>',
     "llama3": '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
@@ -186,8 +193,8 @@ def test_calls_are_trained_in_the_templates_form_and_results_are_not(tmp_path: P
     turns = [{**turn, "content": ""} if turn.get("tool_calls") else turn for turn in TOOL_TURNS]
     found, end = rows(name, read(tmp_path, {"messages": turns})), LAYOUTS[name].end
     texts = [text for row in found for text in trained_texts(name, row)]
-    opened = "\n</think>\n\n" if name == "qwen3-opens-thinking" else ""
-    assert texts[0] == f"{CALLS[name]}{end}"
+    opened = OPENED.get(name, "")
+    assert texts[0] == CALLS[name] + ("" if name == "gpt-oss" else end)
     assert texts[1::2] == [f"{opened}Yes, it is cold.{end}", f"{opened}No.{end}"]
     assert "Rome" in texts[2]
     assert len(texts) == 4

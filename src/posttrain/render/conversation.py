@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import UsageError
-from posttrain.render.encoding import Piece, encode_pieces
+from posttrain.render.encoding import Piece, encode_pieces, markers_of
 from posttrain.render.template import Template, end_id, prompt_pieces
 from posttrain.render.turns import as_row_texts, assistant_pieces, render_pieces, with_reasoning
 from posttrain.types import Example, Message, Turn
@@ -157,7 +157,7 @@ def _turn(
         pieces[0] = Piece(_EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
     said = (message.content, message.content.strip())
     spelled = (assistant_pieces(p.text) if not p.trusted and p.text in said else [p] for p in pieces)
-    return _up_to([piece for several in spelled for piece in several], end)
+    return _up_to(tokenizer, [piece for several in spelled for piece in several], end)
 
 
 def _behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
@@ -170,12 +170,18 @@ def _behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
     return rest
 
 
-def _up_to(pieces: Sequence[Piece], end: str) -> list[Piece]:
-    """The pieces up to the end token, which is added where the template writes none."""
+def _up_to(tokenizer: Any, pieces: Sequence[Piece], end: str) -> list[Piece]:
+    """The pieces up to the end token, or to the last marker where the template ends such a turn with another one.
+
+    The end token is added where it ends a turn with none.
+    """
     kept: list[Piece] = []
     for piece in pieces:
         at = piece.text.find(end) if piece.trusted else -1
         if at >= 0:
             return [*kept, Piece(piece.text[: at + len(end)], trusted=True)]
         kept.append(piece)
+    markers = list(markers_of(tokenizer).find(kept[-1].text)) if kept and kept[-1].trusted else []
+    if markers:
+        return [*kept[:-1], Piece(kept[-1].text[: markers[-1][1]], trusted=True)]
     return [*kept, Piece(end, trusted=True)]

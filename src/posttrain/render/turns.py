@@ -283,7 +283,8 @@ class _Sheet:
     def _content(self, role: str, pieces: list[Piece]) -> str:
         number = self._add(pieces)
         self.contents.append((number, role))
-        return f"{_PAD}{mark(number)}{_PAD}"
+        quote = '"' if role == "tool" else ""  # some templates write results as JSON
+        return f"{_PAD}{_OPEN}{number}{quote}{_CLOSE}{_PAD}"
 
     def _leaf(self, text: str, needed: str | None) -> str:
         number = self._add([Piece(text, trusted=False)])
@@ -317,23 +318,21 @@ class _Sheet:
 
     def _fill(self, rendered: str) -> tuple[list[Piece], set[int]]:
         """The rendered text with the texts in place of their placeholders."""
-        trimmed = set()
-        for number, _ in self.contents:
-            padded = f"{_PAD}{mark(number)}{_PAD}"
-            if padded in rendered:
-                rendered = rendered.replace(padded, mark(number))
-            else:  # the template strips contents: so do we
-                trimmed.add(number)
         matches = list(_MARK.finditer(rendered))
         order = [int(match[2]) for match in matches]
         self._check(order)
+        contents = {number for number, _ in self.contents}
         pieces, at = list[Piece](), 0
         for match in matches:
-            number = int(match[2])
-            pieces.append(Piece(rendered[at : match.start()], trusted=True))
-            text = [Piece(_as_around(piece.text, match), piece.trusted) for piece in self.texts[number]]
-            pieces += _strip_pieces(text) if number in trimmed else text
-            at = match.end()
+            number, start, end = int(match[2]), match.start(), match.end()
+            text = self.texts[number]
+            if number in contents and rendered[max(start - 1, at) : start] == rendered[end : end + 1] == _PAD:
+                start, end = start - 1, end + 1
+            elif number in contents:  # the template strips contents: so do we
+                text = _strip_pieces(text)
+            pieces.append(Piece(rendered[at:start], trusted=True))
+            pieces += [Piece(_as_around(piece.text, match), piece.trusted) for piece in text]
+            at = end
         hidden = {index for number, index in self.reasoning.items() if number not in order}
         return [*pieces, Piece(rendered[at:], trusted=True)], hidden
 

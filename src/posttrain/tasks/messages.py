@@ -192,7 +192,7 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
 
 
 def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
-    """The schemas of tools under ``key``: a list of objects, or its text.
+    """The schemas of tools under ``key``, a list of objects or its text, each as ``{"function": ...}``.
 
     Raises:
         DataError: of another form.
@@ -204,7 +204,7 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
     for number, one in enumerate(value, start=1):
         function = one.get("function", one)
         row.checked(function.get("name") if isinstance(function, Mapping) else None, f"{key} {number} name")
-    return value
+    return [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in value]
 
 
 def read_variables(row: Row) -> dict[str, Any]:
