@@ -91,14 +91,14 @@ def refuse_tasks(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Read the files that the recipe's tasks name, as a run does; say on stderr which are not there.
+    """Read the files that the recipe's tasks name, as a run does; say on stderr what a run would say of them.
 
     Raises:
         DataError: a file or row that a run would refuse.
     """
     from posttrain.tasks.reading import HUB
 
-    words = {"task": recipe.task}
+    words, lines = {"task": recipe.task}, dict[str, None]()
     if recipe.eval.every:
         words |= {f"eval.tasks.{i}": word for i, word in enumerate(eval_words(recipe))}
     for key, named in words.items():
@@ -106,9 +106,11 @@ def check_data(recipe: Recipe) -> None:
         if not paths or any(path.startswith(HUB) for path in paths):
             continue
         try:
-            build_task(named, key)
+            lines |= dict.fromkeys(build_task(named, key).notices)
         except (DataNotThere, MissingExtra) as error:
-            print(harmless(f"note: {key}: {error}"), file=sys.stderr)
+            lines[f"{key}: {error}"] = None
+    for line in lines:
+        print(harmless(f"note: {line}"), file=sys.stderr)
 
 
 def check_tools(recipe: Recipe) -> None:

@@ -167,7 +167,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         beside=beside,
         guarantee=words.guarantee,
         notices=[
-            *task.notices,
+            *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
             *unread_margins(words, task.keys),
             *notices,
             *_told_of_slow_paths(base.policy, recipe),
