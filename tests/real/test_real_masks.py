@@ -276,6 +276,9 @@ def test_name_that_no_template_shows_is_refused(tmp_path: Path) -> None:
         rows("chatml", example)
     with pytest.raises(UsageError, match="does not show the name 'Eva'"):
         rows("chatml", example, template="plain")
+    row = {"messages": [{**user("Hi."), "name": "Eva"}, says("Hello!", weight=0), user("q"), says("a")]}
+    (found,) = rows("chatml", read(tmp_path, row, ignore_keys=["name", "weight"]))
+    assert trained_texts("chatml", found) == ["Hello!<|im_end|>", "a<|im_end|>"]
 
 
 def test_variables_of_a_row_reach_the_template_or_are_refused(tmp_path: Path) -> None:

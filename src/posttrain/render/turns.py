@@ -120,7 +120,7 @@ def spell(messages: Sequence[Message]) -> list[Message]:
         if message.name is not None and message.role != "tool":
             raise UsageError(
                 f"message {number}: the prompt template does not show the name {message.name!r}. Write it into the "
-                "content, or leave it out"
+                "content, or leave names out by task.ignore_keys: [name]"
             )
     texts = [message if message.reasoning is None else replace(message, content=message.text) for message in messages]
     return spell_calls(texts, results="user")
@@ -348,8 +348,8 @@ class _Sheet:
         for number, what in self.needed:
             if number not in order:
                 raise UsageError(
-                    f"the tokenizer's chat template does not show {what} of a message. Leave it out of the row, or "
-                    "write it into the content"
+                    f"the tokenizer's chat template does not show {what} of a message. Write it into the content, or "
+                    "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
                 )
 
 

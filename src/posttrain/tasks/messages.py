@@ -40,6 +40,8 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
 def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     where = f"{key!r}, message {number}"
     stated = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
+    row.used.update(f"{key}[].{k}" for k in stated)
+    stated = {k: v for k, v in stated.items() if k not in row.ignored}
     of_role, of_content = next((keys for keys in MESSAGE_KEYS if keys[0] in stated), ("", ""))
     calls = stated.get("tool_calls")
     if stated.get("from") == "function_call":  # the call is the value
@@ -53,7 +55,6 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
     _refuse_unknown(row, where, [k for k in stated if k not in (of_role, of_content)])
-    row.used.update(f"{key}[].{k}" for k in stated)
     text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}")
     if not text and not calls and role != "tool":
         row.checked(text, f"{key} {number} {of_content}")  # raises
@@ -72,7 +73,7 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
 
 
 def _refuse_unknown(row: Row, where: str, keys: Sequence[str]) -> None:
-    unknown = [k for k in keys if k not in OTHER_KEYS and k not in row.ignored]
+    unknown = [k for k in keys if k not in OTHER_KEYS]
     if unknown:
         known = ("role", "content", *OTHER_KEYS)
         raise row.fail(
