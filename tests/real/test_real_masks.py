@@ -13,7 +13,9 @@ from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.render.rows import Row, TrainOn, rows_of
 from posttrain.tasks.jsonl import jsonl
+from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example
+from small_runs import make_recipe
 
 
 def user(text: str) -> dict[str, Any]:
@@ -293,3 +295,31 @@ def test_variables_of_a_row_reach_the_template_or_are_refused(tmp_path: Path) ->
 def test_content_that_a_template_drops_beside_a_call_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"example 'jsonl/test/1': .*does not show the assistant message exactly once"):
         rows("llama3", read(tmp_path, {"messages": TOOL_TURNS}))
+
+
+@pytest.mark.parametrize(
+    ("name", "train_on", "share"),
+    [
+        ("chatml", None, "(data.train_on assistant)"),
+        ("chatml", "response", "(data.train_on response)"),
+        (
+            "qwen3-opens-thinking",
+            None,
+            "(data.train_on assistant); 2 examples are single turns of conversations, whose earlier turns the template "
+            "writes anew",
+        ),
+    ],
+)
+def test_run_says_which_share_of_the_tokens_is_trained(
+    tmp_path: Path, name: str, train_on: str | None, share: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    silent = {"messages": [user("q"), says("a", weight=0)]}
+    file.write_text("\n".join(json.dumps(row) for row in ({"messages": FOUR_TURNS}, silent)), encoding="utf-8")
+    recipe = make_recipe("sft", data={"batch": 1, "train_on": train_on})
+    chat = registry.find("template", "chat").bind({})()
+    source = SupervisedSource(recipe, jsonl(path=str(file), split="test"), chat, tokenizer_of(name), 1024)
+    masks = [source.batch_of([i]).mask for i in range(source.num_examples)]
+    trained, total = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+    assert source.trained == f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%} {share}"
+    assert source.dropped == {"no message that is trained (weight 0 or train: false)": 1}

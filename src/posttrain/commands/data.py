@@ -122,7 +122,7 @@ def _counted(stats: Description) -> list[tuple[str, Counter[str]]]:
 
 
 def _key_table(keys: Mapping[tuple[str, str], int]) -> Table:
-    """What was done with each key of the rows, those inside of messages too."""
+    """Keys of the rows, those inside of messages too, each with its use."""
     table = plain_table("key of the rows", "what was done with it", right=("rows",))
     for (key, done), count in sorted(keys.items()):
         table.add_row(Text(key), Text(done), f"{count:,}")

@@ -269,7 +269,7 @@ def lost_options(name_or_path: str, overrides: Sequence[tuple[str, str]]) -> lis
 
 
 def _value_at(content: Mapping[str, Any], key: str) -> Any:
-    """What stands under a dotted key; None where nothing does."""
+    """Return the value under a dotted key; None where there is none."""
     value: Any = content
     for part in key.split("."):
         if isinstance(value, list):

@@ -109,7 +109,7 @@ def _read_row(row: Row, split: str, keys: Keys, meta_keys: Sequence[str], *, str
 
 @dataclass(frozen=True)
 class Keys:
-    """Where the parts of a row stand: the names of the options, and their other names in the common layouts."""
+    """Keys of the parts of a row: the names of the options, and their other names in the common layouts."""
 
     prompt: str = "prompt"
     messages: str = "messages"

@@ -133,7 +133,7 @@ def _read_call(row: Row, place: str, stated: Any) -> Call:
 
 
 def _decoded(text: Any) -> Any:
-    """What a JSON text says; None where it is none."""
+    """Decode a JSON text; None where it is none."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -209,7 +209,7 @@ def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
 
 
 def read_variables(row: Row) -> dict[str, Any]:
-    """What a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
+    """Variables that a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
 
     Raises:
         DataError: of another form, or a variable that is not the row's to set.

@@ -253,7 +253,7 @@ def _refuse_meant(row: Row, key: str) -> None:
 
 
 def is_slip(word: str, of: str) -> bool:
-    """Whether one letter more, less or other, or two that changed places, lead from one word to the other."""
+    """Say whether one letter more, less or other, or two that changed places, lead from one word to the other."""
     shorter, longer = sorted((word, of), key=len)
     start = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
     rest = (shorter[start:], longer[start:])

@@ -360,7 +360,7 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
 
 
 def _of_rewards(w: Words) -> Iterator[Rule]:
-    """What rewards ask of the prompt template, and parts of the reward that are named elsewhere."""
+    """Rules about rewards: tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.render.template import build_template
     from posttrain.rewards.calling import reward_parts
 

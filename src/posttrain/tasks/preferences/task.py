@@ -100,7 +100,7 @@ def preferences(
 
 
 def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> Callable[[Row], Example]:
-    """What reads each row as an example; the first row decides how, and whether all rows have a margin."""
+    """Return the reader of all rows; the first row decides how, and whether every row has a margin."""
     chosen: list[tuple[Callable[[Row], Parts], bool]] = []
 
     def read_example(row: Row) -> Example:

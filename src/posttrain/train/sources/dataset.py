@@ -179,7 +179,7 @@ class SupervisedSource:
         return []
 
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
-        """Which share of the tokens is trained, and which conversations became several examples."""
+        """Describe the share of the tokens that is trained, and the conversations that became several examples."""
         rows = [row for unit in self.units for row in unit]
         starts = [1 if self.train_all else row.prompt_length for row in rows]
         trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
