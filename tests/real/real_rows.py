@@ -102,6 +102,9 @@ LEARNT: dict[str, Row] = {
             REPLY,
         ],
     },
+    "blank reasoning": {"messages": [ASK, says("The Seine.", reasoning_content="", thinking=" ")]},
+    "blank keys": {"messages": [ASK, REPLY], "system": " ", "tools": [], "history": None},
+    "empty keys": {"instruction": "Name a river.", "output": "Rhine.", "system": "", "tools": "", "history": ""},
     "a developer's message": {"messages": [{"role": "developer", "content": "Be brief."}, ASK, REPLY]},
     "sharegpt with tools": {
         "conversations": shares(
@@ -188,6 +191,9 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
     "an unknown key of a message": ("jsonl", {"messages": [user("q", mood="glad"), REPLY]}, "message 1: unknown key 'mood'"),
     "a slip of a key of a message": (
         "jsonl", {"messages": [ASK, says("a", wieght=0)]}, "message 2: unknown key 'wieght'. Did you mean 'weight'"
+    ),
+    "two reasonings": (
+        "jsonl", {"messages": [ASK, says("a", reasoning_content="x", thinking="y")]}, "'reasoning_content' and 'thinking' differ"
     ),
     "half a weight": ("jsonl", {"messages": [ASK, says("a", weight=0.5)]}, "'weight' must be 0 or 1; got 0.5"),
     "a train that is no truth value": ("jsonl", {"messages": [ASK, says("a", train="no")]}, "'train' must be true or false"),

@@ -80,7 +80,7 @@ def cannot(name: str, row: Mapping[str, Any]) -> bool:
     several = any(len(message.get("tool_calls") or ()) > 1 for message in row.get("messages", ()))
     if several and name in CANNOT["several calls"]:
         return True
-    return ("tools" in row and name in CANNOT["tools"]) or (begins and name in CANNOT["begins"])
+    return (bool(row.get("tools")) and name in CANNOT["tools"]) or (begins and name in CANNOT["begins"])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -165,7 +165,8 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
     if row.has(of_response) and isinstance(row.data[of_response], list | Mapping):  # a completion in messages
         messages = (*messages, *row.messages(of_response))
     elif row.has(of_response):
-        reasoning = next((row.text(key) for key in REASONING_KEYS if row.has(key)), None)
+        thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
+        reasoning = next((row.text(key) for key in thoughts), None)
         parts[repr(of_response)] = Message("assistant", row.text(of_response), reasoning).text
     conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()

@@ -58,7 +58,10 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}")
     if not text and not calls and role != "tool":
         row.checked(text, f"{key} {number} {of_content}")  # raises
-    reasoning = next((row.checked(stated[k], f"{key} {number} {k}") for k in REASONING_KEYS if k in stated), None)
+    thoughts = [k for k in REASONING_KEYS if k in stated and str(stated[k]).strip()]
+    reasoning = next((row.checked(stated[k], f"{key} {number} {k}") for k in thoughts), None)
+    if any(stated[k] != reasoning for k in thoughts):
+        raise row.fail(f"{where}: {' and '.join(map(repr, thoughts))} differ; give one of them")
     if role != "assistant" and (calls or reasoning):
         what = "'tool_calls'" if calls else "reasoning"
         raise row.fail(f"{where}: only a message of the assistant has {what}, and this is of the role {role!r}")
@@ -221,7 +224,7 @@ def read_variables(row: Row) -> dict[str, Any]:
             form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
             raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
         variables |= given
-    if row.has("tools") and (tools := read_tools(row, "tools")):
+    if row.has("tools") and row.data["tools"] != "" and (tools := read_tools(row, "tools")):
         variables["tools"] = tools
     return variables
 
@@ -232,7 +235,7 @@ def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     Raises:
         DataError: the messages begin with another system message.
     """
-    if not row.has("system") or row.data["system"] == "":
+    if not row.has("system") or (isinstance(row.data["system"], str) and not row.data["system"].strip()):
         return messages
     system = Message("system", row.text("system"))
     if messages[0].role != "system":

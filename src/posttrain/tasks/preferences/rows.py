@@ -82,7 +82,7 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
     """
     earlier: list[Message] = []
     history = row.nested("history") if row.has("history") else []
-    for pair in history if isinstance(history, list) else [history]:
+    for pair in history if isinstance(history, list) else [history] if history else []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
         earlier += [
