@@ -135,6 +135,10 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["preference/dpo", "--aggregate", "token_mean"], "aggregate: 'token_mean' weighs tokens"),
         (["tiny/grpo", "--train.minibatches", "5"], "train.minibatches=5 does not divide rollout.prompts=16"),
         (["rl/grpo", "--rollout.top_p", "0.9"], "rollout.top_p: objective 'grpo' weighs tokens"),
+        (["tiny/grpo", "--prompt.template", "boxed"], "rewards.1: xml_format looks at the tags of the prompt template"),
+        (["tiny/grpo", "--rollout.uniform_by", "corect"], "rollout.uniform_by: there is no reward part 'corect'. Did"),
+        (["tiny/grpo-calculator", "--rewards", "[environment]"], "rewards: 'calculator' has no get_reward"),
+        (["sft-math", "--task.split", "validation"], "task.split: training on 'validation' leaves nothing"),
     ],
 )
 def test_dry_run_refuses_words_that_do_not_fit(
@@ -144,6 +148,22 @@ def test_dry_run_refuses_words_that_do_not_fit(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"posttrain: {key}")
+
+
+def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    command = ["train", "sft-math", "--task", "jsonl", "--task.path", str(path), "--eval.every", "0", "--dry-run"]
+    assert main(command) == 0
+    notes = capsys.readouterr().err.splitlines()
+    assert notes[0] == ("note: task: jsonl in place of math, whose options in the recipe are left out: split (train)")
+    assert "no such file" in notes[1]
+    path.write_text('{"prompt": "1+1?", "answer": "\\\\sqrt3"}\n', encoding="utf-8")
+    assert main(command) == 2  # one prompt cannot be parted
+    assert main([*command, "--task.validation_share", "0"]) == 0
+    assert "note: task.grader: math, because 1 of 1 gold answers are formulas" in capsys.readouterr().err
+    path.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?"}\n', encoding="utf-8")
+    assert main(command) == 2
+    assert "rows.jsonl:2: the key 'answer' is missing" in capsys.readouterr().err
 
 
 def test_dry_run_takes_no_transformers() -> None:

@@ -28,10 +28,23 @@ TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One turn of a conversation. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+
+    ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools, whose results are the
+    messages of the role ``tool`` that follow. ``is_trained``: False where a row says so of a message.
+    """
 
     role: str
     content: str
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+    name: str | None = None
+    is_trained: bool = True
+
+    @property
+    def text(self) -> str:
+        """What the assistant writes but for its calls: the reasoning between tags, then the content."""
+        return self.content if self.reasoning is None else f"<think>\n{self.reasoning}\n</think>\n\n{self.content}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,10 @@ class Example:
     tools: in each what is written, the calls that follow it (their arguments as a JSON object), and what they returned.
     ``responses`` are given answers
     with their worth: a pair's chosen and rejected, a judged answer, labelled solutions. ``grader``: the word
-    that says whether an answer is right (``posttrain explain grader``).
+    that says whether an answer is right (``posttrain explain grader``). ``conversation``: of a row of messages that
+    ends with the assistant's, all of them; ``messages``, ``turns`` and ``demonstration`` are then its parts.
+    ``variables``: what the row passes to the chat template, such as its ``tools``. ``margin``: of a pair, where the row
+    states one; otherwise it is the difference of the scores.
     """
 
     id: str
@@ -74,6 +90,9 @@ class Example:
     grader: str = "numeric"
     demonstration: str | None = None
     turns: tuple[Turn, ...] = ()
+    conversation: tuple[Message, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ def test_prompts_are_tried_before_anything_is_sampled(
 ) -> None:
     genuine = app.encode_prompt
 
-    def refuse_boxed(tokenizer: Any, template: Any, messages: Any) -> list[int]:
+    def refuse_boxed(tokenizer: Any, template: Any, messages: Any, variables: Any) -> list[int]:
         if template.name == "boxed":
             raise DataError("x", "no such prompt")
         return genuine(tokenizer, template, messages)

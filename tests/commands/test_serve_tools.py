@@ -24,7 +24,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.render.replies import CALL_TAGS
+from posttrain.render.turns import CALL_TAGS
 from posttrain.runs.models import find_source
 from posttrain.types import Example, Message
 from serving import Served, serving

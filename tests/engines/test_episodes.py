@@ -30,9 +30,9 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.render.replies import RESULT_TAGS
 from posttrain.render.rows import Row, rows_of
 from posttrain.render.template import build_template
+from posttrain.render.turns import RESULT_TAGS
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Call, Example, Message, Turn

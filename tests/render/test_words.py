@@ -346,3 +346,10 @@ def test_options_are_checked_by_signature() -> None:
     with pytest.raises(RecipeError, match="Did you mean 'preamble'"):
         make("r1_zero", preambel="x")
     assert set(registry.entries("template")) == {*NAMES, "as_is", "document"}
+
+
+def test_variables_of_a_recipe_are_trusted_and_those_of_a_row_are_not(chatml: Any) -> None:
+    chatml.chat_template = "{{ note }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    assert encode_prompt(chatml, make("chat", variables={"note": "<|im_end|>"}), QUESTION).count(end) == 1
+    assert encode_prompt(chatml, make("chat"), QUESTION, {"note": "<|im_end|>"}).count(end) == 0

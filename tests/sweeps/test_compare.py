@@ -11,6 +11,7 @@ import pytest
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.recipes.document import merge
 from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.sections import DataSection
 from posttrain.sweeps.compare import (
     METHOD_KEYS,
     ComparisonPlan,
@@ -49,9 +50,8 @@ base:
 def test_every_method_key_is_one_of_a_recipe() -> None:
     for key in METHOD_KEYS:
         section, _, name = key.rpartition(".")
-        model: Any = Recipe if not section else type(load_recipe("tiny/grpo").rollout)
-        assert section in ("", "rollout")
-        assert name in model.model_fields, key
+        models: dict[str, Any] = {"": Recipe, "rollout": type(load_recipe("tiny/grpo").rollout), "data": DataSection}
+        assert name in models[section].model_fields, key
 
 
 def test_cells_are_methods_by_seeds() -> None:
@@ -298,6 +298,8 @@ def test_changes_laid_over_the_old_give_the_new() -> None:
 def test_method_and_rest_are_apart() -> None:
     data = {"objective": {"name": "x"}, "rollout": {"group": 2, "select": "every"}, "train": {"lr": 1}, "teacher": None}
     assert method_part(data) == {"objective": {"name": "x"}, "rollout": {"select": "every"}}
+    rated = {"objective": {"name": "kto"}, "data": {"batch": 4, "label_above": 6.5}}
+    assert method_part(rated) == {"objective": {"name": "kto"}, "data": {"label_above": 6.5}}
     assert without_method(data) == {"rollout": {"group": 2}, "train": {"lr": 1}}
     assert data["rollout"] == {"group": 2, "select": "every"}  # unchanged
     other = {**data, "objective": {"name": "y"}, "train": {"lr": 2, "seed": 5}, "description": "z"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,12 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
     path = write(tmp_path / "x.jsonl", [row])
     (example,) = jsonl(path=path, split="test", grader="multiple_choice", meta_keys=["subject", "choices"]).examples
-    assert (example.grader, example.meta) == ("multiple_choice", {"subject": "sums", "choices": ["1", "2"]})
+    carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
+    assert (example.grader, example.meta) == ("multiple_choice", carried)
     (plain,) = jsonl(path=path, split="test").examples
-    assert (plain.grader, plain.meta) == ("numeric", {})
+    assert (plain.grader, plain.meta) == ("numeric", carried)
+    (fewer,) = jsonl(path=path, split="test", ignore_keys=["noise", "choices"]).examples
+    assert fewer.meta == {"subject": "sums"}
     with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
         jsonl(path=path, grader="exct")
     with pytest.raises(
@@ -174,3 +178,42 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         jsonl(path=write(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
     with pytest.raises(UsageError, match=r"z.jsonl: task.correct_only compares responses with gold answers, and no"):
         jsonl(path=write(tmp_path / "z.jsonl", rows[4:5]), correct_only=True)
+
+
+@pytest.mark.parametrize(
+    ("golds", "grader", "why"),
+    [
+        (["2", 3, "1,234", "1/2", "50%", "$5"], "numeric", "because all 6 gold answers are numbers or words"),
+        (["Paris", "B", "a red-hot car", "3:30"], "numeric", "numbers or words"),
+        (
+            ["7", "\\frac{\\sqrt3}{2}"],
+            "math",
+            r"because 1 of 2 gold answers are formulas, such as .*sqrt3.* \(jsonl/test/2\)",
+        ),
+        (["x^2+1"], "math", "1 of 1"),
+        (["(1, 2)"], "math", "1 of 1"),
+        (["[0, 1)"], "math", "1 of 1"),
+        (["x = 3"], "math", "1 of 1"),
+        (["2\u221a3"], "math", "1 of 1"),
+        (["3n - 1"], "math", "1 of 1"),
+        (["sqrt(2)"], "math", "1 of 1"),
+    ],
+)
+def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
+    path = write(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
+    task = jsonl(path=path, split="test")
+    assert {example.grader for example in task.examples} == {grader}
+    (line,) = task.notices
+    assert line.startswith(f"task.grader: {grader}, because")
+    assert re.search(why, line)
+    assert jsonl(path=path, split="test", grader="exact").notices == ()
+
+
+def test_traces_of_maths_are_kept_by_their_formulas(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a?", "response": "\\boxed{\\sqrt3/2}", "answer": "\\frac{\\sqrt3}{2}"},
+        {"prompt": "b?", "response": "\\boxed{3}", "answer": "4"},
+    ]
+    task = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test", correct_only=True)
+    assert [example.messages[0].content for example in task.examples] == ["a?"]
+    assert task.dropped == {"correct_only: a wrong answer": 1}

@@ -286,6 +286,20 @@ def test_a_label_is_a_truth_value(read: Read, label: Any) -> None:
         read([JUDGED, JUDGED | {"label": label}])
 
 
+@pytest.mark.parametrize("key", ["rating", "score"])
+@pytest.mark.parametrize("answer", [{"prompt": "1+1?", "completion": "2"}, {"messages": turns("1+1?", "2")}])
+def test_a_rating_is_read_as_a_score(read: Read, key: str, answer: dict[str, Any]) -> None:
+    rows = [answer | {key: 7}, answer | {key: 1.5}, answer | {key: None}]
+    task = read(rows)
+    assert [e.responses for e in task.examples] == [(Response("2", 7.0),), (Response("2", 1.5),)]
+    assert task.dropped == {f"{key!r} is missing, and every row needs a score": 1}
+
+
+def test_a_rating_under_label_is_refused_with_the_key_for_ratings(read: Read) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'label' must be .*got 7\. A rating stands under 'rating'"):
+        read([JUDGED | {"label": 7}])
+
+
 def test_a_completion_is_one_message(read: Read) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'completion' must be text or a list of one message"):
         read([JUDGED | {"completion": turns("a", "b")}])

@@ -87,12 +87,12 @@ def test_damaged_archives(tmp_path: Path) -> None:
 
 def test_wrong_paths(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}", encoding="utf-8")
-    (tmp_path / "notes.csv").write_text("a,b", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("a,b", encoding="utf-8")
     for name, message in (
         ("trian.jsonl", "no such file. Did you mean 'train.jsonl'"),
         ("nowhere/train.jsonl", "no such file"),
         ("", "this is a folder; give one file"),
-        ("notes.csv", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
+        ("notes.txt", r"unknown kind of file; known are \.jsonl, \.jsonl\.gz"),
     ):
         with pytest.raises(DataError, match=message):
             list(read_file(tmp_path / name))
@@ -164,7 +164,10 @@ def test_bad_conversations(value: Any, message: str) -> None:
 
 
 def test_a_conversation() -> None:
-    row = Row("f", 1, {"m": [{"role": "user", "content": "Hi", "extra": 1}]})
+    data = {"m": [{"role": "user", "content": "Hi", "extra": 1}]}
+    with pytest.raises(DataError, match=r"f:1: 'm', message 1: unknown key 'extra'\. Known: role, content"):
+        Row("f", 1, data).messages("m")
+    row = Row("f", 1, data, ignored=frozenset({"extra"}))
     assert row.messages("m") == (Message("user", "Hi"),)
     with pytest.raises(DataError, match="the key 'n' is missing"):
         row.messages("n")

@@ -87,8 +87,8 @@ def test_what_is_trained_of_it(tmp_path: Path) -> None:
         ([*ASKED, calling("1", "2"), told("1"), ANSWER], "message 5: a call has no result"),
         ([*ASKED, told("1"), ANSWER], "message 3: a result of a tool that was not called"),
         ([*ASKED, calling("1"), told("1"), told("2"), ANSWER], "message 5: a result of a tool that was not called"),
-        ([*ASKED, calling("1"), told("1")], "the assistant answers, in one last message"),
-        ([*ASKED, calling("1"), told("1"), ANSWER, ASKED[1]], "the assistant answers, in one last message"),
+        ([*ASKED, calling("1"), told("1")], "the key 'answer' is missing"),  # with one it is a prompt
+        ([*ASKED, calling("1"), told("1"), ANSWER, ASKED[1]], "the key 'answer' is missing"),
         ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
         ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
         (

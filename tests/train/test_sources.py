@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -163,25 +164,71 @@ def test_pairs_of_given_answers(tokenizer, template) -> None:
             assert batch.streams["margins"][2 * u : 2 * u + 2].tolist() == [better.score - worse.score] * 2
 
 
-def test_judged_answers(tokenizer, template) -> None:
-    task = pairs_task(3)  # scores 1.0, 1.25, 1.5 and three times 0.25
-    source = given(tokenizer, template, task, "judged", data={"batch": 4})
+def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, template) -> None:
+    task = pairs_task(4)  # scores 1.0, 1.25, 1.5 against 0.25, and one pair of equal scores
+    source = given(tokenizer, template, task, "judged", data={"batch": 6})
     batch = source(1).batch
-    assert source.num_examples == 4
-    assert source.dropped["a score outside of 0 to 1, which is no label"] == 2
+    assert source.num_examples == 6
+    assert source.dropped == {"both answers of a pair have the same score": 2}
     assert batch.rows_per_unit == 1
     expected = {}
-    for item in task.examples:
-        for response in (r for r in item.responses if r.score <= 1.0):
+    for item in task.examples[:3]:
+        for response in item.responses:
             ids, start = encoded(tokenizer, template, item, response.text)
-            expected[ids] = (start, response.score)
+            expected[ids] = (start, float(response.score >= 1.0))
     assert set(rows_of(batch)) == set(expected)
     for b, ids in enumerate(rows_of(batch)):
         start, label = expected[ids]
         assert batch.streams["labels"][b] == label
         assert batch.mask[b].tolist() == [start <= t < len(ids) for t in range(batch.mask.shape[1])]
         assert int(batch.prefix[b]) == start  # where its prompt ends: answers to other prompts are put behind it
-    assert len(set(batch.group.tolist())) == 4
+    assert len(set(batch.group.tolist())) == 6
+
+
+def rated(*scores: Sequence[float]) -> Task:
+    """Items with one answer for each of the scores."""
+    examples = [
+        Example(f"rated/{i}", (Message("user", "Hi"),), responses=tuple(Response(f"{i} {s}", s) for s in item))
+        for i, item in enumerate(scores)
+    ]
+    return Task("rated", "train", examples)
+
+
+@pytest.mark.parametrize(
+    ("scores", "label_above", "labels"),
+    [
+        ([(7, 1), (8, 1), (9, 1), (7, 1)], None, [1, 0] * 4),  # a rating of 1 is not the label 1
+        ([(9, 7), (2, 1)], 6.5, [1, 1, 0, 0]),
+        ([(1,), (0,)], None, [1, 0]),
+        ([(1, 1, 0)], None, [1, 1, 0]),
+        ([(7,), (3,), (5,)], 5, [1, 0, 0]),
+        ([(-1,), (1,)], 0, [0, 1]),
+    ],
+)
+def test_labels_follow_pairs_labels_or_the_threshold(tokenizer, template, scores, label_above, labels) -> None:
+    data = {"batch": len(labels), "label_above": label_above}
+    source = given(tokenizer, template, rated(*scores), "judged", data=data)
+    assert [row.score for (row,) in source.units] == labels
+
+
+@pytest.mark.parametrize(
+    ("scores", "label_above", "message"),
+    [
+        (
+            [(7,), (1,)],
+            None,
+            r"data\.label_above: the scores of task 'rated' are from 1 to 7 \(the first: 7 in rated/0",
+        ),
+        ([(1,), (0,), (0.7,)], None, "from 0 to 1 .the first: 0.7 in rated/2.*Set data.label_above"),
+        ([(8, 5, 1)], None, "ratings and no labels"),
+        ([(7,), (9,)], 10, "all 2 answers are undesirable with data.label_above 10.*from 7 to 9"),
+        ([(1,), (1,)], None, "all 2 answers are desirable, and nothing can be learnt from one label"),
+        ([(9, 8)], 0, "all 2 answers are desirable with data.label_above 0"),
+    ],
+)
+def test_ratings_without_threshold_and_one_label_are_refused(tokenizer, template, scores, label_above, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        given(tokenizer, template, rated(*scores), "judged", data={"label_above": label_above})
 
 
 def test_labelled_steps_are_trained_at_their_ends_alone(tokenizer, template) -> None:

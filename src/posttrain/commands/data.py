@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.rule import Rule
@@ -81,6 +81,11 @@ def print_description(console: Console, task: Task, stats: Description, unit: st
         console.print(Text(f"  left out: {count:,} × {reason}"))
     for line in _facts(stats, unit, limit):
         console.print(Text(f"  {line}"))
+    for line in task.notices:
+        console.print(Text(f"  {line}"))
+    if task.keys:
+        console.print()
+        console.print(_key_table(task.keys))
     console.print()
     console.print(_length_table(stats, unit))
     for name, counts in _counted(stats):
@@ -114,6 +119,14 @@ def _facts(stats: Description, unit: str, limit: int | None) -> list[str]:
 
 def _counted(stats: Description) -> list[tuple[str, Counter[str]]]:
     return [(f"labels of {name}", counts) for name, counts in stats.labels.items()] + list(stats.kinds.items())
+
+
+def _key_table(keys: Mapping[tuple[str, str], int]) -> Table:
+    """Keys of the rows, those inside of messages too, each with its use."""
+    table = plain_table("key of the rows", "what was done with it", right=("rows",))
+    for (key, done), count in sorted(keys.items()):
+        table.add_row(Text(key), Text(done), f"{count:,}")
+    return table
 
 
 def _length_table(stats: Description, unit: str) -> Table:

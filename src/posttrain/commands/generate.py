@@ -35,7 +35,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         task = build_task(choose_task(words.get("task"), arguments.model, source.recipe), "task")
         example = task.examples[arguments.seed % len(task.examples)]
     sampler = open_model(source, complete_template(words.get("template"), source))
-    prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages)
+    prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages, example.variables)
     keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.n)]
     sampling = sampler.sampling(arguments.max_tokens or source.max_tokens, arguments.temperature)
     steered, change = steering_of(arguments, sampler.model)

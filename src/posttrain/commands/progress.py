@@ -212,6 +212,8 @@ def start_text(payload: dict[str, Any]) -> str:
         text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
     if payload.get("num_repeated"):
         text += f"; {payload['num_repeated']:,} rows repeat an earlier one, and count again"
+    if payload.get("trained"):
+        text += f"; {payload['trained']}"
     if payload.get("resumed_from"):
         text += f"; resumed after step {payload['resumed_from']}"
     return text

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.commands.progress import choose_progress
-from posttrain.errors import INTERRUPTED, UsageError
+from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
-from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_words
 from posttrain.registry import find
+from posttrain.tasks.base import build_task, eval_words
 from posttrain.train.checks import words_of
 from posttrain.untrusted import harmless
 
@@ -39,9 +40,13 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)
     words_of(recipe)  # a dry run refuses what training would
+    for line in lost_options(arguments.recipe, arguments.overrides):
+        print(harmless(f"note: {line}"), file=sys.stderr)
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
     if arguments.dry_run:
+        check_data(recipe)
+        check_tools(recipe)
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         tell_missing([recipe])
@@ -83,6 +88,42 @@ def refuse_tasks(recipe: Recipe) -> None:
         refuse = find("task", word.name).traits.get("refuse")
         if refuse is not None:
             refuse(**word.options)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Read the files that the recipe's tasks name, as a run does; say on stderr what a run would say of them.
+
+    Raises:
+        DataError: a file or row that a run would refuse.
+    """
+    from posttrain.tasks.reading import HUB
+
+    words, lines = {"task": recipe.task}, dict[str, None]()
+    if recipe.eval.every:
+        words |= {f"eval.tasks.{i}": word for i, word in enumerate(eval_words(recipe))}
+    for key, named in words.items():
+        paths = [str(word.options["path"]) for word in task_words(named) if word.options.get("path") is not None]
+        if not paths or any(path.startswith(HUB) for path in paths):
+            continue
+        try:
+            lines |= dict.fromkeys(build_task(named, key).notices)
+        except (DataNotThere, MissingExtra) as error:
+            lines[f"{key}: {error}"] = None
+    for line in lines:
+        print(harmless(f"note: {line}"), file=sys.stderr)
+
+
+def check_tools(recipe: Recipe) -> None:
+    """Make the recipe's environment and tools once, as a run does.
+
+    Raises:
+        UsageError: they cannot be used, or do not give what the rewards ask.
+    """
+    if recipe.environment is None and not recipe.tools:
+        return
+    from posttrain.environments.contract import build_toolset, refuse_unpaid
+
+    refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
-from posttrain.environments.contract import Session, Toolset, build_toolset, opened
+from posttrain.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.environments.pool import Job, Pool
 from posttrain.environments.tools import Request, Tool, describe_tools, read_calls
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.render.replies import RESULT_TAGS, Form, ReplyFrame, call_form, reply_frame
+from posttrain.render.replies import ReplyFrame, call_form, reply_frame
+from posttrain.render.turns import RESULT_TAGS, Form
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 from posttrain.world import ONE, World
 
@@ -56,12 +57,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     form = call_form(tokenizer, template)
     if options.show_tools:
         template = show_tools(template, toolset.schemas, form)
-    if any(word.name == "environment" for word in recipe.rewards) and not toolset.gives_reward:
-        raise UsageError(f"rewards: {toolset.name!r} has no get_reward, which the reward environment asks; write one")
-    if any(word.name == "turn_rewards" for word in recipe.rewards) and not toolset.pays_turns:
-        raise UsageError(
-            f"rewards: {toolset.name!r} has no get_turn_reward, which the reward turn_rewards asks; write one"
-        )
+    refuse_unpaid(toolset, [word.name for word in recipe.rewards])
     assert options.max_turns is not None, "resolved"
     assert options.tool_seconds is not None, "resolved"
     assert options.retries is not None, "resolved"
@@ -78,16 +74,16 @@ def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: F
     if form == "hermes":
         variables = {**template.variables, "tools": list(schemas)}
 
-        def natively(messages: Sequence[Message], tokenizer: Any) -> Any:
-            return template.prompt(messages, tokenizer, variables)
+        def natively(messages: Sequence[Message], tokenizer: Any, own: Mapping[str, Any] | None = None) -> Any:
+            return template.prompt(messages, tokenizer, {**variables, **(own or {})})
 
         return replace(template, prompt=natively, variables=variables)
     described = describe_tools(schemas)
 
-    def described_first(messages: Sequence[Message], tokenizer: Any) -> Any:
+    def described_first(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Any:
         own = [message.content for message in messages[:1] if message.role == "system"]
         told = [Message("system", "\n\n".join([described, *own]))] if messages else []
-        return template.prompt([*told, *messages[len(own) :]], tokenizer)
+        return template.prompt([*told, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
 
     return replace(template, prompt=described_first)
 
@@ -270,14 +266,14 @@ class Episodes:
         """The prompt with what the environment opens the episode with."""
         text = session.opening()
         if session.failure:
-            return encode_prompt(self.tokenizer, self.stage.template, example.messages)
+            return encode_prompt(self.tokenizer, self.stage.template, example.messages, example.variables)
         if openings.setdefault(number, text) != text:
             raise UsageError(
                 f"environment {self.stage.toolset.name!r}: reset returned different texts for the same row and seed "
                 f"(example {example.id!r}), and a group is compared on one prompt; let all that reset draws follow "
                 "from its seed"
             )
-        ids = encode_prompt(self.tokenizer, self.stage.template, opened(example, text))
+        ids = encode_prompt(self.tokenizer, self.stage.template, opened(example, text), example.variables)
         if len(ids) > self.room:
             session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
         return ids

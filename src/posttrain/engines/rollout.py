@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode
-from posttrain.errors import UsageError
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt, stop_ids
-from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size
+from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
 from posttrain.types import Completion, Example, Rollout, Turn
 from posttrain.world import ONE, World
 
@@ -126,22 +125,14 @@ def build_grader(words: Sequence[RewardWord], template: Template, folder: Path |
     Raises:
         UsageError: a reward that cannot be computed from what there is, before anything is sampled.
     """
+    names = reward_parts(words, template.name, has_tags=bool(template.tags))
     bound: list[tuple[str, float, BoundReward]] = []
-    for index, word in enumerate(words):
+    for index, (name, word) in enumerate(zip(names, words, strict=False)):
         entry = registry.find("reward", word.name, f"rewards.{index}")
-        name = entry.name if all(n != entry.name for n, _, _ in bound) else f"{entry.name}_{index}"
-        reward = bind_reward(entry, word.options, f"rewards.{index}")
-        if not template.tags and ":" not in word.name and "tags" in reward.parameters:
-            raise UsageError(
-                f"rewards.{index}: {name} looks at the tags of the prompt template, and {template.name!r} has none; "
-                "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
-            )
-        bound.append((name, word.weight, reward))
-    format_part = "xml_format" if template.tags else "is_number"
-    for name in ("correct", format_part):
-        if all(n != name for n, _, _ in bound):
-            bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
-    return Grader(template, tuple(bound), format_part, folder)
+        bound.append((name, word.weight, bind_reward(entry, word.options, f"rewards.{index}")))
+    for name in names[len(words) :]:
+        bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
+    return Grader(template, tuple(bound), format_part(has_tags=bool(template.tags)), folder)
 
 
 @dataclass(frozen=True)
@@ -285,7 +276,7 @@ def encode_prompts(
     """
     kept, encoded, dropped = [], [], 0
     for index, example in enumerate(examples):
-        ids = encode_prompt(tokenizer, template, example.messages)
+        ids = encode_prompt(tokenizer, template, example.messages, example.variables)
         if len(ids) > limit:
             dropped += 1
         else:

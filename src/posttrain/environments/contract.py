@@ -100,6 +100,21 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
     return Toolset(name, make, tools, gives_reward, pays_turns)
 
 
+def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
+    """Refuse rewards that ask an environment for what it does not give.
+
+    Raises:
+        UsageError: with the method that is missing.
+    """
+    asked = {
+        "environment": ("get_reward", toolset.gives_reward),
+        "turn_rewards": ("get_turn_reward", toolset.pays_turns),
+    }
+    for reward, (method, is_there) in asked.items():
+        if reward in rewards and not is_there:
+            raise UsageError(f"rewards: {toolset.name!r} has no {method}, which the reward {reward} asks; write one")
+
+
 def _tool_names(kind: type) -> list[str]:
     """The public methods that are tools, in the order in which they are written, a base's first."""
     seen: dict[str, None] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import UsageError
-from posttrain.render.replies import CALL_TAGS, Form
+from posttrain.render.turns import CALL_TAGS, Form
 
 MAX_RESULT_CHARS = 16_384
 _ARGUMENTS = re.compile(r"^Args:\s*$", re.MULTILINE)

@@ -334,7 +334,7 @@ def _run_cells(
     models = [model.on_stage(cell.template) for cell in cells]
     for cell, own in zip(cells, models, strict=True):
         for example in cell.task.examples[:1]:
-            encode_prompt(own.tokenizer, own.grader.template, example.messages)
+            encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
     finished = {}
     for cell, own in zip(cells, models, strict=True):
         settings = plan.settings(cell)

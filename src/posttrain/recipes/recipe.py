@@ -250,6 +250,35 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *,
     return document.extend().override(overrides).check()
 
 
+def lost_options(name_or_path: str, overrides: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each component that the command line replaces: which options of a recipe go with it."""
+    below = Document.load(Recipe, name_or_path).extend()
+    after, lines = below.override(overrides).content, []
+    for key in dict.fromkeys(key for key, _ in overrides):
+        before, now = _value_at(below.content, key), _value_at(after, key)
+        if isinstance(before, Mapping) and "name" in before:
+            kept = now if isinstance(now, Mapping) else {"name": now}
+            lost = [f"{option} ({before[option]})" for option in before if option not in kept]
+            if lost:
+                was = f"{kept.get('name')} in place of {before['name']}"
+                lines.append(f"{key}: {was}, whose options in the recipe are left out: {', '.join(lost)}")
+    tasks = (_value_at(below.content, "eval.tasks"), _value_at(after, "eval.tasks"))
+    if tasks[0] and not tasks[1] and not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
+        lines.append("eval.tasks: those of the recipe are left out with its task; evaluation is of the new task")
+    return lines
+
+
+def _value_at(content: Mapping[str, Any], key: str) -> Any:
+    """Return the value under a dotted key; None where there is none."""
+    value: Any = content
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdigit() and int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def validate_recipe(data: Mapping[str, Any], place: str = "recipe", *, is_own: bool = True) -> Recipe:
     """A ``Recipe`` from plain data; errors name ``place`` and the key.
 

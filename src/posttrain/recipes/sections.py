@@ -378,11 +378,19 @@ class TeacherSection(Section):
 
 
 class DataSection(Section):
-    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted."""
+    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted.
+
+    ``train_on``: ``assistant`` (every turn of the assistant, its end token included; users and tools are read only),
+    ``response`` (what follows the last message of the user) or ``all``. By default ``assistant`` for rows with
+    ``messages``, ``response`` for all others. A chat template that rewrites earlier turns gets one example a turn.
+    ``label_above``: for objectives that read labels, the rating above which a given answer is desirable. Without it
+    a pair's better answer is desirable, and other scores must be 1 or 0.
+    """
 
     batch: Few = 16
     max_tokens: Tokens = Field(default=1024, ge=2)
-    train_on: Literal["response", "all"] = "response"
+    train_on: Literal["assistant", "response", "all"] | None = None
+    label_above: float | None = None
 
 
 class TrainSection(Section):

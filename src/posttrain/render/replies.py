@@ -9,26 +9,16 @@ trained on. A template without turn markers has a frame of its own.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.render.encoding import Piece, encode_pieces
 from posttrain.render.template import Template, end_id
-from posttrain.render.turns import mark, render_history, turn_end
-from posttrain.types import Call, Turn
+from posttrain.render.turns import RESULT_TAGS, Form, call_pieces, mark, render_history, turn_end
+from posttrain.types import Turn
 
-Form = Literal["hermes", "tagged"]  # of calls; environments.tools reads them
-CALL_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "tagged": ("<tool>", "</tool>"),
-}
-RESULT_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_response>\n", "\n</tool_response>"),
-    "tagged": ("<result>", "</result>"),
-}
 # What a model may write: a plain text, and one with thinking before it.
 _PROBES = ("{}", "<think>\n{}\n</think>\n\n{}")
 
@@ -106,21 +96,8 @@ def encode_turn(tokenizer: Any, template: Template, turn: Turn, form: Form) -> l
     pieces += [Piece(turn.text, trusted=False)] if turn.text else []
     pieces += [Piece("\n", trusted=True)] if turn.text and turn.calls else []
     for number, call in enumerate(turn.calls):
-        pieces += [Piece("\n" if number else "", trusted=True), *_call_pieces(call, form)]
+        pieces += [Piece("\n" if number else "", trusted=True), *call_pieces(call, form)]
     return [*encode_pieces(tokenizer, pieces), end_id(tokenizer, template)]
-
-
-def _call_pieces(call: Call, form: Form) -> list[Piece]:
-    """A call as a model writes it; of the tagged form with the bare value of an only argument."""
-    opening, closing = CALL_TAGS[form]
-    if form == "hermes":
-        said = f'\n{{"name": {json.dumps(call.tool)}, "arguments": {call.stated}}}\n'
-    else:
-        arguments = json.loads(call.stated)
-        only = next(iter(arguments.values())) if len(arguments) == 1 else None
-        is_bare = isinstance(only, str | int | float) and not isinstance(only, bool)
-        said = f"{call.tool}: {only if is_bare else call.stated}"
-    return [Piece(opening, trusted=True), Piece(said, trusted=False), Piece(closing, trusted=True)]
 
 
 def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from posttrain.errors import UsageError
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response, end_id
+from posttrain.render.conversation import UNTRAINED, conversation_rows, turns_apart
 from posttrain.render.replies import encode_turns
-from posttrain.types import Example, Response
+from posttrain.types import Example, Message, Response
 
 Shape = Literal["demonstration", "judged", "pair", "steps"]
+TrainOn = Literal["assistant", "response", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,9 @@ class Row:
     """Token ids, the first trained position, and what is known of the answer.
 
     ``step_labels`` are per position (ends of labelled steps only) where the answer has steps; such rows are
-    trained at these positions alone. ``heard`` are the positions of what tools returned, which is not trained.
+    trained at these positions alone. ``heard`` are the positions behind the prompt that are read and not trained, such
+    as what tools return. ``is_apart``: one of several rows of a conversation, one for each turn. ``margin``: of a pair
+    whose row states it.
     """
 
     ids: list[int]
@@ -26,15 +31,33 @@ class Row:
     score: float = 0.0
     step_labels: dict[int, int] = field(default_factory=dict)
     heard: frozenset[int] = frozenset()
+    is_apart: bool = False
+    margin: float | None = None
 
 
-def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) -> Iterator[tuple[Row, ...] | str]:
+def rows_of(
+    tokenizer: Any, template: Template, example: Example, shape: Shape, train_on: TrainOn | None = None
+) -> Iterator[tuple[Row, ...] | str]:
     """The units of an example: tuples of rows, or the reason why there is none.
 
     A pair is the response of the highest score and that of the lowest; the rest of an example with
-    more responses is not used.
+    more responses is not used. ``train_on``: of demonstrations; by default every turn of the assistant where the row is
+    a conversation, else the response.
     """
-    prompt = encode_prompt(tokenizer, template, example.messages)
+    if (
+        shape == "demonstration"
+        and template.turns == "last"
+        and not all(m.is_trained for m in example.conversation[-1:])
+    ):
+        yield UNTRAINED
+        return
+    if shape == "demonstration" and template.turns != "last":
+        if train_on == "assistant" and not example.conversation:
+            example = _as_conversation(example)
+        if example.conversation:
+            yield from _conversation(tokenizer, template, example, train_on or "assistant")
+            return
+    prompt = encode_prompt(tokenizer, template, example.messages, example.variables)
     if shape == "demonstration":
         if example.responses and example.solution is None and example.answer is None:
             best = max(example.responses, key=lambda r: r.score)
@@ -50,13 +73,11 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
     if not example.responses:
         yield "no given responses"
     elif shape == "pair":
-        yield _pair(tokenizer, template, prompt, example.responses)
+        unit = _pair(tokenizer, template, prompt, example.responses)
+        yield unit if isinstance(unit, str) else tuple(replace(row, margin=example.margin) for row in unit)
     elif shape == "judged":
         for response in example.responses:
-            if 0.0 <= response.score <= 1.0:
-                yield (_row(tokenizer, template, prompt, response),)
-            else:  # a rating of 3 is no label, and must not pass for "desirable"
-                yield "a score outside of 0 to 1, which is no label"
+            yield (_row(tokenizer, template, prompt, response),)
     else:
         for response in example.responses:
             if all(response.steps):
@@ -64,6 +85,43 @@ def rows_of(tokenizer: Any, template: Template, example: Example, shape: Shape) 
                 yield (row,) if row.step_labels else "no labelled steps"
             else:  # its label would stand at a token of the step before
                 yield "an empty step"
+
+
+def _as_conversation(example: Example) -> Example:
+    """An example whose prompt has turns of the assistant, as a conversation; any other as it is."""
+    text = example.demonstration
+    if text is None and example.responses and (example.solution, example.answer) == (None, None):
+        text = max(example.responses, key=lambda r: r.score).text
+    if text is None or example.turns or all(message.role != "assistant" for message in example.messages):
+        return example
+    return replace(example, conversation=(*example.messages, Message("assistant", text)))
+
+
+def _conversation(
+    tokenizer: Any, template: Template, example: Example, train_on: TrainOn
+) -> Iterator[tuple[Row, ...] | str]:
+    """One row of a conversation, or one for each turn of the assistant."""
+    if template.turns == "apart":
+        chosen = list(turns_apart(example, train_on))
+        for one in chosen:
+            for unit in rows_of(tokenizer, template, one, "demonstration"):
+                is_apart = len(chosen) > 1 and not isinstance(unit, str)
+                yield (replace(unit[0], is_apart=True),) if is_apart and not isinstance(unit, str) else unit
+        if not chosen:
+            yield UNTRAINED
+        return
+    try:
+        rows = conversation_rows(tokenizer, template, example, train_on)
+    except UsageError as error:
+        raise UsageError(f"example {example.id!r}: {error}") from error
+    for parts in rows:
+        ids, heard = list(parts[0][0]), set[int]()
+        for part, is_trained in parts[1:]:
+            heard |= set() if is_trained else set(range(len(ids), len(ids) + len(part)))
+            ids += part
+        yield (Row(ids, len(parts[0][0]), heard=frozenset(heard), is_apart=len(rows) > 1),)
+    if not rows:
+        yield UNTRAINED
 
 
 def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response) -> Row:

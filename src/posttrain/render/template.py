@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render.encoding import Piece, encode_pieces, markers_of
-from posttrain.render.turns import turn_end
+from posttrain.render.turns import as_row_texts, turn_end
 from posttrain.types import Example, Message
 
 
@@ -33,6 +33,9 @@ class Template:
         variables: what the chat template is passed.
         frame: what stands before and behind a reply to a turn, where there is no chat template (trusted).
         quote: makes a text safe to stand there, where it could look like the start of a turn.
+        system: the recipe's own system message, of a chat.
+        turns: how a conversation is trained: as the chat template renders it (``rendered``), one example for each turn
+            of the assistant (``apart``), or its last turn alone (``last``).
     """
 
     name: str
@@ -46,19 +49,51 @@ class Template:
     variables: Mapping[str, Any] = field(default_factory=dict)
     frame: tuple[str, str] = ("\n", "\n")
     quote: Callable[[str], str] = str
+    system: str = ""
+    turns: Literal["rendered", "apart", "last"] = "apart"
 
     def respond(self, example: Example) -> str:
         """The demonstration as text, without the end token."""
         return "".join(piece.text for piece in self.response(example))
 
 
-def encode_prompt(tokenizer: Any, template: Template, messages: Sequence[Message]) -> list[int]:
-    """Token ids of the prompt, up to and including the template's opening.
+def prompt_pieces(
+    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> list[Piece]:
+    """The pieces of a prompt; ``variables`` are a row's own for the chat template, such as its tools.
+
+    Raises:
+        UsageError: as ``encode_prompt``, or variables where no chat template is used.
+    """
+    if not variables:
+        return template.prompt(messages, tokenizer)
+    names = ", ".join(map(repr, variables))
+    if not template.chat or "tools" in variables.keys() & template.variables.keys():
+        what = (
+            "template {} does not show {}, which only a chat template can"
+            if not template.chat
+            else ("template {} has tools of its own, and the row brings {}")
+        )
+        raise UsageError(f"{what.format(template.name, names)}. Choose another, or name {names} in task.ignore_keys")
+    unread = [name for name in variables if name not in str(tokenizer.chat_template or "")]
+    if unread:
+        key = "tools" if unread == ["tools"] else "chat_template_kwargs"
+        raise UsageError(
+            f"the tokenizer's chat template does not read {', '.join(map(repr, unread))}. Give it one that does, or "
+            f"leave the key out of all rows by task.ignore_keys: [{key}]"
+        )
+    return template.prompt(messages, tokenizer, {**template.variables, **as_row_texts(variables)})
+
+
+def encode_prompt(
+    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of the prompt, up to and including the template's opening; ``variables``: see ``prompt_pieces``.
 
     Raises:
         UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
     """
-    ids = encode_pieces(tokenizer, template.prompt(messages, tokenizer))
+    ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
     leading = list(markers_of(tokenizer).leading)
     if not template.own_start and ids[: len(leading)] != leading:
         ids = leading + ids

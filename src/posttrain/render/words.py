@@ -14,7 +14,7 @@ from posttrain.graders.grading import is_blank
 from posttrain.registry import register
 from posttrain.render.encoding import Piece
 from posttrain.render.template import Template
-from posttrain.render.turns import chat_pieces, check_messages
+from posttrain.render.turns import assistant_pieces, chat_pieces, check_messages, spell
 from posttrain.types import Example, Message
 
 # Where the answer stands in a graded text. One rule per template; each says None when there is none.
@@ -150,7 +150,7 @@ class Dialogue:
         """
         check_messages(messages)
         pieces: list[Piece] = []
-        for number, message in enumerate(messages):
+        for number, message in enumerate(spell(messages)):
             name = Piece(f"{self.separator if number else ''}{self.names[message.role]}: ", trusted=True)
             pieces += [name, Piece(self.quote(message.content), trusted=False)]
         return pieces
@@ -293,7 +293,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            said, boxed_already = _as_said(example.demonstration), boxed_answer(example.demonstration)
+            said, boxed_already = assistant_pieces(example.demonstration), boxed_answer(example.demonstration)
             return said if boxed_already or example.answer is None else [*said, *_box("\n", example.answer)]
         answer = _answer_of(example)
         if not example.solution:
@@ -354,13 +354,14 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            return _as_said(example.demonstration)
+            return assistant_pieces(example.demonstration)
         if example.answer is None and example.solution:
             return [_theirs(example.solution)]
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
         return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
 
-    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True, variables=own)
+    own_way: dict[str, Any] = {"variables": own, "system": system, "turns": "rendered"}
+    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True, **own_way)
 
 
 @register("template")
@@ -443,7 +444,7 @@ def document() -> Template:
             raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
         return [_ours(text)]
 
-    return Template("document", "", (), prompt, response, last_number, own_start=True)
+    return Template("document", "", (), prompt, response, last_number, own_start=True, turns="last")
 
 
 @register("template")
@@ -467,7 +468,7 @@ def as_is() -> Template:
     def response(example: Example) -> list[Piece]:
         return [_ours(example.demonstration or example.solution or _answer_of(example))]
 
-    return Template("as_is", "", (), prompt, response, written_answer)
+    return Template("as_is", "", (), prompt, response, written_answer, turns="last")
 
 
 def _ours(text: str) -> Piece:
@@ -482,14 +483,6 @@ def _box(before: str, answer: str) -> list[Piece]:
     return [_ours(f"{before}\\boxed{{"), _theirs(answer), _ours("}")]
 
 
-def _as_said(response: str) -> list[Piece]:
-    """A whole response, where the tags of thinking that it begins with are ours: a tokenizer may know them."""
-    parts = split_thinking(response)
-    if parts is None or not response.lstrip().startswith("<think>"):
-        return [_theirs(response)]
-    return [_ours("<think>"), _theirs(parts[0]), _ours("</think>"), _theirs(parts[1])]
-
-
 def _parts_of(example: Example) -> tuple[str | None, str | None]:
     """(reasoning, answer) to write between tags; of a demonstration its own answer, else the gold one, else None."""
     if example.demonstration is None:
@@ -502,7 +495,8 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
 def _bare(messages: Sequence[Message]) -> list[Piece]:
     """A single question as it is; several messages as a dialogue."""
     check_messages(messages)
-    return [_theirs(messages[0].content)] if len(messages) == 1 else PARAGRAPHS.pieces(messages)
+    alone = len(messages) == 1 and messages[0].name is None
+    return [_theirs(messages[0].content)] if alone else PARAGRAPHS.pieces(messages)
 
 
 def _answer_of(example: Example) -> str:

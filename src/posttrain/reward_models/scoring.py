@@ -92,7 +92,7 @@ class RewardModel:
             return [self.combined(probabilities) for probabilities in self.score_steps(examples, steps)]
         rows: list[Row | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
-            prompt = encode_prompt(self.tokenizer, self.template, example.messages)
+            prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
             answer = encode_pieces(self.tokenizer, written_pieces(self.template, text))
             if finish != "length":
                 answer = [*answer, end_id(self.tokenizer, self.template)]

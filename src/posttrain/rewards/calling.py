@@ -17,8 +17,10 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+from posttrain import registry
 from posttrain.errors import PosttrainError, RewardFailure, UsageError
 from posttrain.graders.grading import Measured, Verdict
+from posttrain.recipes.sections import RewardWord
 from posttrain.registry import Entry, suggest
 
 # What a reward may ask for, with its meaning.
@@ -120,6 +122,34 @@ def bind_reward(
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
     return BoundReward(name, bound, _asked(name, function, where, bound.keywords), batched)
+
+
+def reward_parts(words: Sequence[RewardWord], template: str, *, has_tags: bool) -> list[str]:
+    """The names of a recipe's rewards, which a run with this prompt template can compute; nothing is loaded for it.
+
+    A name that stands twice gets a number behind it. ``correct`` and the format are reported in every run.
+
+    Raises:
+        UsageError: a reward asks for something that there is not, such as the tags of a template without tags.
+    """
+    names: list[str] = []
+    for index, word in enumerate(words):
+        where = f"rewards.{index}"
+        entry = registry.find("reward", word.name, where)
+        name = entry.name if entry.name not in names else f"{entry.name}_{index}"
+        asked = _asked(entry.name, entry.function, where, entry.bind(word.options, where).keywords)
+        if not has_tags and ":" not in word.name and "tags" in asked:
+            raise UsageError(
+                f"{where}: {name} looks at the tags of the prompt template, and {template!r} has none; "
+                "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
+            )
+        names.append(name)
+    return [*names, *(name for name in ("correct", format_part(has_tags=has_tags)) if name not in names)]
+
+
+def format_part(*, has_tags: bool) -> str:
+    """The reward that says whether an answer keeps to the format of its prompt template."""
+    return "xml_format" if has_tags else "is_number"
 
 
 def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:

@@ -532,7 +532,8 @@ class _Record:
             steps = facts.get("steps", self.status.steps)
             self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
             length = f": {facts['length']}" if facts.get("length") else ""
-            self.directory.log(("started" if at is None else f"resumed after step {at}") + length)
+            trained = f"; {facts['trained']}" if facts.get("trained") else ""
+            self.directory.log(("started" if at is None else f"resumed after step {at}") + length + trained)
             if facts.get("guarantee"):
                 self.directory.log(f"guarantee after a kill and --resume: {facts['guarantee']}")
             if facts.get("origin"):

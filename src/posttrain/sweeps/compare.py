@@ -55,6 +55,7 @@ METHOD_KEYS = (
     "teacher",
     "rollout.select",
     "rollout.label_above",
+    "data.label_above",
     "rollout.drop_uniform_groups",
     "rollout.uniform_by",
     "rollout.max_rounds",

@@ -141,29 +141,31 @@ def _parts(content: PipelineFile, folder: Path, recipe: Recipe, recipes: Recipes
     for seed in seeds:
         trained: dict[str, Training] = {}
         for (group, name), own in recipes.items():
-            run = plan_run(folder, group, name, seed, own, "part of the pipeline", ["start"])
+            recipe, needs = own, ["start"]
+            if group != "reward_models" and own.rollout is not None:  # the proxy rewards a policy that samples
+                proxy = trained[content.optimize]
+                recipe, needs = _rewarded(own, proxy), ["start", proxy.name]
+            run = plan_run(folder, group, name, seed, recipe, "part of the pipeline", needs)
             run.recipe.model.name = start.weights
-            trained[name] = run if group == "reward_models" else _rewarded(run, trained[content.optimize])
+            trained[name] = run if group == "reward_models" else replace(run, recipe=run.recipe.resolve())
         judges = [trained[content.judge], trained[content.optimize]]
         policies = [run for run in trained.values() if run.group == "policies"]
         parts += [*trained.values(), *(_contest(content.evaluate, start, own, judges) for own in policies)]
     return parts
 
 
-def _rewarded(run: Training, proxy: Training) -> Training:
-    """A policy; where it samples, the proxy rewards it."""
-    if run.recipe.rollout is None:
-        return replace(run, recipe=run.recipe.resolve())
-    words = run.recipe.rewards
+def _rewarded(recipe: Recipe, proxy: Training) -> Recipe:
+    """A policy's recipe with the rewards of the proxy."""
+    recipe, words = recipe.model_copy(deep=True), recipe.rewards
     if not any(word.name == "reward_model" for word in words):
         words = [RewardWord.model_validate(_WHOLE_REWARD)]
-    run.recipe.rewards = [
+    recipe.rewards = [
         RewardWord.model_validate(word.model_dump() | {"run": str(proxy.folder)})
         if word.name == "reward_model"
         else word
         for word in words
     ]
-    return replace(run, recipe=run.recipe.resolve(), needs=("start", proxy.name))
+    return recipe
 
 
 def _contest(asked: AskedSection, start: Training, policy: Training, judges: Sequence[Training]) -> Sampling:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from posttrain.errors import DataError, PosttrainError, RecipeError, RunConflict
+from posttrain.errors import DataError, PosttrainError, RecipeError, RunConflict, UsageError
 from posttrain.option_types import Tokens
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Section, Word
@@ -98,7 +98,7 @@ class Training(Part):
 
         try:  # before the first part is trained, and not when this one's turn has come
             words_of(self.recipe.resolve())
-        except RecipeError as error:
+        except UsageError as error:
             raise RecipeError(f"{self.name}: {error}") from None
 
     @property

@@ -219,14 +219,16 @@ def _training(
 ) -> Training:
     group, method = key
     folder = start.folder.parent
-    run = plan_run(folder, group, method, seed, recipe, "part of the study", ["start"])
+    needs = ["start"]
+    if group == "policies":  # with its own rewards, before it is checked
+        (proxy,) = content.reward_models
+        needs.append(f"{proxy}-seed{seed}")
+        rewarder = {"name": "reward_model", "run": str(folder / "cells" / needs[1])}
+        recipe = recipe.model_copy(update={"rewards": [RewardWord.model_validate(rewarder)]})
+    run = plan_run(folder, group, method, seed, recipe, "part of the study", needs)
     run.recipe.model.name = start.weights
     if group == "policies":
-        (proxy,) = content.reward_models
-        needed = f"{proxy}-seed{seed}"
-        rewarder = {"name": "reward_model", "run": str(folder / "cells" / needed)}
-        run.recipe.rewards = [RewardWord.model_validate(rewarder)]
-        return replace(run, recipe=run.recipe.resolve(), needs=("start", needed))
+        return replace(run, recipe=run.recipe.resolve())
     if labelling is not None and content.learns_steps(method):
         run.recipe.task = run.recipe.task.model_copy(update={"path": str(labelling.target)})
         return replace(run, needs=("start", labelling.name))

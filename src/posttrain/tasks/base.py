@@ -10,7 +10,7 @@ from typing import Any, Protocol, overload
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import MIXTURE, Word, map_tasks
+from posttrain.recipes.sections import MIXTURE, Word, map_tasks, task_words
 from posttrain.types import Example
 
 
@@ -53,6 +53,8 @@ class Task:
     working, where the task can tell (evaluation then reports the share of such answers).
     ``origin``: the file, where the environment said where it is. ``shares``: what else the task wants to be told of its
     items once they are answered, by name, one share in 0..1 per item (or pair of items). ``parts``: of a mixture.
+    ``keys``: how many rows had a key, by the key and what was done with it. ``notices``: what a run says at its start,
+    such as the grader that the task has chosen.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Task:
     origin: str | None = None
     shares: Callable[[Sequence[Answered]], Mapping[str, Sequence[float]]] | None = None
     parts: tuple[TaskPart, ...] = ()
+    keys: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 class ExamplesOnDemand(Sequence[Example]):
@@ -101,7 +105,7 @@ def num_repeated(examples: Sequence[Example]) -> int:
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len(
-        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses) for e in examples}
+        {(e.messages, e.answer, e.solution, e.demonstration, e.turns, e.responses, e.conversation) for e in examples}
     )
 
 
@@ -116,6 +120,24 @@ def held_out_task(word: Word) -> Word:
     Of a mixture those of its parts, by weight.
     """
     return _by_weight(map_tasks(word, _held_out))
+
+
+def eval_words(recipe: Recipe) -> list[Word]:
+    """The tasks that a run is evaluated on: those of ``eval.tasks``, else the held-out split of its own task.
+
+    Raises:
+        RecipeError: the task names no such split, or training leaves nothing of it.
+    """
+    if recipe.eval.tasks:
+        return list(recipe.eval.tasks)
+    word = held_out_task(recipe.task)
+    for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
+        if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
+            raise RecipeError(
+                f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
+                "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
+            )
+    return [word]
 
 
 def _by_weight(word: Word) -> Word:

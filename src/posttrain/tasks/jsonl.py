@@ -2,109 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from posttrain.errors import UsageError
+from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
+from posttrain.render.conversation import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
+from posttrain.tasks.messages import REASONING_KEYS, add_system, read_variables
+from posttrain.tasks.preferences.rows import read_instruction
 from posttrain.tasks.reader import Collected, Split, answer_text, choose_split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
-from posttrain.types import Call, Example, Message, Turn
+from posttrain.types import Example, Message, Turn
 
-# Conversations in which tools are used, as OpenAI's API and most data sets write them.
-
-
-def uses_tools(row: Row, key: str) -> bool:
-    """Whether a message under ``key`` is a tool's, or calls one."""
-    items = row.data.get(key)
-    return isinstance(items, Sequence) and any(isinstance(item, Mapping) and _is_about_tools(item) for item in items)
-
-
-def read_transcript(row: Row, key: str) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
-    """The messages without those about tools, and the turns in which these were used; the last message answers.
-
-    An assistant's message with ``tool_calls`` (``{"function": {"name": ..., "arguments": ...}}``, the arguments as an
-    object or as its text) is followed by one message of the role ``tool`` for each, in their order.
-
-    Raises:
-        DataError: calls without results or results without calls, tools before the last message of the user, or no
-            answer after them.
-    """
-    items: Sequence[Any] = row.data[key]
-    about = [i for i, item in enumerate(items) if isinstance(item, Mapping) and _is_about_tools(item)]
-    first, last = about[0], about[-1]
-    turns, at = [], first
-    while at <= last:
-        calls = _calls(row, key, at, items[at])
-        results = [_result(row, key, at + 1 + n, items) for n in range(len(calls))]
-        content = items[at].get("content")
-        text = "" if content in (None, "") else row.checked(content, f"{key} {at + 1} content")
-        told = (replace(call, result=result) for call, result in zip(calls, results, strict=True))
-        turns.append(Turn(text, tuple(told)))
-        at += 1 + len(calls)
-    rest = row.data[key][last + 1 :]
-    if len(rest) != 1 or not isinstance(rest[0], Mapping) or rest[0].get("role") != "assistant":
-        raise row.fail(
-            f"{key!r}: after its tools the assistant answers, in one last message; leave out what follows, or write a "
-            "row for each answer"
-        )
-    messages = replace(row, data={**row.data, key: [*items[:first], rest[0]]}).messages(key)
-    if len(messages) < 2 or messages[-2].role != "user":
-        raise row.fail(f"{key!r}, message {first + 1}: tools are used in answer to a message of the user")
-    return messages, tuple(turns)
-
-
-def _is_about_tools(item: Mapping[str, Any]) -> bool:
-    return item.get("role") == "tool" or bool(item.get("tool_calls"))
-
-
-def _calls(row: Row, key: str, at: int, item: Any) -> list[Call]:
-    if isinstance(item, Mapping) and item.get("tool_calls") and not isinstance(item["tool_calls"], list):
-        raise row.fail(f"{key!r}, message {at + 1}: 'tool_calls' is a list of calls")
-    if not isinstance(item, Mapping) or item.get("role") != "assistant" or not item.get("tool_calls"):
-        what = "a result of a tool that was not called" if _role(item) == "tool" else "a message amid the use of tools"
-        raise row.fail(
-            f"{key!r}, message {at + 1}: {what}; an assistant's message with 'tool_calls' comes before results"
-        )
-    return [_call(row, f"{key} {at + 1} tool_calls {n}", one) for n, one in enumerate(item["tool_calls"], start=1)]
-
-
-def _call(row: Row, place: str, stated: Any) -> Call:
-    function = stated.get("function", stated) if isinstance(stated, Mapping) else {}
-    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
-    name = row.checked(function.get("name"), f"{place} name")
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise row.fail(f"{place!r}: its arguments hold a number that JSON has not (NaN, Infinity)") from None
-    return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
-
-
-def _result(row: Row, key: str, at: int, items: Sequence[Any]) -> str:
-    if at >= len(items) or _role(items[at]) != "tool":
-        raise row.fail(
-            f"{key!r}, message {at + 1}: a call has no result; a message of the role tool follows for each call"
-        )
-    content = items[at].get("content")
-    return "" if content in (None, "") else row.checked(content, f"{key} {at + 1} content")
-
-
-def _role(item: Any) -> Any:
-    return item.get("role") if isinstance(item, Mapping) else None
+# Where else the common layouts have the same: ShareGPT, Alpaca, prompts with completions.
+ALIASES = {"messages": ("conversations",), "prompt": ("instruction",), "response": ("completion", "output")}
 
 
 # What is said of a response that a grader did not find right.
@@ -129,31 +49,36 @@ def jsonl(
     solution_key: str = "solution",
     response_key: str = "response",
     meta_keys: list[str] | None = None,
-    grader: str = "numeric",
+    ignore_keys: list[str] | None = None,
+    grader: str | None = None,
     validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
     strip_thinking: bool = False,
     correct_only: bool = False,
 ) -> Task:
-    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file.
+    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
 
-    A row has a prompt (text) or messages (a list of role and content), and an answer (text or a number) with maybe a
-    solution, or a response. A response is a whole text to imitate, and so is the assistant's message at the end of
-    messages; such a row needs no answer. Messages before it may use tools (``tool_calls``, then the role
-    ``tool`` for each result): what is called is learnt, what is returned is only read. How the response is written is
-    the template's affair: ``r1_zero`` puts its reasoning and its answer between the tags, ``plain``, ``chat`` and
-    ``as_is`` take it as it stands.
+    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response. A response
+    is a whole text to imitate, and so is the assistant's message at the end of messages; such a row needs no answer.
+    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may
+    use tools (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with
+    ``weight: 0`` or ``train: false`` is not trained. How the response is written is the template's affair: ``r1_zero``
+    puts reasoning and answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands. Every other
+    key is carried along in ``meta``; one that would change what is trained is refused.
 
     Args:
         path: the file, or ``hf:NAME`` for a data set of the hub (``hf:NAME:CONFIG@SPLIT``; ``#1000`` behind it streams
             its first rows and downloads no more).
         split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
             that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
-        prompt_key, messages_key: where the prompt stands; a row with both uses the messages.
+        prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
+        messages_key: of the conversation; else ``conversations``.
         answer_key: where the gold answer stands; ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
-        response_key: where the whole response stands; rows may lack it.
-        meta_keys: further keys that every row has, kept: for breakdowns (``subject``), or for the grader (``choices``).
-        grader: what says whether an answer is right (``posttrain explain grader``).
+        response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
+        meta_keys: further keys that every row must have: for breakdowns (``subject``), or for the grader (``choices``).
+        ignore_keys: keys of rows and messages that are left out.
+        grader: what says whether an answer is right (``posttrain explain grader``). By default ``math`` where a gold
+            answer is a formula, else ``numeric``, which compares words as text; a run says which, and why.
         validation_share: share of the rows that is held out.
         strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never
             closes, or that holds nothing else, is dropped and counted.
@@ -164,56 +89,126 @@ def jsonl(
         UnknownWord: no such grader.
         UsageError: ``correct_only``, and no row has a response with a gold answer.
     """
-    find("grader", grader, "task.grader")
-    keys = (prompt_key, messages_key, answer_key, solution_key, response_key)
-
-    def read(row: Row) -> Example:
-        example = _without_thinking(read_example(row, split, *keys), strip_thinking)
-        return replace(example, meta=_read_meta(row, meta_keys or ()), grader=grader)
-
-    collected = collect(read_file(path), read, path)
-    examples = keep_correct(collected, grader, path) if correct_only else collected.examples
+    if grader is not None:
+        find("grader", grader, "task.grader")
+    keys = Keys(prompt_key, messages_key, answer_key, solution_key, response_key)
+    read = partial(_read_row, split=split, keys=keys, meta_keys=meta_keys or (), strip_thinking=strip_thinking)
+    collected = collect(read_file(path), read, path, carries=True, ignored=ignore_keys or ())
+    chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
+    collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
+    examples = keep_correct(collected, chosen_grader, path) if correct_only else collected.examples
     chosen = choose_split(examples, split, validation_share, path, opening_hash)
-    return Task("jsonl", split, chosen, dict(collected.dropped))
+    return Task("jsonl", split, chosen, dict(collected.dropped), keys=dict(collected.keys), notices=notices)
 
 
-def read_example(
-    row: Row, split: str, prompt_key: str, messages_key: str, answer_key: str, solution_key: str, response_key: str
-) -> Example:
+def _read_row(row: Row, split: str, keys: Keys, meta_keys: Sequence[str], *, strip_thinking: bool) -> Example:
+    """One row as an example, with what is kept of it in ``meta``."""
+    example = _without_thinking(read_example(row, split, keys), strip_thinking)
+    return replace(example, meta=_read_meta(row, meta_keys))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of the parts of a row: the names of the options, and their other names in the common layouts."""
+
+    prompt: str = "prompt"
+    messages: str = "messages"
+    answer: str = "answer"
+    solution: str = "solution"
+    response: str = "response"
+
+    def of(self, row: Row, part: str) -> str:
+        """The key of a part in a row; another name counts only where the option is left at its default."""
+        named: str = getattr(self, part)
+        others = ALIASES.get(part, ()) if named == part and not row.has(named) else ()
+        if part == "response":  # ``output`` is what is wanted only where Alpaca's instruction stands
+            others = () if row.has(self.of(row, "messages")) else others if row.has("instruction") else others[:1]
+        return next((key for key in others if row.has(key)), named)
+
+
+# A formula: a command of LaTeX, a power, a symbol, an equation, a tuple, set or interval, a sum with a letter.
+_FORMULA = re.compile(
+    r"\\[A-Za-z]|[\^√π∞≤≥±∪∩]|\bsqrt\b|\b[a-z]\s*=|\A\s*[\[({][-+\w./ ]+(?:,[-+\w./ ]+)+[\])}]\s*\Z"
+    r"|\b\d*[a-z]\s*[-+*/]\s*\d|\d\s*[-+*/]\s*\d*[a-z]\b"
+)
+
+
+def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
+    """The grader that gold answers need, and a line that says so (none where there are no gold answers)."""
+    golds = [(example.id, example.answer) for example in examples if example.answer is not None]
+    if not golds:
+        return "numeric", ()
+    formulas = [(name, gold) for name, gold in golds if _FORMULA.search(gold) and parse_quantity(gold) is None]
+    if not formulas:
+        return "numeric", (f"task.grader: numeric, because all {len(golds):,} gold answers are numbers or words",)
+    name, first = formulas[0]
+    how_many = f"{len(formulas):,} of {len(golds):,} gold answers are formulas"
+    return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
+
+
+def read_example(row: Row, split: str, keys: Keys) -> Example:
     """One row as an example.
 
     Raises:
         DataError: a key is missing, of the wrong type or empty.
     """
+    messages = add_system(row, _asked(row, keys))
+    of_response = keys.of(row, "response")
+    parts: dict[str, str] = {}
+    if of_response in ALIASES["response"] and (row.has("label") or row.has("labels")):
+        raise row.fail(
+            f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences"
+        )
+    solution = row.text(keys.solution) if row.has(keys.solution) else None
+    if solution is not None:
+        parts[repr(keys.solution)] = solution
+    if row.has(of_response) and isinstance(row.data[of_response], list | Mapping):  # a completion in messages
+        messages = (*messages, *row.messages(of_response))
+    elif row.has(of_response):
+        thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
+        reasoning = next((row.text(key) for key in thoughts), None)
+        parts[repr(of_response)] = Message("assistant", row.text(of_response), reasoning).text
+    conversation: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
-    if uses_tools(row, messages_key):
-        messages, turns = read_transcript(row, messages_key)
-    elif messages_key in row.data:
-        messages = row.messages(messages_key)
-    else:
-        _require(row, prompt_key, f"task.prompt_key (a conversation: task.messages_key, now {messages_key!r})")
-        messages = (Message("user", row.text(prompt_key)),)
-    solution = row.text(solution_key) if row.has(solution_key) else None
-    parts = {} if solution is None else {repr(solution_key): solution}
-    if row.has(response_key):
-        parts[repr(response_key)] = row.text(response_key)
     if messages[-1].role == "assistant":
         if len(messages) == 1:
-            raise row.fail(f"{messages_key!r} holds nothing but the assistant's message; a prompt must come before it")
-        parts[f"an assistant's message at the end of {messages_key!r}"] = messages[-1].content
-        messages = messages[:-1]
+            raise row.fail(f"{keys.messages!r} holds nothing but the assistant's message; a prompt must come before it")
+        parts[f"an assistant's message at the end of {keys.of(row, 'messages')!r}"] = messages[-1].text
+        conversation, (messages, turns) = messages, split_turns(messages[:-1])
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one")
     demonstration = next((text for text in parts.values() if text is not solution), None)
-    answer = None
-    if answer_key and (demonstration is None or row.has(answer_key)):
-        otherwise = (
-            'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
-        )
-        _require(row, answer_key, otherwise)
-        answer = row.answer(answer_key)
-    example_id = f"jsonl/{split}/{row.line}"
-    return Example(example_id, messages, answer=answer, solution=solution, demonstration=demonstration, turns=turns)
+    return Example(
+        f"jsonl/{split}/{row.line}",
+        messages,
+        answer=_gold(row, keys.answer, needed=demonstration is None),
+        solution=solution,
+        demonstration=demonstration,
+        turns=turns,
+        conversation=conversation,
+        variables=read_variables(row),
+    )
+
+
+def _asked(row: Row, keys: Keys) -> tuple[Message, ...]:
+    """The messages of a row, or its prompt as messages."""
+    of_messages, of_prompt = keys.of(row, "messages"), keys.of(row, "prompt")
+    if row.has(of_messages):
+        return row.messages(of_messages)
+    if of_prompt == "instruction":
+        return read_instruction(row)
+    _require(row, of_prompt, f"task.prompt_key (a conversation: task.messages_key, now {keys.messages!r})")
+    value = row.data[of_prompt]
+    is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    return row.messages(of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
+
+
+def _gold(row: Row, key: str, *, needed: bool) -> str | None:
+    if not key or not (needed or row.has(key)):
+        return None
+    otherwise = 'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+    _require(row, key, otherwise)
+    return row.answer(key)
 
 
 def _require(row: Row, key: str, option: str) -> None:
@@ -225,10 +220,18 @@ def _require(row: Row, key: str, option: str) -> None:
 
 
 def _without_thinking(example: Example, strip_thinking: bool) -> Example:
-    solution, said = (
-        text and answer_text(text, strip_thinking=strip_thinking) for text in (example.solution, example.demonstration)
+    if not strip_thinking:
+        return example
+    solution, response = (
+        text and answer_text(text, strip_thinking=True) for text in (example.solution, example.demonstration)
     )
-    return replace(example, solution=solution, demonstration=said)
+    conversation = tuple(
+        replace(one, content=one.content and answer_text(one.content, strip_thinking=True), reasoning=None)
+        if one.role == "assistant"
+        else one
+        for one in example.conversation
+    )
+    return replace(example, solution=solution, demonstration=response, conversation=conversation)
 
 
 def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]:
@@ -258,8 +261,11 @@ def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]
 
 
 def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
+    """The row's ``meta``, where it is an object, and the keys that the recipe names."""
     for key in keys:
         if key not in row.data:
             there = ", ".join(row.data)
             raise row.fail(f"the key {key!r} of task.meta_keys is missing.{suggest(key, row.data)} There are: {there}")
-    return {key: row.plain(key) for key in keys}
+    meta = row.plain("meta") if row.has("meta") and "meta" not in keys else None
+    own = dict(meta) if isinstance(meta, Mapping) else {} if meta is None else {"meta": meta}
+    return own | {key: row.plain(key) for key in keys}

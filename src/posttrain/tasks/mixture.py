@@ -79,6 +79,7 @@ def mixture(
         worked=tasks[0].worked if len({task.worked for task in tasks}) == 1 else None,
         shares=lambda items: _shares(items, read, tasks),
         parts=tuple(TaskPart(part.name, part.weight) for part in read),
+        notices=tuple(f"{p.name}: {line}" for p, task in zip(read, tasks, strict=True) for line in task.notices),
     )
 
 

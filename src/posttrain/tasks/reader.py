@@ -31,7 +31,7 @@ Split = Literal["train", "validation", "test"]
 Half = Literal["first", "second"]
 # What the docstring of every reader says of these options, and of errors, where it does not say more itself.
 _ABOUT = {
-    "path": "a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file",
+    "path": "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file",
     "hub": "name of the data set on the hub.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
@@ -159,6 +159,26 @@ class Collected:
 
     examples: list[Example] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    keys: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def settle_keys(self, row: Row, *, carries: bool) -> dict[str, Any]:
+        """Count by key what was done with it, and return the values to carry along in ``meta``.
+
+        ``carries``: keys that nothing has read are carried along.
+
+        Raises:
+            DataError: a key that nothing has read would change what is trained, or is a slip of one that would.
+        """
+        carried: dict[str, Any] = {}
+        inside = {key for key in row.used if "[]." in key and key.rpartition(".")[2] in row.ignored}
+        self.keys.update((key, "read") for key in sorted(row.used - inside) if row.has(key) or "[]." in key)
+        self.keys.update((key, LEFT_OUT) for key in sorted(inside))
+        for key in row.unused():
+            _refuse_meant(row, key)
+            self.keys[key, "carried along (meta)" if carries else "no part of this task"] += 1
+            if carries:
+                carried[key] = row.plain(key)
+        return carried
 
     def require_examples(self, place: str) -> None:
         """Refuse data of which nothing can be used.
@@ -185,25 +205,94 @@ class Collected:
         """
         self.require_examples(place)
         chosen = choose_split(self.examples, split, share, place, hash_of or prompt_hash)
-        return Task(name, split, chosen, dict(self.dropped))
+        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys))
+
+
+LEFT_OUT = "left out (task.ignore_keys)"
+# Keys that change what is trained. Where a task does not read them, leaving them out would train something else.
+MEANT = frozenset(
+    [
+        "system",
+        "tools",
+        "functions",
+        "function_call",
+        "tool_calls",
+        "margin",
+        "weight",
+        "history",
+        "chat_template_kwargs",
+        "reasoning_content",
+        "thinking",
+        "image",
+        "images",
+        "video",
+        "videos",
+        "audio",
+    ]
+)
+
+
+def refuse_unread(row: Row) -> None:
+    """Refuse a row with a key that nothing has read, and that would change what is trained.
+
+    Raises:
+        DataError: with the key.
+    """
+    for key in row.unused():
+        _refuse_meant(row, key)
+
+
+def _refuse_meant(row: Row, key: str) -> None:
+    """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
+    way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
+    if key in MEANT:
+        raise row.fail(f"the key {key!r} is not read here, and without it something else would be trained. {way_out}")
+    slip = next((name for name in sorted(MEANT) if len(key) > 4 and is_slip(key, name) and not row.has(name)), None)
+    if slip is not None:
+        raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
+
+
+def is_slip(word: str, of: str) -> bool:
+    """Say whether one letter more, less or other, or two that changed places, lead from one word to the other."""
+    shorter, longer = sorted((word, of), key=len)
+    start = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
+    rest = (shorter[start:], longer[start:])
+    if len(longer) - len(shorter) == 1:
+        return rest[0] == rest[1][1:]
+    swapped = rest[0][:2] == rest[1][:2][::-1] and rest[0][2:] == rest[1][2:]
+    return len(longer) == len(shorter) and word != of and (rest[0][1:] == rest[1][1:] or swapped)
 
 
 def collect(
-    rows: Iterable[Row], read: Callable[[Row], Example], place: str, dropped: Counter[str] | None = None
+    rows: Iterable[Row],
+    read: Callable[[Row], Example],
+    place: str,
+    dropped: Counter[str] | None = None,
+    *,
+    carries: bool = False,
+    ignored: Sequence[str] = (),
 ) -> Collected:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
 
     ``dropped``: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
+    ``carries``: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
 
     Raises:
         DataError: a malformed row, or rows of which none can be used.
     """
     collected = Collected(dropped=Counter() if dropped is None else dropped)
     for row in rows:
+        if ignored:
+            collected.keys.update((key, LEFT_OUT) for key in ignored if row.has(key))
+            kept = {key: value for key, value in row.data.items() if key not in ignored}
+            row = replace(row, data=kept, ignored=frozenset(ignored))
         try:
-            collected.examples.append(read(row))
+            example = read(row)
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
+            continue
+        carried = collected.settle_keys(row, carries=carries)
+        collected.examples.append(replace(example, meta={**carried, **example.meta}) if carried else example)
     collected.require_examples(place)
     return collected
 

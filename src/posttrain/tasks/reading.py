@@ -5,14 +5,17 @@ Every row knows where it stands, so that whatever is wrong with it is reported a
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,34 +23,58 @@ from typing import Any
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.file_kinds import kind_of_file
 from posttrain.registry import suggest
+from posttrain.tasks.messages import read_messages, shown
 from posttrain.types import Message
 
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
 HUB = "hf:"
 _HUB_NAME = re.compile(r"(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<split>[^:@#]+))?(#(?P<rows>[1-9][0-9]*))?")
-SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
-ROLES = ("system", "user", "assistant")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".csv", ".tsv", ".parquet")
 # pyarrow's own errors derive from these; dates, durations and zones that Python has not raise the last three.
 _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError, ArithmeticError)
 MAX_LINE_BYTES = 1 << 28
 MAX_DIGITS = 300  # a number of more is beyond floating point
 _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
-# A message's keys, and the names of its roles, in the two common layouts: of chat templates, and of ShareGPT.
-MESSAGE_KEYS = (("role", "content"), ("from", "value"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+class RowData(dict[str, Any]):
+    """The keys and values of a row; it notes in ``used`` whose values were taken."""
+
+    __slots__ = ("used",)
+
+    def __init__(self, values: Mapping[str, Any], used: set[str]) -> None:
+        super().__init__(values)
+        self.used = used
+
+    def __getitem__(self, key: str) -> Any:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As in a dict; the key counts as used."""
+        self.used.add(key)
+        return super().get(key, default)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data. ``line`` is its 1-based line (jsonl) or row number (parquet, hub).
+    """One row of data. ``line`` is its 1-based line (jsonl, csv) or row number (json, parquet, hub).
 
-    ``part``: which of several rows that were made of the line; 0 where the line is the row.
+    ``part``: which of several rows that were made of the line; 0 where the line is the row. ``is_arrow``: the file is a
+    table, in which a key that an object of the data does not have stands as null. ``ignored``: ``task.ignore_keys``.
+    ``used``: the keys whose values were taken, those inside of messages too (``messages[].name``).
     """
 
     place: str
     line: int
     data: Mapping[str, Any]
     part: int = 0
+    is_arrow: bool = False
+    ignored: frozenset[str] = frozenset()
+    used: set[str] = field(default_factory=set, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", RowData(self.data, self.used))
 
     @property
     def number(self) -> str:
@@ -59,8 +86,28 @@ class Row:
         return DataError(self.place, what, self.line)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
-        return self.data.get(key) is not None
+        """Whether the key is there and not null; it does not count as used."""
+        return any(name == key and value is not None for name, value in self.data.items())
+
+    def unused(self) -> list[str]:
+        """The keys that have a value and were not used, in order."""
+        return [key for key, value in self.data.items() if value is not None and key not in self.used]
+
+    def nested(self, key: str) -> Any:
+        """A list or object under ``key``, which may stand there as its JSON text, as in a table of texts."""
+        value = self.data[key]
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            with suppress(ValueError, RecursionError):
+                return _JSON.decode(value)
+        return self.as_written(value)
+
+    def as_written(self, value: Any) -> Any:
+        """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
+        if not self.is_arrow:
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.as_written(one) for key, one in value.items() if one is not None}
+        return [self.as_written(one) for one in value] if isinstance(value, list) else value
 
     def text(self, key: str) -> str:
         """The text under ``key``.
@@ -94,7 +141,7 @@ class Row:
             DataError: not text, blank, or not encodable.
         """
         if not isinstance(value, str):
-            raise self.fail(f"{name!r} must be text; got {_shown(value)}")
+            raise self.fail(f"{name!r} must be text; got {shown(value)}")
         if not value.strip():
             raise self.fail(f"{name!r} is empty; give a text, or leave the row out")
         try:
@@ -109,7 +156,7 @@ class Row:
         Raises:
             DataError: a text in it is not encodable.
         """
-        value = self.data.get(key)
+        value = self.as_written(self.data.get(key))
         try:
             json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8")
         except UnicodeEncodeError:
@@ -126,7 +173,7 @@ class Row:
             self.text(key)  # raises with the keys that there are
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
-            raise self.fail(f"{key!r} must be a list {what}; got {_shown(value)}")
+            raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
         return list(value)
 
     def asked(self, key: str) -> tuple[Message, ...]:
@@ -146,40 +193,25 @@ class Row:
         """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
 
         ShareGPT's ``{"from": "human" or "gpt", "value": ...}`` will do as well, and so will one message without a list.
+        An assistant's message may have ``reasoning_content`` (or ``thinking``), ``tool_calls``, which messages of the
+        role ``tool`` follow, and ``weight: 0`` or ``train: false``: it is then read and not trained.
 
         Raises:
-            DataError: missing, of another shape, empty, or with an unknown role.
+            DataError: see ``read_messages``, or the key is missing.
         """
         if key not in self.data:
             self.text(key)  # raises with the keys that there are
-        value = [self.data[key]] if isinstance(self.data[key], Mapping) else self.data[key]
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            raise self.fail(f"{key!r} must be a list of messages with role and content; got {_shown(value)}")
-        messages = []
-        for number, item in enumerate(value, start=1):
-            messages.append(self._message(item, key, number))
-        return tuple(messages)
-
-    def _message(self, item: Any, key: str, number: int) -> Message:
-        of_role, of_content = next(
-            (keys for keys in MESSAGE_KEYS if isinstance(item, Mapping) and all(k in item for k in keys)), ("", "")
-        )
-        if not of_role:
-            raise self.fail(f"{key!r}, message {number}: needs the keys 'role' and 'content'; got {_shown(item)}")
-        role = self.checked(item[of_role], f"{key} {number} {of_role}")
-        if of_role == "from":
-            role = SHAREGPT_ROLES.get(role, role)
-        if role not in ROLES:
-            raise self.fail(f"{key!r}, message {number}: unknown role {role!r}. Known: {', '.join(ROLES)}")
-        return Message(role, self.checked(item[of_content], f"{key} {number} {of_content}"))
+        return read_messages(self, key)
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
-    """The rows of a ``.jsonl``, ``.jsonl.gz``, ``.ndjson`` or ``.parquet`` file, in order.
+    """The rows of a file with one of ``SUFFIXES``, in order.
 
-    Blank lines of a jsonl file are no rows. A relative path that is not there is looked for in the folder
-    POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``) and ``#N``, is a data set on the
-    hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no more is downloaded.
+    Blank lines of a jsonl file are no rows. A json file is a list of rows (or has one to a line); a csv or tsv file has
+    the keys in its first line, and an empty cell is a key that the row does not have. A relative path that is not
+    there is looked for in the folder POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``)
+    and ``#N``, is a data set on the hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no
+    more is downloaded.
 
     Raises:
         DataNotThere: no such file or data set.
@@ -202,7 +234,8 @@ def read_file(path: str | Path) -> Iterator[Row]:
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
     if not path.name.endswith(SUFFIXES):
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
-    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
+    readers = {".parquet": _read_parquet, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
+    yield from readers.get(path.suffix, _read_lines)(path)
 
 
 def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
@@ -264,8 +297,87 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
         what = f"not usable JSON: {error}; give a flatter object with shorter numbers, and each key once"
         raise DataError(path, what, number) from None
     if not isinstance(value, dict):
-        raise DataError(path, f"a line must be one JSON object; got {_shown(value)}", number)
+        raise DataError(path, f"a line must be one JSON object; got {shown(value)}", number)
     return value
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """The objects of a list, by their number; a file of one object to a line is read by lines."""
+    text = _whole_text(path)
+    at, number = _skip(text, 0), 0
+    if text[at : at + 1] != "[":
+        with suppress(ValueError, RecursionError):
+            value, end = _JSON.raw_decode(text, at)
+            if not text[end:].strip():
+                what = f"the file is one {type(value).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
+                raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
+        yield from _read_lines(path)
+        return
+    at = _skip(text, at + 1)
+    while text[at : at + 1] != "]":
+        number += 1
+        try:
+            value, at = _JSON.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                path, f"row {number} is not usable JSON: {error}; write a list of objects", number
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
+        yield Row(str(path), number, value)
+        at = _skip(text, at)
+        if text[at : at + 1] not in (",", "]"):
+            raise DataError(path, f"not JSON: a comma or the end of the list must follow row {number}", number)
+        at = _skip(text, at + 1) if text[at] == "," else at
+    if text[at + 1 :].strip():
+        raise DataError(path, "not JSON: something follows the list of rows; leave it out", number)
+
+
+def _skip(text: str, at: int) -> int:
+    """The place behind white space."""
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at
+
+
+def _whole_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_LINE_BYTES:
+            size = f"a file of more than {MAX_LINE_BYTES >> 20} MiB"
+            raise DataError(path, f"{size}, which is read whole; write one object to a line (.jsonl)")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror or error})") from None
+
+
+def _read_table(path: Path) -> Iterator[Row]:
+    """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = _whole_text(path)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    names: list[str] = []
+    begins = 1
+    try:
+        for cells in reader:
+            begins, line = reader.line_num + 1, begins
+            if not cells:
+                continue
+            if not names:
+                names = [name.strip() for name in cells]
+                twice = next((name for name in names if names.count(name) > 1 or not name), None)
+                if twice is not None:
+                    raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
+                continue
+            if len(cells) != len(names):
+                what = f"{len(cells)} cells, and the first line names {len(names)} keys; quote cells with commas"
+                raise DataError(path, what, line)
+            yield Row(str(path), line, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""})
+    except csv.Error as error:
+        raise DataError(
+            path, f"not a readable table ({error}); quote cells that hold quotes or line ends", begins
+        ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -278,7 +390,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in parquet.ParquetFile(path).iter_batches():
             for data in batch.to_pylist():
                 number += 1
-                yield Row(str(path), number, data)
+                yield Row(str(path), number, data, is_arrow=True)
     except _NOT_PARQUET as error:
         raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
 
@@ -309,7 +421,7 @@ def read_hub(name: str, config: str | None, split: str, first: int | None = None
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, **streamed)
         for number, row in enumerate(islice(rows, first), start=1):
-            yield Row(place, number, row)
+            yield Row(place, number, row, is_arrow=True)
     except (OSError, ValueError, KeyError, RuntimeError, own) as error:
         raise _no_data_set(place, error) from error
 
@@ -340,9 +452,4 @@ def read_hub_file(name: str, file: str) -> Iterator[Row]:
     except (OSError, ValueError, EntryNotFoundError) as error:
         raise _no_data_set(place, error) from error
     for row in read_file(path):
-        yield Row(place, row.line, row.data)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
+        yield replace(row, place=place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,9 +31,10 @@ from posttrain.recipes.sections import ModelSection
 from posttrain.render import end_id
 from posttrain.render.template import build_template
 from posttrain.tasks.base import Task, build_task
-from posttrain.train.checks import OWN_TEACHER, Words, words_of
+from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER, EngineSite
+from posttrain.train.kernels import choose_kernels, guarantee_on, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -131,7 +131,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    _choose_kernels(recipe)
+    choose_kernels(recipe)
     samples = recipe.rollout is None or not recipe.rollout.staleness
     base = _build_base(words, task, EngineSite(folder, world, samples), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards
@@ -167,37 +167,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         reference=base.reference,
         evaluator=evaluator,
         beside=beside,
-        guarantee=_guarantee(words, base.policy.device),
-        notices=[*notices, *_told_of_slow_paths(base.policy, recipe), *(shards.notices if shards else ())],
+        guarantee=guarantee_on(base.policy.device, words),
+        notices=[
+            *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
+            *unread_margins(words, task.keys),
+            *notices,
+            *slow_paths(base.policy, recipe),
+            *(shards.notices if shards else ()),
+        ],
     )
-
-
-def _choose_kernels(recipe: Recipe) -> None:
-    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
-    if choose_device(recipe.model.device).type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
-        torch.use_deterministic_algorithms(recipe.train.deterministic)
-
-
-def _guarantee(words: Words, device: torch.device) -> str:
-    """Return what ``Words.guarantee`` says, L1 at most on a GPU whose kernels add up in any order."""
-    in_any_order = device.type != "cpu" and not (device.type == "cuda" and words.recipe.train.deterministic)
-    return "L1" if in_any_order and words.guarantee == "L2" else words.guarantee
-
-
-def _told_of_slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
-    """A line where batches are padded, or a GPU is to attend under masks, and nobody asked for that."""
-    if policy.path == "padded":
-        return ["batches are padded, which is slower: packing them would change what this model computes"]
-    meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda"
-    if meant or policy.attention == "varlen":
-        return []
-    if policy.attention == "mask":
-        return [
-            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
-            "masks, in rectangles; train.precision: bf16 avoids them"
-        ]
-    return [f"model.attention: this torch attends by {policy.attention}: keys are repeated for every query head"]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word, parts_of
 from posttrain.registry import Entry
+from posttrain.tasks.base import eval_words
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
 
 if TYPE_CHECKING:
@@ -133,11 +134,21 @@ def words_of(recipe: Recipe) -> Words:
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
         curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
+    if recipe.eval.every:
+        eval_words(recipe)
     tables = (_of_objective, _of_engines, _of_colocation, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
-    for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale))):
+    for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale, _of_rewards))):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
+
+
+def unread_margins(words: Words, keys: Mapping[tuple[str, str], int]) -> list[str]:
+    """A line where rows state margins that the objective does not read."""
+    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in keys:
+        return []
+    name = words.recipe.objective.name
+    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
 
 
 def _of_objective(w: Words) -> Iterator[Rule]:
@@ -175,8 +186,11 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
     twice = ": compiled layers do not use the native kernel; leave one of train.compile and train.native_kernel out"
     yield r.train.compile and r.train.native_kernel, "train.native_kernel", twice
-    judges = f": 'all' is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
-    yield r.data and r.data.train_on == "all" and w.shape != "demonstration", "data.train_on", judges
+    chosen = r.data.train_on if r.data else None
+    judges = f": {chosen!r} is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
+    yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
+    unread = f": objective {r.objective.name!r} reads no labels that a threshold could make; leave it out"
+    yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Words) -> Iterator[Rule]:
@@ -340,6 +354,21 @@ def _of_curriculum(w: Words) -> Iterator[Rule]:
     # names of parts are looked at before anything is loaded
     parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
     choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
+
+
+def _of_rewards(w: Words) -> Iterator[Rule]:
+    """Rules about rewards: tags of the prompt template, and parts of the reward that are named elsewhere."""
+    from posttrain.render.template import build_template
+    from posttrain.rewards.calling import reward_parts
+
+    template = build_template(w.recipe.prompt.template)
+    parts = reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags))
+    by = w.recipe.curriculum.options.get("by", "correct") if w.recipe.curriculum is not None else "reward"
+    named = {"rollout.uniform_by": w.recipe.rollout.uniform_by if w.recipe.rollout else "reward", "curriculum.by": by}
+    for key, name in named.items():
+        known = ("reward", *parts)
+        unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
+        yield name not in known, key, unknown
 
 
 def _of_colocation(w: Words) -> Iterator[Rule]:

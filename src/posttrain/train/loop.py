@@ -123,6 +123,7 @@ class Loop:
             "dropped": parts.source.dropped,
             "origin": parts.source.origin,
             "num_repeated": parts.source.num_repeated,
+            "trained": parts.source.trained,
             "num_parameters": num_parameters(parts.model),
             "num_trained": sum(p.numel() for _, p in parts.parameters),
             "forward_path": parts.method.forward.path,

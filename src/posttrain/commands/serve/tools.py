@@ -18,8 +18,8 @@ from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
-from posttrain.render.replies import CALL_TAGS, RESULT_TAGS, call_form, encode_turn, reply_frame
-from posttrain.render.turns import mark
+from posttrain.render.replies import call_form, encode_turn, reply_frame
+from posttrain.render.turns import CALL_TAGS, RESULT_TAGS, mark
 from posttrain.types import Call, Turn
 
 MOST_REMEMBERED = 4096  # answers with calls whose ids are kept

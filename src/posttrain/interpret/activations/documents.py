@@ -68,7 +68,7 @@ def task_prompts(
         UsageError: the task has no examples.
     """
     data = {"source": "task", "task": task.name, "split": task.split, "template": template.name}
-    prompts = (encode_prompt(tokenizer, template, example.messages) for example in task.examples)
+    prompts = (encode_prompt(tokenizer, template, example.messages, example.variables) for example in task.examples)
     return _collect(((ids, len(ids), []) for ids in prompts), data, context_tokens, max_tokens)
 
 

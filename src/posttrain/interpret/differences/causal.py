@@ -222,7 +222,10 @@ class Subject(Sampler):
         purpose: str = "what changed",
     ) -> list[Rollout]:
         """Graded answers, those to one example together; a function of the model, the seed and the purpose."""
-        prompts = [encode_prompt(self.tokenizer, self.grader.template, example.messages) for example in examples]
+        prompts = [
+            encode_prompt(self.tokenizer, self.grader.template, example.messages, example.variables)
+            for example in examples
+        ]
         sampling = self.sampling(self.max_tokens, temperature)
         groups, _ = collect(self, RolloutRequest(examples, prompts, sampling, (seed, purpose, 0), samples))
         return [rollout for group in groups for rollout in group]
@@ -277,7 +280,9 @@ class Trial:
     ) -> None:
         self.writer, self.donor, self.site, self.examples, self.measure = writer, donor, site, examples, measure
         template = writer.grader.template
-        self.prompts = [encode_prompt(writer.tokenizer, template, example.messages) for example in examples]
+        self.prompts = [
+            encode_prompt(writer.tokenizer, template, example.messages, example.variables) for example in examples
+        ]
 
     def outcomes(self, treatments: Sequence[Added]) -> list[float]:
         """For each treatment the mean reward, or the share of right answers."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from posttrain.tasks.messages import add_system
 from posttrain.tasks.reader import Dropped, answer_text
 from posttrain.tasks.reading import Row
 from posttrain.types import Message, Response
@@ -16,6 +18,9 @@ SCORE_KEYS = (
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
 )
+VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0}  # as a table of texts has them
+# Where the rating of a single answer may stand; it becomes a label by ``data.label_above``.
+RATING_KEYS = ("rating", "score")
 # Where a prompt may stand; the first of these that a row has.
 PROMPT_KEYS = ("prompt", "conversations", "instruction")
 
@@ -66,16 +71,32 @@ def read_prompt(row: Row) -> tuple[Message, ...]:
     """
     key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
     require(row, key)
-    if key == "instruction":
-        asked = row.text(key)
-        more = row.data.get("input")
-        input_text = row.checked(more, "input") if more is not None and not is_blank(more) else ""
-        return (Message("user", f"{asked}\n\n{input_text}" if input_text else asked),)
-    return row.asked(key)
+    return add_system(row, read_instruction(row) if key == "instruction" else row.asked(key))
+
+
+def read_instruction(row: Row) -> tuple[Message, ...]:
+    """Alpaca's ``instruction``, with its ``input`` behind a blank line; earlier turns stand in ``history``.
+
+    Raises:
+        DataError: of the wrong type.
+    """
+    earlier: list[Message] = []
+    history = row.nested("history") if row.has("history") else []
+    for pair in history if isinstance(history, list) else [history] if history else []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
+        earlier += [
+            Message("user", row.checked(pair[0], "history")),
+            Message("assistant", row.checked(pair[1], "history")),
+        ]
+    asked = row.text("instruction")
+    more = row.data.get("input")
+    input_text = row.checked(more, "input") if more is not None and not is_blank(more) else ""
+    return (*earlier, Message("user", f"{asked}\n\n{input_text}" if input_text else asked))
 
 
 def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
-    """A prompt with one answer that is desirable or not: ``completion``, or the last of the ``messages``.
+    """A prompt with one answer and its label or rating: ``completion``, or the last of the ``messages``.
 
     Raises:
         Dropped: something is missing or blank.
@@ -90,9 +111,10 @@ def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Messag
             raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
         if len(conversation) == 1:
             raise Dropped("'messages' holds nothing but the assistant's message")
-        messages, text = conversation[:-1], conversation[-1].content
-    verdict = read_verdict(row, "label")
-    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), verdict),)
+        messages, text = add_system(row, conversation[:-1]), answer_of(row, "messages", conversation[-1])
+    rating = next((key for key in RATING_KEYS if key in row.data), None) if "label" not in row.data else None
+    score = read_verdict(row, "label") if rating is None else read_score(row, rating)
+    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), score),)
 
 
 def read_verdict(row: Row, key: str) -> float:
@@ -105,8 +127,10 @@ def read_verdict(row: Row, key: str) -> float:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing")
     value = row.data[key]
+    value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
     if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
-        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}")
+        rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
+        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
     return float(value)
 
 
@@ -120,6 +144,9 @@ def read_score(row: Row, key: str) -> float:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing, and every row needs a score")
     value = row.data[key]
+    if isinstance(value, str):  # of a table of texts
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise row.fail(f"{key!r} must be a finite number; got {value!r}")
     return float(value)
@@ -150,7 +177,19 @@ def _read_text(row: Row, key: str) -> str:
     messages = row.messages(key)
     if len(messages) != 1 or messages[0].role != "assistant":
         raise row.fail(f"{key!r} must be text or a list of one message of the assistant")
-    return messages[0].content
+    return answer_of(row, key, messages[0])
+
+
+def answer_of(row: Row, key: str, message: Message) -> str:
+    """The text of a message that is a given answer.
+
+    Raises:
+        DataError: it calls tools, or is not to be trained.
+    """
+    if message.calls or not message.is_trained:
+        what = "calls tools" if message.calls else "has weight 0"
+        raise row.fail(f"{key!r}: the answer {what}, and given answers are texts that are trained; leave the row out")
+    return message.text
 
 
 def _read_conversations(row: Row) -> tuple[tuple[Message, ...], str, str]:
@@ -163,19 +202,21 @@ def _read_conversations(row: Row) -> tuple[tuple[Message, ...], str, str]:
         raise Dropped("'chosen' and 'rejected' part before their last message")
     if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
         raise row.fail("'chosen' and 'rejected' must end with the assistant's message")
-    return _whole_prompt(row, chosen[:shared]), chosen[-1].content, rejected[-1].content
+    prompt = _whole_prompt(row, chosen[:shared])
+    return prompt, answer_of(row, "chosen", chosen[-1]), answer_of(row, "rejected", rejected[-1])
 
 
 def _whole_prompt(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     """The turns of the conversations, or the longer prompt of the row that ends with them."""
     if not any(row.has(key) for key in PROMPT_KEYS) and turns:
-        prompt = turns
+        prompt = add_system(row, turns)
     else:
         prompt = read_prompt(row)
         if prompt[len(prompt) - len(turns) :] != turns:
-            if not _holds(turns, prompt):
+            asked = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
+            if not _holds(turns, asked):
                 raise Dropped("'prompt' is not what the conversations begin with")
-            prompt = turns
+            prompt = add_system(row, turns)
     if prompt[-1].role == "assistant":
         raise row.fail(
             "two messages of the assistant follow one another; the last message before an answer must not be his"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,8 +12,18 @@ from pydantic import Field
 from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
+from posttrain.tasks.messages import read_variables
 from posttrain.tasks.own_samples import paired_rows
-from posttrain.tasks.preferences.rows import PROMPT_KEYS, is_blank, read_judged, read_pair, read_prompt, score_keys
+from posttrain.tasks.preferences.rows import (
+    PROMPT_KEYS,
+    RATING_KEYS,
+    is_blank,
+    read_judged,
+    read_pair,
+    read_prompt,
+    read_score,
+    score_keys,
+)
 from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
@@ -25,6 +36,7 @@ LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "judged": (("completion", "label"), ("messages", "label")),
     "steps": (("completions", "labels"),),
 }
+ANSWER_KEYS = ("completion", "messages")  # of a judged answer, which may have a rating in place of a label
 Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
 
 
@@ -39,8 +51,9 @@ def preferences(
     neutral: Neutral | None = None,
     step_separator: str = "\n",
     strip_thinking: bool = False,
+    ignore_keys: list[str] | None = None,
 ) -> Task:
-    """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file in one of three layouts, told by the first row's keys.
+    """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
     The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
     ``instruction`` with or without ``input`` (Alpaca).
@@ -48,17 +61,19 @@ def preferences(
     Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
     their first turns need no prompt: those turns are the prompt. Scores may come with them
     (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
-    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0.
+    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0. A
+    ``margin`` of a row is taken in place of the difference, and every row must then have one.
 
     Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
-    or 1: desirable; false or 0: not).
+    or 1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
 
     Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
     are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
     1 positive (class 2); true and false are then the outer two.
 
-    A row with a part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its
-    ``meta``, where it is a mapping, is kept: results are broken down by it.
+    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
+    part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its ``meta`` and
+    all other keys are carried along: results are broken down by them.
 
     Of an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
 
@@ -71,27 +86,45 @@ def preferences(
         neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
         step_separator: stands between two steps.
         strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
+        ignore_keys: keys of rows and messages that are left out.
 
     Raises:
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
     """
     classes = step_classes(num_classes, neutral)
-    read: Callable[[Row], Parts] | None = None
-
-    def read_example(row: Row) -> Example:
-        nonlocal read
-        if read is None:
-            read = choose_reader(row, classes, step_separator, strip_thinking=strip_thinking)
-        messages, responses = read(row)
-        return Example(f"preferences/{split}/{row.number}", messages, responses=responses, meta=_meta_of(row))
-
-    collected = collect(paired_rows(read_file(path), dropped := Counter[str]()), read_example, path, dropped)
+    choose = partial(choose_reader, classes=classes, separator=step_separator, strip_thinking=strip_thinking)
+    rows = paired_rows(read_file(path), dropped := Counter[str]())
+    read = _as_examples(f"preferences/{split}", choose)
+    collected = collect(rows, read, path, dropped, carries=True, ignored=ignore_keys or ())
     return collected.as_task("preferences", path, split, validation_share, opening_hash)
 
 
+def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> Callable[[Row], Example]:
+    """Return the reader of all rows; the first row decides how, and whether every row has a margin."""
+    chosen: list[tuple[Callable[[Row], Parts], bool]] = []
+
+    def read_example(row: Row) -> Example:
+        if not chosen:
+            chosen.append((choose(row), row.has("margin")))
+        read, has_margin = chosen[0]
+        messages, responses = read(row)
+        return Example(
+            f"{name}/{row.number}",
+            messages,
+            responses=responses,
+            meta=_meta_of(row),
+            variables=read_variables(row),
+            margin=read_score(row, "margin") if has_margin and len(responses) == 2 else None,
+        )
+
+    return read_example
+
+
 def _meta_of(row: Row) -> Mapping[str, Any]:
+    if not row.has("meta"):
+        return {}
     meta = row.plain("meta")
-    return meta if isinstance(meta, Mapping) else {}
+    return meta if isinstance(meta, Mapping) else {"meta": meta}
 
 
 def choose_reader(
@@ -103,7 +136,8 @@ def choose_reader(
         raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
 
     def read(row: Row) -> Parts:
-        if not any(key in row.data for keys in LAYOUTS[layout] for key in keys):
+        known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
+        if known.isdisjoint(row.data):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
             return read_pair(row, scores=scores, strip_thinking=strip_thinking)
@@ -121,6 +155,8 @@ def detect_layout(row: Row) -> Layout:
         DataError: none, or more than one.
     """
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
+    if not layouts and any(key in row.data for key in RATING_KEYS) and any(one in row.data for one in ANSWER_KEYS):
+        return "judged"
     if len(layouts) == 1:
         return layouts[0]
     wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())
@@ -169,7 +205,7 @@ def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int
 def _read_list(row: Row, key: str) -> Sequence[Any]:
     if not row.has(key):
         raise Dropped(f"{key!r} is missing")
-    value = row.data[key]
+    value = row.nested(key)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
     if not value:

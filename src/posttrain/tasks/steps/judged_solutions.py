@@ -14,7 +14,7 @@ from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.own_samples import judged_rows
 from posttrain.tasks.preferences.rows import read_verdict, require
-from posttrain.tasks.reader import Collected, Dropped, Split, answer_text, reads_rows
+from posttrain.tasks.reader import Collected, Dropped, Split, answer_text, reads_rows, refuse_unread
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
 
@@ -86,6 +86,7 @@ def group_by_problem(
         except Dropped as reason:
             dropped[str(reason)] += 1
         else:
+            refuse_unread(row)
             groups.setdefault(row.text(problem_key).strip(), (row, []))[1].append(response)
     for problem, (first, responses) in groups.items():
         yield first, Example(f"{name}/{first.line}", (Message("user", problem),), responses=tuple(responses))

@@ -26,9 +26,9 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, TrainSection, task_words
+from posttrain.recipes.sections import EvalSection, TrainSection
 from posttrain.render.rows import Shape
-from posttrain.tasks.base import Task, build_task, held_out_task
+from posttrain.tasks.base import Task, build_task, eval_words
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Example, with_float64
@@ -61,18 +61,8 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
     Raises:
         RecipeError: training leaves no split of its task to evaluate on.
     """
-    words = recipe.eval.tasks
-    if not words:
-        word = held_out_task(recipe.task)
-        for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
-            if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
-                raise RecipeError(
-                    f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
-                    "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
-                )
-        words = [word]
     tasks: list[Task] = []
-    for index, word in enumerate(words):
+    for index, word in enumerate(eval_words(recipe)):
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")

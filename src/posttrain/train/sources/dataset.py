@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.errors import UsageError
+from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
@@ -21,13 +23,62 @@ from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
-from posttrain.types import Batch, Sample, collate
+from posttrain.types import Batch, Example, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.train.sources.mixed_order import Curriculum
 
 FIXED_CHUNK = 256
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
+
+
+class Labels:
+    """The labels of given answers: 1 desirable, 0 not.
+
+    Of two answers, the one with the higher score is the desirable one. Any other score is a label where it is 0 or 1.
+    A rating becomes a label only by the threshold ``data.label_above``, which then decides about pairs, too.
+    """
+
+    def __init__(self, label_above: float | None) -> None:
+        self.label_above = label_above
+        self._scores: list[float] = []
+        self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
+
+    def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
+        """The row of one answer with its label in place of its score, or the reason why it has none."""
+        self._scores.append(row.score)
+        if self.label_above is not None:
+            return (replace(row, score=float(row.score > self.label_above)),)
+        scores = [response.score for response in example.responses]
+        if len(scores) == 2 and not example.responses[0].steps:
+            if scores[0] != scores[1]:
+                return (replace(row, score=float(row.score == max(scores))),)
+            if scores[0] not in (0.0, 1.0):
+                return "both answers of a pair have the same score"
+        if row.score not in (0.0, 1.0):
+            self._rated = self._rated or (example.id, row.score)
+        return (row,)
+
+    def check(self, task: str, labels: Sequence[float], *, needs_both: bool) -> None:
+        """Refuse ratings without a threshold, and (``needs_both``) labels that are all the same.
+
+        Raises:
+            RecipeError: see above; with the range of the scores.
+        """
+        scale = f"the scores of task {task!r} are from {min(self._scores):g} to {max(self._scores):g}"
+        if self._rated is not None:
+            name, score = self._rated
+            raise RecipeError(
+                f"data.label_above: {scale} (the first: {score:g} in {name}), so they are ratings and no labels. Set "
+                "data.label_above: an answer with a higher score is then desirable, any other is not"
+            )
+        if needs_both and len(set(labels)) == 1:
+            kind = "desirable" if labels[0] else "undesirable"
+            threshold = "" if self.label_above is None else f" with data.label_above {self.label_above:g}"
+            raise RecipeError(
+                f"task: all {len(labels):,} answers are {kind}{threshold}, and nothing can be learnt from one label; "
+                f"{scale}. Give answers of both kinds, or a data.label_above that divides them"
+            )
 
 
 class SupervisedSource:
@@ -64,8 +115,11 @@ class SupervisedSource:
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
+        labels = Labels(recipe.data.label_above)
         for example in task.examples:
-            for unit in rows_of(tokenizer, template, example, shape):
+            for unit in rows_of(tokenizer, template, example, shape, recipe.data.train_on):
+                if shape == "judged" and not isinstance(unit, str):
+                    unit = labels.label(example, unit[0])
                 if isinstance(unit, str):
                     reason = unit
                 elif any(len(row.ids) > limit for row in unit):
@@ -80,6 +134,9 @@ class SupervisedSource:
         if not self.units:
             raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
         self.num_examples = len(self.units)
+        if shape == "judged":
+            labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
+        self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
             self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units, curriculum)
         names = [] if streams is None else streams.fixed
@@ -121,6 +178,24 @@ class SupervisedSource:
         """Nothing: the data are counted when the run begins."""
         return []
 
+    def _share_of_trained(self, train_on: str | None, task: Task) -> str:
+        """Describe the share of the tokens that is trained, and the conversations that became several examples."""
+        rows = [row for unit in self.units for row in unit]
+        starts = [1 if self.train_all else row.prompt_length for row in rows]
+        trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
+        trained = sum(len(row.step_labels) for row in rows) if self.shape == "steps" else trained
+        total = sum(len(row.ids) for row in rows)
+        of = ""
+        if self.shape == "demonstration":
+            has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
+            of = f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
+        apart = sum(row.is_apart for row in rows)
+        several = (
+            f"; {apart:,} examples are single turns of conversations, whose earlier turns the template writes anew"
+        )
+        share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}{of}"
+        return share + (several if apart else "")
+
     def close(self) -> None:
         """Nothing runs beside it."""
 
@@ -153,7 +228,8 @@ class SupervisedSource:
         else:
             start = 1 if self.train_all else row.prompt_length
             mask = [t >= start and t not in row.heard for t in range(n)]
-            streams = {"labels": row.score, "margins": unit[0].score - unit[-1].score}
+            difference = unit[0].score - unit[-1].score
+            streams = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
         if self.shape == "demonstration":
             streams = {}
         # a prompt that is trained on itself cannot be shared

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.render import Template, encode_prompt
-from posttrain.types import Batch, Message, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, collate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +48,4 @@ class Feedback:
         question = messages[-1].content
         text = f"{question}\n\nCorrect solution:\n\n{solution}\n\nCorrectly solve the original question.\n\n{question}"
         messages[-1] = replace(messages[-1], content=text)
-        return encode_prompt(self.tokenizer, self.template, [Message(m.role, m.content) for m in messages])
+        return encode_prompt(self.tokenizer, self.template, messages, rollout.example.variables)

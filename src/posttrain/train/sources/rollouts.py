@@ -25,7 +25,6 @@ from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.randomness import permutation
 from posttrain.recipes.recipe import Recipe
-from posttrain.registry import suggest
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
@@ -96,7 +95,7 @@ class RolloutSource:
         self.credit, self.streams, self.feedback = credit, streams, feedback
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
-        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
         self.origin = task.origin
         if too_long:
             self.dropped[f"prompt longer than {limit} tokens"] = too_long
@@ -116,14 +115,6 @@ class RolloutSource:
             max_total_tokens=context_tokens,
             max_turn_tokens=self.options.max_turn_tokens,
         )
-        rewards = [name for name, _, _ in grader.rewards]
-        success = curriculum.by if curriculum is not None else "reward"
-        for key, name in (("rollout.uniform_by", self.options.uniform_by), ("curriculum.by", success)):
-            if name not in ("reward", *rewards):
-                raise UsageError(
-                    f"{key}: there is no reward part {name!r}.{suggest(name, rewards)} Known: reward, "
-                    f"{', '.join(rewards)}"
-                )
         self._batch: Batch | None = None
         self._notices: dict[str, bool] = {}  # what is said once, and whether it was said
         self.ahead: Ahead | None = None

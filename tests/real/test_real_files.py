@@ -1,0 +1,159 @@
+"""Rows of every kind of file: json, csv and tables, with what each of them can and cannot say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import DataError
+from posttrain.tasks.jsonl import jsonl
+from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.reading import read_file
+from posttrain.types import Message, Response
+
+ALPACA = [
+    {"instruction": "Add.", "input": "12 and 30", "output": "42"},
+    {"instruction": "Greet.", "input": "", "output": "Hello!", "system": "Be kind.", "history": [["Hi", "Hi!"]]},
+]
+
+
+def write(path: Path, name: str, text: str) -> str:
+    (path / name).write_text(text, encoding="utf-8")
+    return str(path / name)
+
+
+def asked(example: Any) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in example.messages]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_list_of_alpaca_rows_is_read(tmp_path: Path, indent: int | None) -> None:
+    path = write(tmp_path, "alpaca.json", json.dumps(ALPACA, indent=indent))
+    first, second = jsonl(path=path, split="test").examples
+    assert (first.id, asked(first), first.demonstration) == ("jsonl/test/1", [("user", "Add.\n\n12 and 30")], "42")
+    assert second.id == "jsonl/test/2"
+    assert asked(second) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hi!"), ("user", "Greet.")]
+    assert second.demonstration == "Hello!"
+
+
+def test_json_with_one_object_to_a_line_is_read_by_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "lines.json", "".join(json.dumps(row) + "\n" for row in ALPACA))
+    assert [row.line for row in read_file(path)] == [1, 2]
+    assert list(read_file(write(tmp_path, "empty.json", " [ ]\n"))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"data": [1]}', r"x\.json: the file is one dict, and a \.json file is a list of rows.*Take the list out"),
+        ('[{"a": 1}, 7]', r"x\.json:2: row 2 must be one JSON object; got 7 \(int\)"),
+        ('[{"a": 1} {"a": 2}]', r"x\.json:1: not JSON: a comma or the end of the list must follow row 1"),
+        ('[{"a": 1}, {"a": ', r"x\.json:2: row 2 is not usable JSON"),
+        ('[{"a": 1, "a": 2}]', r"x\.json:1: .*the key 'a' stands twice"),
+        ('[{"a": 1}] x', "something follows the list of rows"),
+        ('[{"a": 1}', "a comma or the end of the list must follow row 1"),
+        ("[" * 100_000, "not usable JSON"),
+    ],
+)
+def test_json_of_another_form_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(read_file(write(tmp_path, "x.json", text)))
+
+
+def test_csv_is_read_as_texts_without_empty_cells(tmp_path: Path) -> None:
+    text = '\ufeffprompt,answer,solution,source\r\n"1, 2 or\n3?",007,,web\r\n\r\nYes?,yes,"He said ""yes"".",\r\n'
+    rows = list(read_file(write(tmp_path, "x.csv", text)))
+    assert [row.data for row in rows] == [
+        {"prompt": "1, 2 or\n3?", "answer": "007", "source": "web"},
+        {"prompt": "Yes?", "answer": "yes", "solution": 'He said "yes".'},
+    ]
+    assert [row.line for row in rows] == [2, 5]
+    first, second = jsonl(path=str(tmp_path / "x.csv"), split="test").examples
+    assert (first.answer, first.solution, first.meta) == ("007", None, {"source": "web"})
+    assert second.solution == 'He said "yes".'
+    tabbed = list(read_file(write(tmp_path, "x.tsv", "prompt\tanswer\nq, r\t7\n")))
+    assert [row.data for row in tabbed] == [{"prompt": "q, r", "answer": "7"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2,3\n", r"x\.csv:2: 3 cells, and the first line names 2 keys"),
+        ("a,b\n1\n", r"x\.csv:2: 1 cells"),
+        ("a,a\n1,2\n", r"x\.csv:1: the first line names the keys, and 'a' stands there twice"),
+        ('a,b\n1,"2\n', r"x\.csv:2: not a readable table"),
+    ],
+)
+def test_csv_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(read_file(write(tmp_path, "x.csv", text)))
+
+
+def test_csv_of_pairs_labels_and_conversations_is_read(tmp_path: Path) -> None:
+    pairs = write(tmp_path, "p.csv", "prompt,chosen,rejected,score_chosen,score_rejected\nq,[1],b,8.5,2\n")
+    assert preferences(path=pairs, split="test").examples[0].responses == (Response("[1]", 8.5), Response("b", 2.0))
+    labels = write(tmp_path, "l.csv", "prompt,completion,label\nq,a,True\nq,b,0\n")
+    scores = [example.responses[0].score for example in preferences(path=labels, split="test").examples]
+    assert scores == [1.0, 0.0]
+    messages = json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
+    chats = write(tmp_path, "c.csv", 'messages\n"' + messages.replace('"', '""') + '"\n')
+    (example,) = jsonl(path=chats, split="test").examples
+    assert example.conversation == (Message("user", "Hi"), Message("assistant", "Ho"))
+
+
+def test_sharegpt_conversations_are_read(tmp_path: Path) -> None:
+    said = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi", "weight": 0},
+        {"from": "gpt", "value": "Bad", "weight": 0},
+        {"from": "human", "value": "12 + 30?"},
+        {"from": "gpt", "value": "42", "weight": 1},
+    ]
+    (example,) = jsonl(path=write(tmp_path, "s.json", json.dumps([{"conversations": said}])), split="test").examples
+    assert [message.role for message in example.conversation] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message.is_trained for message in example.conversation if message.role == "assistant"] == [False, True]
+    assert example.demonstration == "42"
+
+
+def arrow(path: Path, rows: list[dict[str, Any]]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path / "x.parquet")
+    return str(path / "x.parquet")
+
+
+def call(**arguments: Any) -> list[dict[str, Any]]:
+    function = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [function]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "s"},
+    ]
+
+
+def test_nulls_of_a_table_are_no_arguments_and_nulls_of_a_json_file_are(tmp_path: Path) -> None:
+    rows = [{"messages": call(a=1, deep={"x": "y"})}, {"messages": call(b="two", deep={"z": [1]})}]
+    examples = jsonl(path=arrow(tmp_path, rows), split="test").examples
+    stated = [json.loads(example.conversation[1].calls[0].stated) for example in examples]
+    assert stated == [{"a": 1, "deep": {"x": "y"}}, {"b": "two", "deep": {"z": [1]}}]
+    (example,) = jsonl(path=write(tmp_path, "n.json", json.dumps([{"messages": call(a=None)}])), split="test").examples
+    assert json.loads(example.conversation[1].calls[0].stated) == {"a": None}
+
+
+def test_nulls_of_a_table_are_no_keys_of_tools_meta_and_variables(tmp_path: Path) -> None:
+    schemas = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}},
+        {"type": "function", "function": {"name": "g", "parameters": {"properties": {"b": {"type": "integer"}}}}},
+    ]
+    rows = [
+        {"prompt": "q", "response": "r", "tools": schemas[:1], "meta": {"a": 1}, "chat_template_kwargs": {"x": True}},
+        {"prompt": "q", "response": "r", "tools": schemas[1:], "meta": {"b": 2}, "chat_template_kwargs": {"y": 1}},
+    ]
+    first, second = jsonl(path=arrow(tmp_path, rows), split="test").examples
+    assert (first.variables, first.meta) == ({"tools": schemas[:1], "x": True}, {"a": 1})
+    assert (second.variables, second.meta) == ({"tools": schemas[1:], "y": 1}, {"b": 2})
