@@ -19,15 +19,19 @@ from architectures import ARCHITECTURES, DOCUMENT, row_of, train_two_steps  # no
 
 HEADING = """# Architectures
 
-Two steps of GRPO and two of SFT were run with a tiny model (4 layers, random weights, windows and chunks of 12 tokens) of
-each of these {count} text architectures of transformers {version}, and what GRPO saved was loaded again. In each, the KL from
-sampler to trainer was below 1e-6 nats per token. Written by `tools/write_architectures.py`; `make test-slow` runs them again.
+Two steps of GRPO and two of SFT were run with a tiny model (4 layers, random weights, windows and chunks of 12
+tokens) of each of these {count} text architectures of transformers {version}, and what GRPO saved was loaded
+again. In each, the KL from sampler to trainer was below 1e-6 nats per token. Written by
+`tools/write_architectures.py`; `make test-slow` runs them again.
 
-**Sampling**: `fast` is the path of the Qwen3, Qwen2 and Llama families; `own modules` runs the model's modules over a shared
-cache of keys and values; `own cache` is for layers that keep other states (linear attention, convolutions, chunks), prompts
-of one length at a time; with `no cache` every token reads all tokens before it. A run says which slower path it takes, and
-why. The path is chosen by comparing log-probabilities with the model's own forward pass, never by name; past windows and
-chunks it may be another than for shorter rows. **Training**: `packed` rows share one stream; `padded` ones are slower.
+**Sampling.** `fast` is the path of the Qwen3, Qwen2 and Llama families. `own modules` runs the model's modules
+over a shared cache of keys and values. `own cache` is for layers that keep other states (linear attention,
+convolutions, chunks): prompts of one length at a time. With `no cache` every token reads all tokens before it.
+A run says which slower path it takes, and why. The path is chosen by comparing log-probabilities with the
+model's own forward pass, never by name; rows that get past a window or chunk may take another path than shorter
+ones.
+
+**Training.** `packed` rows share one stream; `padded` ones are slower. Rows longer than a window are padded.
 
 | architecture | class | sampling | training |
 |---|---|---|---|
@@ -35,6 +39,7 @@ chunks it may be another than for shorter rows. **Training**: `packed` rows shar
 
 
 def main() -> int:
+    """Run them all and write the document, or compare it."""
     rows = []
     for name in sorted(ARCHITECTURES):
         with tempfile.TemporaryDirectory() as folder:
