@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Sampling
+from posttrain.engines.native import engine as engine_module
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
@@ -135,3 +137,39 @@ def test_native_engine_with_a_path_that_raises_anything_takes_the_next(tiny_rand
     assert ids_of(engine.generate(prompts, make_keys(4, 1), Sampling(max_tokens=6))) == ids_of(completions)
     assert engine.path == "plain"
     assert "it ends in AttributeError: 'list' object has no attribute" in engine.take_notices()[0]
+
+
+def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **SMALL, **PLAIN["mamba2"])).eval()
+    prompts, sampling = make_prompts((6, 4)), Sampling(max_tokens=40, stop_ids=frozenset(range(60)))
+    completions = NativeEngine(model, slots=3).converse(
+        prompts, make_keys(2, 2), sampling, Scripted(wordy(range(60, 90)))
+    )
+    assert sum(not own for group in completions for c in group for own in c.own) > 3
+    for prompt, group in zip(prompts, completions, strict=True):
+        for c in group:
+            tokens = torch.tensor([[*prompt, *c.ids]])
+            with torch.no_grad():
+                table = model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+            scored = table[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+            own = torch.tensor(c.own)
+            torch.testing.assert_close(torch.tensor(c.logprobs)[own], scored[own], atol=1e-5, rtol=0)
+
+
+def test_native_engine_without_memory_for_a_long_probe_says_so_and_samples(tiny_random, monkeypatch):
+    model, probe = tiny_random("mistral", sliding_window=100), engine_module.probe
+
+    def without_memory(model, decoder, reach, begin, lengths):
+        if max(lengths) > 90:
+            raise torch.OutOfMemoryError
+        return probe(model, decoder, reach, begin, lengths)
+
+    monkeypatch.setattr(engine_module, "probe", without_memory)
+    engine, prompts = NativeEngine(model), make_prompts((30,))
+    completions = engine.generate(prompts, [[1]], Sampling(max_tokens=100))
+    assert worst_difference(model, prompts, completions) <= 1e-5
+    assert "for rows of 126 tokens there is no memory to compare the sampler with the model" in engine.take_notices()[0]
+    monkeypatch.setattr(engine_module, "probe", lambda *_: without_memory(None, None, 0, None, (99,)))
+    with pytest.raises(torch.OutOfMemoryError):
+        NativeEngine(model).generate(prompts, [[1]], Sampling(max_tokens=100))

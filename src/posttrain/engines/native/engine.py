@@ -306,7 +306,13 @@ class NativeEngine(Engine):
 
         def probe_decoder(decoder: Decoder, begin: Callable[..., Any] | None = None) -> tuple[float, float]:
             shapes[:] = decoder.shapes
-            found = [probe(self.model, decoder, reach, begin, lengths) for lengths in batches]
+            found = [probe(self.model, decoder, reach, begin, batches[0])]
+            for lengths in batches[1:]:
+                try:
+                    found.append(probe(self.model, decoder, reach, begin, lengths))
+                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                    tokens = max(lengths)
+                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
             return max(found, key=lambda one: one[0] - one[1])
 
         refused = ""
@@ -353,13 +359,14 @@ class NativeEngine(Engine):
         return probe_decoder(decoder, self._over_pages)
 
     def _tell(self, path: Path, reason: str) -> None:
-        """Say once which slower path samples, and why."""
-        if path not in self._told and reason:
-            self._told.add(path)
-            self._notices = (
-                *self._notices,
-                f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}",
-            )
+        """Say which slower path samples, and why."""
+        if reason:
+            self._say(f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}")
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._notices = (*self._notices, line)
 
 
 _OWN = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
