@@ -14,6 +14,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.engines.native.probe import PROMPT_TOKENS, probe_lengths
+from posttrain.errors import EngineMismatch
 from posttrain.models.stated_sizes import find_switches
 from posttrain.randomness import derive_key
 
@@ -173,3 +174,15 @@ def test_native_engine_without_memory_for_a_long_probe_says_so_and_samples(tiny_
     monkeypatch.setattr(engine_module, "probe", lambda *_: without_memory(None, None, 0, None, (99,)))
     with pytest.raises(torch.OutOfMemoryError):
         NativeEngine(model).generate(prompts, [[1]], Sampling(max_tokens=100))
+
+
+def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_the_reason(tiny_random):
+    """Beyond its first length Phi 3 rotates all tokens otherwise, those before it, too; no cache is the model then."""
+    scale = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+    scale |= {"original_max_position_embeddings": 80, "factor": 4.0}
+    model = tiny_random("phi3", rope_parameters=scale, original_max_position_embeddings=80)
+    prompts, engine = make_prompts((5,)), NativeEngine(model)
+    short = engine.generate(prompts, [[1]], Sampling(max_tokens=60))
+    assert worst_difference(model, prompts, short) <= 1e-5
+    with pytest.raises(EngineMismatch, match=r"Rows of this run may have 155 tokens .* rollout.max_tokens"):
+        engine.generate(prompts, [[1]], Sampling(max_tokens=150))

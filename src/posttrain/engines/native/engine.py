@@ -346,8 +346,17 @@ class NativeEngine(Engine):
             else:
                 self._tell(path, refused)
                 return path, shapes
+        shorter = ""
+        if len(batches) > 1:
+            longest = min(max(lengths) for lengths in batches[1:])
+            shorter = (
+                f". Rows of this run may have {reach} tokens and get past a window, a chunk or another scale of "
+                f"positions that the configuration names; keep them well below {longest} (prompt.max_prompt_tokens, "
+                "rollout.max_tokens)"
+            )
         raise EngineMismatch(
-            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. {'; '.join(reasons)}"
+            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. "
+            f"{'; '.join(reasons)}{shorter}"
         )
 
     def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
