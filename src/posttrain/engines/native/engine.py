@@ -364,7 +364,9 @@ class NativeEngine(Engine):
             raise EngineMismatch("its modules have hooks")
         decoder = self._bind_lean(reach)
         if decoder is None:
-            raise EngineMismatch("its blocks are not those of Qwen3, Qwen2 or Llama, or it has a sliding window")
+            raise EngineMismatch(
+                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+            )
         return probe_decoder(decoder, self._over_pages)
 
     def _tell(self, path: Path, reason: str) -> None:
