@@ -159,19 +159,19 @@ def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> 
 
 
 def test_native_engine_without_memory_for_a_long_probe_says_so_and_samples(tiny_random, monkeypatch):
-    model, probe = tiny_random("mistral", sliding_window=100), engine_module.probe
+    model, probe, least = tiny_random("mistral", sliding_window=100), engine_module.probe, 90
 
-    def without_memory(model, decoder, reach, begin, lengths):
-        if max(lengths) > 90:
+    def without_memory(*asked):
+        if max(asked[-1]) > least:  # the prompts' lengths come last
             raise torch.OutOfMemoryError
-        return probe(model, decoder, reach, begin, lengths)
+        return probe(*asked)
 
     monkeypatch.setattr(engine_module, "probe", without_memory)
     engine, prompts = NativeEngine(model), make_prompts((30,))
     completions = engine.generate(prompts, [[1]], Sampling(max_tokens=100))
     assert worst_difference(model, prompts, completions) <= 1e-5
     assert "for rows of 126 tokens there is no memory to compare the sampler with the model" in engine.take_notices()[0]
-    monkeypatch.setattr(engine_module, "probe", lambda *_: without_memory(None, None, 0, None, (99,)))
+    least = 0
     with pytest.raises(torch.OutOfMemoryError):
         NativeEngine(model).generate(prompts, [[1]], Sampling(max_tokens=100))
 
