@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77812
+MAX_PACKAGE_LINES = 77935
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2635,
@@ -29,11 +29,11 @@ ROOMS: dict[str, int] = {
     "tasks": 6185,
     "environments": 1775,
     "store": 2650,
-    "models": 5120,
-    "engines": 8870,
+    "models": 5210,
+    "engines": 8895,
     "evals": 3020,
     "reward_models": 1634,
-    "train": 8130,
+    "train": 8132,
     "interpret": 7352,
     "runs": 3765,
     "sweeps": 3240,

@@ -7,11 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Sampling
+from posttrain.engines.native import engine as engine_module
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.engines.native.probe import PROMPT_TOKENS, probe_lengths
+from posttrain.errors import EngineMismatch
 from posttrain.models.stated_sizes import find_switches
 from posttrain.randomness import derive_key
 
@@ -135,3 +138,51 @@ def test_native_engine_with_a_path_that_raises_anything_takes_the_next(tiny_rand
     assert ids_of(engine.generate(prompts, make_keys(4, 1), Sampling(max_tokens=6))) == ids_of(completions)
     assert engine.path == "plain"
     assert "it ends in AttributeError: 'list' object has no attribute" in engine.take_notices()[0]
+
+
+def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **SMALL, **PLAIN["mamba2"])).eval()
+    prompts, sampling = make_prompts((6, 4)), Sampling(max_tokens=40, stop_ids=frozenset(range(60)))
+    completions = NativeEngine(model, slots=3).converse(
+        prompts, make_keys(2, 2), sampling, Scripted(wordy(range(60, 90)))
+    )
+    assert sum(not own for group in completions for c in group for own in c.own) > 3
+    for prompt, group in zip(prompts, completions, strict=True):
+        for c in group:
+            tokens = torch.tensor([[*prompt, *c.ids]])
+            with torch.no_grad():
+                table = model(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
+            scored = table[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+            own = torch.tensor(c.own)
+            torch.testing.assert_close(torch.tensor(c.logprobs)[own], scored[own], atol=1e-5, rtol=0)
+
+
+def test_native_engine_without_memory_for_a_long_probe_says_so_and_samples(tiny_random, monkeypatch):
+    model, probe, least = tiny_random("mistral", sliding_window=100), engine_module.probe, 90
+
+    def without_memory(*asked):
+        if max(asked[-1]) > least:  # the prompts' lengths come last
+            raise torch.OutOfMemoryError
+        return probe(*asked)
+
+    monkeypatch.setattr(engine_module, "probe", without_memory)
+    engine, prompts = NativeEngine(model), make_prompts((30,))
+    completions = engine.generate(prompts, [[1]], Sampling(max_tokens=100))
+    assert worst_difference(model, prompts, completions) <= 1e-5
+    assert "for rows of 126 tokens there is no memory to compare the sampler with the model" in engine.take_notices()[0]
+    least = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        NativeEngine(model).generate(prompts, [[1]], Sampling(max_tokens=100))
+
+
+def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_the_reason(tiny_random):
+    """Beyond its first length Phi 3 rotates all tokens otherwise, those before it, too; no cache is the model then."""
+    scale = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+    scale |= {"original_max_position_embeddings": 80, "factor": 4.0}
+    model = tiny_random("phi3", rope_parameters=scale, original_max_position_embeddings=80)
+    prompts, engine = make_prompts((5,)), NativeEngine(model)
+    short = engine.generate(prompts, [[1]], Sampling(max_tokens=60))
+    assert worst_difference(model, prompts, short) <= 1e-5
+    with pytest.raises(EngineMismatch, match=r"Rows of this run may have 155 tokens .* rollout.max_tokens"):
+        engine.generate(prompts, [[1]], Sampling(max_tokens=150))

@@ -9,9 +9,11 @@ import shutil
 import pytest
 import torch
 
+from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.load import load_model
-from posttrain.models.lora import apply_adapter, has_adapter, low_rank_terms, reference_mode
+from posttrain.models.lora import apply_adapter, describe_reach, has_adapter, low_rank_terms, reference_mode
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection, ModelSection
 
@@ -171,3 +173,74 @@ def test_a_base_that_is_gone_is_named_with_its_adapter(base_and_adapter, tmp_pat
     shutil.rmtree(runs / "sft")
     with pytest.raises(UsageError, match=r"rl/adapter_config.json: this adapter stands on '.*runs/sft', which is not"):
         load_logits(runs / "rl")
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def test_describe_reach_names_what_an_adapter_leaves_out(tiny_random):
+    (line,) = describe_reach(apply_adapter(tiny_random("gpt_oss", **EXPERTS), AdapterSection(rank=2), seed=0))
+    assert "model.adapter: 1,792 parameters reach self_attn.k_proj, self_attn.o_proj, self_attn.q_proj" in line
+    assert "and leaves out experts.down_proj, experts.gate_up_proj, mlp.router, model.embed_tokens (" in line
+    section = AdapterSection(rank=2, target_parameters=BOTH)
+    (line,) = describe_reach(apply_adapter(tiny_random("gpt_oss", **EXPERTS), section, seed=0))
+    assert "reach experts.down_proj, experts.gate_up_proj, self_attn.k_proj" in line
+    assert "and leaves out mlp.router, model.embed_tokens (" in line
+    assert describe_reach(tiny_random("qwen3")) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_parameters": ["experts.gate_up_porj"]}, r"no matrix called 'experts.gate_up_porj'. Did you mean"),
+        (
+            {"target_parameters": BOTH, "use_dora": True},
+            r"adapter: lora.ParamWrapper does not work with use_dora",
+        ),
+    ],
+)
+def test_apply_adapter_with_parameters_that_it_cannot_reach_is_refused(tiny_random, settings, message):
+    with pytest.raises(RecipeError, match=message):
+        apply_adapter(tiny_random("gpt_oss", **EXPERTS), AdapterSection(rank=2, **settings), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("gpt_oss", {"target_parameters": BOTH}),
+        ("qwen3", {"use_dora": True}),
+        ("qwen3", {"use_rslora": True, "alpha": 3.0}),
+        ("qwen3", {"init_lora_weights": "gaussian"}),
+        ("qwen3", {"init_lora_weights": "orthogonal"}),
+    ],
+)
+def test_apply_adapter_of_any_kind_is_sampled_saved_and_loaded_again(
+    tiny_random, small_tokenizer, tmp_path, architecture, settings
+):
+    base = tiny_random(architecture, **(EXPERTS if architecture == "gpt_oss" else {}))
+    base.save_pretrained(tmp_path / "base")
+    small_tokenizer.save_pretrained(tmp_path / "base")
+    section = AdapterSection(rank=4, **settings)
+
+    def fresh(seed):
+        model = load_model(ModelSection(name=str(tmp_path / "base"), device="cpu"), seed=0).model
+        torch.manual_seed(seed)
+        return apply_adapter(model, section, seed=3)
+
+    model, again = fresh(0), fresh(1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    scaling = {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
+    assert scaling == ({3.0 / 2} if section.use_rslora else {1.0})
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            if ".lora_B." in name or "magnitude" in name:
+                parameter.add_(0.05)
+        expected = model(input_ids=IDS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = load_model(ModelSection(name=str(tmp_path / "adapter"), device="cpu"), seed=0).model
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, atol=1e-5, rtol=0)
+    (group,) = NativeEngine(model).generate([[9, 10, 11]], [[1]], Sampling(max_tokens=8))
+    rows = torch.tensor([[9, 10, 11, *group[0].ids]])
+    own = model(input_ids=rows).logits[0].log_softmax(-1)[2:-1].gather(1, rows[0, 3:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(group[0].logprobs), own, atol=2e-5, rtol=0)

@@ -115,6 +115,7 @@ def test_every_group_is_sampled_with_the_version_that_the_schedule_says(
     run(tmp_path / "ahead", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "prepare", by_the_definition(staleness))
+        patch.setattr(loop, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
         run(tmp_path / "defined", stale_recipe(0))
     assert without_staleness(tmp_path / "ahead") == without_staleness(tmp_path / "defined")
     assert recorded(tmp_path / "ahead") == recorded(tmp_path / "defined")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError, UsageError, first_line
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import AdapterSection
 from posttrain.registry import suggest
@@ -48,28 +48,76 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
     if has_adapter(model):
         raise RecipeError("model.adapter: this model already has an adapter; leave model.adapter out to train it on")
     kinds = {type(m) for _, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    _check_targets(model, section.targets, Conv1D)
+    _check_targets(model, section, Conv1D)
+    init = section.init_lora_weights
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.rank if section.alpha is None else section.alpha,
         lora_dropout=section.dropout,
         target_modules=section.targets,
+        target_parameters=section.target_parameters or None,
+        use_dora=section.use_dora,
+        use_rslora=section.use_rslora,
+        init_lora_weights=True if init == "default" else init,
         fan_in_fan_out=Conv1D in kinds,  # GPT-2 keeps its weights transposed
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws; the numbers are replaced below
-        wrapped = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if ".lora_A." in name:
-                parameter.copy_(_draw_down(name, parameter, seed))
-            elif ".lora_B." in name:
-                parameter.zero_()
+    with torch.random.fork_rng(devices=[]):  # peft draws; of the default the numbers are replaced below
+        torch.manual_seed(derive_key(seed, "adapter weights") % (1 << 63))
+        try:
+            wrapped = get_peft_model(model, config)
+        except ValueError as error:  # settings that do not go together
+            raise RecipeError(f"model.adapter: {first_line(error)}") from error
+    if init == "default":
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if ".lora_A." in name:
+                    parameter.copy_(_draw_down(name, parameter, seed))
+                elif ".lora_B." in name:
+                    parameter.zero_()
     for written in wrapped.peft_config.values():  # a relative path means something else wherever else it is read
         base = written.base_model_name_or_path
         if base and Path(base).is_dir():
             written.base_model_name_or_path = str(Path(base).absolute())
     return wrapped
+
+
+def describe_reach(model: Any) -> list[str]:
+    """A line about the matrices of its base that an adapter reaches and leaves out, by the ends of their names."""
+    if not has_adapter(model):
+        return []
+    base, reached, left = model.get_base_model(), dict[str, int](), dict[str, int]()
+    for name, parameter in base.named_parameters():
+        if parameter.ndim < 2 or ".lora_" in name or name.endswith("bias"):
+            continue
+        place, _, leaf = name.rpartition(".")
+        outer = place.partition(".base_layer")[0]
+        adapted = set()
+        for count in range(place.count(".base_layer") if outer != place else 0):
+            wrapper = base.get_submodule(outer + ".base_layer" * count)
+            adapted.add(getattr(wrapper, "parameter_name", "weight"))
+        layer = outer if leaf == "weight" else f"{outer}.{leaf}"
+        short = ".".join([part for part in layer.split(".") if not part.isdecimal()][-2:])
+        of = reached if leaf in adapted else left
+        of[short] = of.get(short, 0) + parameter.numel()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = f"{sum(left.values()):,} of {sum(left.values()) + sum(reached.values()):,} weights"
+    kept = f", and leaves out {', '.join(sorted(left))} ({weights})" if left else ""
+    return [f"model.adapter: {trained:,} parameters reach {', '.join(sorted(reached))}{kept}"]
+
+
+def refuse_whole_weights(model: Any, source: str) -> None:
+    """Refuse to train on an adapter that came with whole weights of its base: a checkpoint would not keep them.
+
+    Raises:
+        RecipeError: with the first name.
+    """
+    if names := getattr(model, "whole_weights", ()):
+        raise RecipeError(
+            f"model.adapter: the adapter {source} replaces {names[0]} of its base, which a checkpoint of the adapter "
+            "would not keep. Give model.adapter.rank: 16, say: the old adapter is merged into its base then, and a new "
+            "one is trained"
+        )
 
 
 def _draw_down(name: str, parameter: Tensor, seed: int) -> Tensor:
@@ -78,15 +126,22 @@ def _draw_down(name: str, parameter: Tensor, seed: int) -> Tensor:
     return (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
 
 
-def _check_targets(model: Any, targets: list[str] | str, conv: type) -> None:
-    if isinstance(targets, str):
-        return
-    linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | conv)})
-    for target in targets:
-        if target.rpartition(".")[2] not in linear:
+def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
+    if not isinstance(section.targets, str):
+        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | conv)})
+        for target in section.targets:
+            if target.rpartition(".")[2] not in linear:
+                raise RecipeError(
+                    f"model.adapter.targets: this model has no linear layer called {target!r}."
+                    f"{suggest(target, linear)} It has: {', '.join(linear)}"
+                )
+    names = [name for name, parameter in model.named_parameters() if 2 <= parameter.ndim <= 3]  # of peft's kinds
+    for target in section.target_parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = sorted({".".join(name.split(".")[-2:]) for name in names if not name.endswith(".weight")})
             raise RecipeError(
-                f"model.adapter.targets: this model has no linear layer called {target!r}.{suggest(target, linear)} "
-                f"It has: {', '.join(linear)}"
+                f"model.adapter.target_parameters: this model has no matrix called {target!r}.{suggest(target, known)} "
+                f"Those that are no linear layer's: {', '.join(known) or 'none'}"
             )
 
 

@@ -20,6 +20,12 @@ LARGEST: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 10**5),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**9),
 }
+OF_EACH_LAYER = (
+    "intermediate_size",
+    "ffn_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+)  # a list in some families
 
 
 def check_folder(folder: Path) -> None:
@@ -67,9 +73,10 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     """
     for key, largest in LARGEST.items():
         value = config.get(key)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value <= largest):
-            raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
+        for size in value if isinstance(value, list) and key in OF_EACH_LAYER else [value]:
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if size is not None and not (whole and 1 <= size <= largest):
+                raise UsageError(f"{where}{key}: a whole number from 1 to {largest:,} is needed; got {shorten(value)}")
 
 
 def context_length(config: Any) -> int:
@@ -85,18 +92,27 @@ _LENGTHS = re.compile(
 )
 
 
+# Those of them up to which every token attends to all before it.
+_WINDOWS = re.compile(r"sliding_window|attention_window|window_size|attention_chunk_size|index_topk|local_attention")
+
+
+def shortest_window(config: Any) -> int | None:
+    """Return how long a row may be of which every token attends to all before it; None: as long as it likes."""
+    return min((n for n in _lengths_in(config.get_text_config().to_dict(), _WINDOWS) if n > 0), default=None)
+
+
 def find_switches(config: Any, reach: int) -> tuple[int, ...]:
     """Return the positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
-    return tuple(sorted({length for length in _lengths_in(config.get_text_config().to_dict()) if 1 < length < reach}))
+    return tuple(
+        sorted({length for length in _lengths_in(config.get_text_config().to_dict(), _LENGTHS) if 1 < length < reach})
+    )
 
 
-def _lengths_in(settings: Mapping[str, Any], is_length: bool = False) -> Iterator[int]:
+def _lengths_in(settings: Mapping[str, Any], keys: re.Pattern[str], is_length: bool = False) -> Iterator[int]:
     for key, value in settings.items():
-        found = is_length or _LENGTHS.search(str(key)) is not None
+        found = is_length or keys.search(str(key)) is not None
         if isinstance(value, Mapping):
-            yield from _lengths_in(value, found)
+            yield from _lengths_in(value, keys, found)
         elif found:
             numbers = value if isinstance(value, list | tuple) else [value]
-            yield from (
-                int(number) for number in numbers if isinstance(number, int | float) and number in range(1 << 62)
-            )
+            yield from (int(n) for n in numbers if isinstance(n, int | float) and float(n).is_integer())

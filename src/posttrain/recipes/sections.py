@@ -181,13 +181,23 @@ class InitSection(Section):
 
 
 class AdapterSection(Section):
-    """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1)."""
+    """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1; with ``use_rslora`` its root).
+
+    ``targets``: linear layers by the end of their names. ``target_parameters``: matrices that are no linear layer's, as
+    those of fused experts (``experts.gate_up_proj``), which ``all-linear`` leaves out. ``use_dora`` (Liu et al. 2024),
+    ``use_rslora`` (Kalajdzievski 2023) and ``init_lora_weights`` are peft's: ``default`` has B = 0 and a uniform A,
+    ``gaussian`` a normal one, ``orthogonal`` orthogonal factors.
+    """
 
     kind: Literal["lora"] = "lora"
     rank: Few = 16
     alpha: float | None = Field(default=None, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
+    target_parameters: list[str] = Field(default_factory=list)
+    use_dora: bool = False
+    use_rslora: bool = False
+    init_lora_weights: Literal["default", "gaussian", "orthogonal"] = "default"
 
 
 Attention = Literal["sdpa", "eager", "efficient", "flash"]

@@ -21,7 +21,7 @@ from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import RecipeError, UsageError
 from posttrain.models.forward.forward import ActorCritic, Forward, Precision
 from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
-from posttrain.models.lora import apply_adapter, has_adapter
+from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
 from posttrain.models.sources import resolve_model_name
 from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head
@@ -560,12 +560,8 @@ def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> Load
     model = loaded.model
     if recipe.model.adapter is not None:
         model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
-    elif has_adapter(model) and model.whole_weights:
-        raise RecipeError(
-            f"model.adapter: the adapter {loaded.source} replaces {model.whole_weights[0]} of its base whole, which a "
-            "checkpoint of the adapter would not keep. Give model.adapter.rank: 16, say: the old adapter is merged "
-            "into its base then, and a new one is trained"
-        )
+    elif has_adapter(model):
+        refuse_whole_weights(model, loaded.source)
     bits = quantized_bits(model)
     if bits is not None and not has_adapter(model):
         raise RecipeError(

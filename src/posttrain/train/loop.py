@@ -22,6 +22,7 @@ from torch import Tensor
 
 from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.load import num_parameters
+from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
@@ -464,7 +465,7 @@ def train(
             if resume:
                 loop.resume()
             observer("start", loop.beginning(resume, length))
-            for message in [*told, *parts.notices]:
+            for message in [*told, *describe_reach(parts.model), *parts.notices]:
                 observer("notice", {"message": message})
             try:
                 return loop.run(should_stop)

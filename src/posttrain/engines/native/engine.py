@@ -292,7 +292,13 @@ class NativeEngine(Engine):
 
         def probe_decoder(decoder: Decoder) -> tuple[float, float]:
             shapes[:] = decoder.shapes
-            found = [probe(self.model, decoder, reach, lengths) for lengths in batches]
+            found = [probe(self.model, decoder, reach, batches[0])]
+            for lengths in batches[1:]:
+                try:
+                    found.append(probe(self.model, decoder, reach, lengths))
+                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                    tokens = max(lengths)
+                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
             return max(found, key=lambda one: one[0] - one[1])
 
         refused = ""
@@ -326,8 +332,17 @@ class NativeEngine(Engine):
             else:
                 self._tell(path, refused)
                 return path, shapes
+        shorter = ""
+        if len(batches) > 1:
+            longest = min(max(lengths) for lengths in batches[1:])
+            shorter = (
+                f". Rows of this run may have {reach} tokens and get past a window, a chunk or another scale of "
+                f"positions that the configuration names; keep them well below {longest} (prompt.max_prompt_tokens, "
+                "rollout.max_tokens)"
+            )
         raise EngineMismatch(
-            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. {'; '.join(reasons)}"
+            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. "
+            f"{'; '.join(reasons)}{shorter}"
         )
 
     def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
@@ -335,17 +350,20 @@ class NativeEngine(Engine):
             raise EngineMismatch("its modules have hooks")
         decoder = self._bind_lean(reach)
         if decoder is None:
-            raise EngineMismatch("its blocks are not those of Qwen3, Qwen2 or Llama, or it has a sliding window")
+            raise EngineMismatch(
+                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+            )
         return probe_decoder(decoder)
 
     def _tell(self, path: Path, reason: str) -> None:
-        """Say once which slower path samples, and why."""
-        if path not in self._told and reason:
-            self._told.add(path)
-            self._notices = (
-                *self._notices,
-                f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}",
-            )
+        """Say which slower path samples, and why."""
+        if reason:
+            self._say(f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}")
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._notices = (*self._notices, line)
 
 
 _OWN = ("plain", "reread")  # paths with the model's own forward pass from beginning to end

@@ -11,6 +11,7 @@ model without a cache that can be used reads all tokens anew at every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -160,12 +161,18 @@ class PlainRows:
 
     def _read(self, tokens: Tensor) -> Tensor:
         given = {self.name: self.cache} if self.cache is not None else {}
-        output = self.model(input_ids=tokens, use_cache=self.is_cached, **given)
+        output = self.model(input_ids=tokens, use_cache=self.is_cached, **given, **_last_logits(self.model, 1))
         if self.is_cached:
             self.name = next(name for name in _CACHES if getattr(output, name, None) is not None)
             self.cache = output[self.name]
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _last_logits(model: Any, count: int) -> dict[str, int]:
+    """What asks a model for the logits of the last positions alone, if it can be asked."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {"logits_to_keep": count} if "logits_to_keep" in signature(base.forward).parameters else {}
 
 
 def sample_plainly(
@@ -233,8 +240,9 @@ def probe_plainly(model: Any, reach: int, lengths: Sequence[int], *, is_cached: 
     for length in {max(1, min(n, reach - STEPS)) for n in (max(PROMPT_TOKENS), 5, *lengths)}:
         numbers = generator(0, "plain probe").integers(0, size, (2, length + STEPS))
         rows = torch.from_numpy(numbers).to(device)
-        logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).logits
-        expected = logits[:, length - 1 :].float().log_softmax(-1)
+        kept = _last_logits(model, STEPS + 1)
+        logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False, **kept).logits
+        expected = logits[:, -STEPS - 1 :].float().log_softmax(-1)
         state = PlainRows(model, rows[:, :length], [0, 1], is_cached=is_cached)
         for step in range(STEPS):
             if step == STEPS - 1 and state.can_select:

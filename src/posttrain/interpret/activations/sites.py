@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import causal_lm
+from posttrain.models.forward.forward import causal_lm, decoder_of
 from posttrain.models.load import (
     LoadedModel,
     choose_device,
@@ -87,7 +87,7 @@ def read_site(name: str) -> Site:
 def backbone_of(model: Any) -> Any:
     """The transformer without its LM head: of a causal LM, a peft model around one, or a backbone itself."""
     plain = causal_lm(model)
-    return plain.get_decoder() if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None else plain
+    return decoder_of(plain) if hasattr(plain, "lm_head") or plain.get_output_embeddings() is not None else plain
 
 
 def blocks_of(backbone: Any) -> tuple[str, nn.ModuleList]:

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.attention import install_packed_attention, kernel_used, packed_attention
+from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
+from posttrain.models.stated_sizes import shortest_window
 from posttrain.types import Batch, Outputs
 from posttrain.world import Within
 
@@ -63,6 +64,14 @@ def gpu_memory_of(device: torch.device) -> int | None:
 def causal_lm(model: Any) -> Any:
     """The transformers causal LM inside ``model`` (itself, or the base of a peft model)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_of(base: Any) -> Any:
+    """Return what gives a causal LM's last hidden states: of some, ``get_decoder`` is the LM itself, or its head."""
+    decoder, embedding = base.get_decoder(), base.get_input_embeddings()
+    if decoder is not base and any(module is embedding for module in decoder.modules()):
+        return decoder
+    return next(child for child in base.children() if any(module is embedding for module in child.modules()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +142,15 @@ class Forward:
         self.head = None if head is None else head.to(self.device)
         self.reads: Reads = reads
         self.scores_only = scores_only
-        if self._takes_sdpa:
-            install_packed_attention(causal_lm(model))
+        own = causal_lm(model).config._attn_implementation
+        self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
         self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
         self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
         self.compiled = False  # while it is probed
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
+        self.window = shortest_window(causal_lm(model).config)
         self.root: Within | None = None  # gathers the shards for a pass
         self.choose_path()
         self.compiled = compiled
@@ -179,10 +189,9 @@ class Forward:
         return pack(self._as_read(batch), reads=self.reads).to(self.device) if self.packs(batch) else None
 
     def packs(self, batch: Batch) -> bool:
-        """Whether the batch is packed: not where a row is longer than the model's sliding attention window,
+        """Whether the batch is packed: not where a row is longer than a window or chunk of the model's attention,
         which packing does not know."""
-        window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
-        return self.path == "packed" and (window is None or self._columns(batch) <= window)
+        return self.path == "packed" and (self.window is None or self._columns(batch) <= self.window)
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
         """``__call__`` with a given plan, so that two models may share it."""
@@ -275,7 +284,7 @@ class Forward:
         base = causal_lm(self.model)
         linear = nullcontext() if self.compiled else fast_linear()
         with packed_attention(packing), self.layers, linear, self._products():
-            hidden = base.get_decoder()(
+            hidden = decoder_of(base)(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
         self.attention = kernel_used()
@@ -316,7 +325,7 @@ class Forward:
             "position_ids": places[None, :].expand(batch.num_rows, -1),
             "use_cache": False,
         }
-        decoder = causal_lm(self.model).get_decoder()
+        decoder = decoder_of(causal_lm(self.model))
         hidden_states: list[Tensor] = []
         predicting = None
         if predicts:
@@ -411,19 +420,26 @@ class Forward:
         if self.device.type == "cpu":  # a GPU's kernels for fp32 are not wanted where products are in bfloat16
             self.precision = "fp32"
         self.path = "packed" if self._takes_sdpa and self._packed_agrees() else "padded"
+        if self.path == "padded":
+            causal_lm(self.model).config._attn_implementation = self._own_attention
         self.precision = precision
 
     @torch.no_grad()
     def _packed_agrees(self) -> bool:
-        """Compare the log-probabilities of both paths on a small ragged batch with a shared prompt."""
+        """Compare the log-probabilities of both paths on a small ragged batch with a shared prompt.
+
+        The padded path has to be the same under the packed attention's name, too: some models choose their masks by it.
+        """
         base = causal_lm(self.model)
         batch = _probe_batch(base.config.get_text_config().vocab_size)
         was_training = self.model.training
         self.model.eval()
         try:
+            base.config._attn_implementation = self._own_attention
             expected = self._probed(batch, "padded")
+            install_packed_attention(base)
             try:
-                got = self._probed(batch, "packed")
+                found = [self._probed(batch, path) for path in PATHS]
             except (TypeError, ValueError, AttributeError, RuntimeError):
                 return False  # modules with another calling convention; the padded path serves them
         finally:
@@ -431,7 +447,7 @@ class Forward:
         exact = base.get_output_embeddings().weight.dtype.itemsize >= 4 and self.precision == "fp32"
         if self.device.type != "cpu":
             exact = exact and torch.get_float32_matmul_precision() == "highest"  # TF32 rounds by 1e-3
-        return bool(torch.allclose(got, expected, atol=2e-4 if exact else 0.3))
+        return all(torch.allclose(got, expected, atol=2e-4 if exact else 0.3) for got in found)
 
     def _probed(self, batch: Batch, path: Literal["packed", "padded"]) -> Tensor:
         self.path = path
@@ -441,6 +457,9 @@ class Forward:
             return states.spread(self._predictions(states, "none")[0])
 
         return self._gathered(compute)
+
+
+PATHS: tuple[Literal["packed", "padded"], ...] = ("padded", "packed")
 
 
 class ActorCritic:
