@@ -17,13 +17,13 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76995
+MAX_PACKAGE_LINES = 77215
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
     "recipes": 1280,
     "algorithms": 2050,
-    "graders": 6800,
+    "graders": 7020,
     "rewards": 405,
     "render": 1360,
     "tasks": 5630,
