@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77215
+MAX_PACKAGE_LINES = 77245
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
@@ -33,7 +33,7 @@ ROOMS: dict[str, int] = {
     "engines": 8604,
     "evals": 3020,
     "reward_models": 1620,
-    "train": 8055,
+    "train": 8070,
     "interpret": 7320,
     "runs": 3662,
     "sweeps": 3240,

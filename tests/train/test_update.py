@@ -247,6 +247,18 @@ def test_the_samplers_divergence_by_hand(model) -> None:
     assert metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-9)
 
 
+def test_accumulate_log_ratios_beyond_20_are_counted(model) -> None:
+    """The first token is 1e3 nats from the sampler, the third has a teacher at −inf; a prompt token does not count."""
+    streams = {"old_logprobs": [-1e3, -1e3, -3.0, -4.0], "teacher_logprobs": [0.0, -1e3, -3.0, -math.inf]}
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
+    assert metrics["clamped_log_ratios"] == pytest.approx(2 / 3)
+    streams["teacher_logprobs"][3], streams["old_logprobs"][1], streams["teacher_logprobs"][1] = -5.0, -2.0, -2.0
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
+    assert metrics["clamped_log_ratios"] == 0.0
+
+
 # --- pieces ---
 
 

@@ -37,7 +37,7 @@ from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.train.step import CLAMPED, accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
 
@@ -73,6 +73,7 @@ class Loop:
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
+    warned_of_clamped: bool = False
     owed: list[int] = field(default_factory=list)  # steps whose weights are still to be evaluated
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
@@ -242,11 +243,23 @@ class Loop:
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
+        self._warn_of_clamped(metrics.get(CLAMPED, 0.0))
         if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
             self.owed.append(step)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+
+    def _warn_of_clamped(self, share: float) -> None:
+        """Say once that log-ratios are clamped, which makes loss and gradient other than the formula's."""
+        if share and not self.warned_of_clamped:
+            self.warned_of_clamped = True
+            message = (
+                f"{CLAMPED}: {share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the "
+                "sampler, the reference or the teacher. It is clamped, so that loss and gradient are not those of the "
+                "formula. Check that teacher and reference fit the model and its prompts, or lower train.lr"
+            )
+            self.observer("notice", {"message": message})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""

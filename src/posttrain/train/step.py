@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
+from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
@@ -24,6 +24,8 @@ from posttrain.world import ONE, World
 
 Objective = Callable[[Outputs, Batch], Loss]
 Level = Literal["token", "row", "pair"]
+CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
+_IN_RATIOS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,16 @@ def _measure(
         means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
     if "correction" in part.streams:
         means.add("correction", part.streams["correction"], *over_tokens)
+    if level == "token" and (clamped := _clamped(outputs, part)) is not None:
+        means.add(CLAMPED, clamped, *over_tokens)
+
+
+def _clamped(outputs: Outputs, part: Batch) -> Tensor | None:
+    """1 where the log-ratio to the sampler, the reference or the teacher is clamped; None of a batch without any."""
+    pairs = [(outputs.logprobs.detach(), part.streams[name]) for name in _IN_RATIOS if name in part.streams]
+    if "teacher_logprobs" in part.streams and "old_logprobs" in part.streams:
+        pairs.append((part.streams["teacher_logprobs"], part.streams["old_logprobs"]))
+    return reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs)) if pairs else None
 
 
 def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batch, level: Level) -> None:
