@@ -17,23 +17,23 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77245
+MAX_PACKAGE_LINES = 77275
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
     "recipes": 1280,
     "algorithms": 2050,
     "graders": 7020,
-    "rewards": 405,
+    "rewards": 412,
     "render": 1360,
     "tasks": 5630,
     "environments": 1760,
     "store": 2650,
     "models": 4805,
-    "engines": 8604,
-    "evals": 3020,
+    "engines": 8605,
+    "evals": 3021,
     "reward_models": 1620,
-    "train": 8070,
+    "train": 8085,
     "interpret": 7320,
     "runs": 3662,
     "sweeps": 3240,

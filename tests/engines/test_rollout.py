@@ -13,6 +13,7 @@ from posttrain.errors import RewardFailure, UsageError
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
+from posttrain.rewards.words import boxed_format
 from posttrain.types import Completion, Example, Message
 
 
@@ -52,7 +53,22 @@ def test_weighted_sum_of_unweighted_parts() -> None:
     assert grade("no tags 42") == ({"correct": 0.0, "xml_format": 0.0}, 0.0)
 
 
-@pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "is_number")])
+@pytest.mark.parametrize("name", ["plain", "dialogue", "chat", "as_is", "document", "code"])
+def test_build_grader_template_without_format_measures_none(name: str) -> None:
+    grader = build_grader([], template(name))
+    assert grader.format_part is None
+    assert [part for part, _, _ in grader.rewards] == ["correct"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("so \\boxed{4}", 1.0), ("\\boxed{\u200b}", 0.0), ("\\boxed{4", 0.0), ("4", 0.0), ("\\boxed{a b}", 1.0)],
+)
+def test_boxed_format_needs_a_complete_box(text: str, reward: float) -> None:
+    assert boxed_format(text) == reward
+
+
+@pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "boxed_format")])
 def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, format_part: str) -> None:
     grader = build_grader([RewardWord(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
     assert grader.format_part == format_part

@@ -226,7 +226,9 @@ def test_rewards_of_either_kind_by_hand() -> None:
     expected = {"desirable": 2 / 3, "desirable_reward": 1.5, "undesirable_reward": -3.0, "margin": 4.5}
     assert found == pytest.approx(expected, abs=1e-12)
     one_kind = {"desirable_reward_part": [1, 1, 2], "undesirable_reward_part": [0, 0, 0]}
-    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0}  # no margin without the other kind
+    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0, "desirable_reward": pytest.approx(4 / 3)}
+    other_kind = {"desirable_reward_part": [0, 0], "undesirable_reward_part": [-1, -2]}
+    assert means_of(desirable=[0, 0], **other_kind) == {"desirable": 0.0, "undesirable_reward": -1.5}
 
 
 def test_final_accuracy_by_hand() -> None:

@@ -49,17 +49,22 @@ class Grade:
     outcome: str
 
 
+# Templates without tags that ask for a format, and the reward that measures it. Of all others there is no such metric.
+_FORMATS = {"boxed": "boxed_format"}
+
+
 @dataclass(frozen=True)
 class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
     Two facts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where
-    an example has an answer) and the template's format. ``folder``: the run's own, for rewards that keep something.
+    an example has an answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards
+    that keep something.
     """
 
     template: Template
     rewards: tuple[tuple[str, float, BoundReward], ...]
-    format_part: str
+    format_part: str | None
     folder: Path | None = None
 
     def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
@@ -137,8 +142,8 @@ def build_grader(words: Sequence[RewardWord], template: Template, folder: Path |
                 "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
             )
         bound.append((name, word.weight, reward))
-    format_part = "xml_format" if template.tags else "is_number"
-    for name in ("correct", format_part):
+    format_part = "xml_format" if template.tags else _FORMATS.get(template.name)
+    for name in filter(None, ("correct", format_part)):
         if all(n != name for n, _, _ in bound):
             bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
     return Grader(template, tuple(bound), format_part, folder)

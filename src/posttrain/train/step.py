@@ -73,14 +73,15 @@ def _derive(means: dict[str, float]) -> dict[str, float]:
 
     ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave,
     E[w]² / E[w²]. ``value_explained_variance``: 1 − Var(R − V) / Var(R). ``desirable_reward`` and
-    ``undesirable_reward``: means over the rows of either kind, with ``margin`` between them.
+    ``undesirable_reward``: means over the rows of either kind, where there are any, with ``margin`` between them.
     ``final_accuracy``: of outcome scores at the last token.
     """
     if "desirable_reward_part" in means:
         share, right = means["desirable"], means.pop("desirable_reward_part")
         wrong = means.pop("undesirable_reward_part")
+        means |= {"desirable_reward": right / share} if share > 0.0 else {}
+        means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
         if 0.0 < share < 1.0:
-            means["desirable_reward"], means["undesirable_reward"] = right / share, wrong / (1.0 - share)
             means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
     if "final_token_right" in means:
         means["final_accuracy"] = means.pop("final_token_right") / means.pop("final_token")

@@ -153,7 +153,7 @@ _SIGN = re.compile(r"(?<=[\w)}])\s*[+-]")
 _COEFFICIENT = re.compile(r"^\d+\s*(?:\\cdot\s*)?(?=[A-Za-z])|\^\{\d+\}$")
 _INDEX = re.compile(r"_\d+$")
 _ONE_LETTER = re.compile(r"[A-Za-z]")
-_LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(\S.*)|([^{}]+)\})")
+_LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(?!or\b|and\b|[;,])(\S.*)|([^{}]+)\})")
 _CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
 # Spellings of words that stand for an answer.
 _SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
