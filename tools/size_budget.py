@@ -17,11 +17,11 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77275
+MAX_PACKAGE_LINES = 77310
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2614,
-    "recipes": 1280,
+    "recipes": 1305,
     "algorithms": 2050,
     "graders": 7020,
     "rewards": 412,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3662,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9012,
+    "commands": 9020,
 }
 
 
