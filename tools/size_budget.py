@@ -17,18 +17,18 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77310
+MAX_PACKAGE_LINES = 77425
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2614,
+    "ground": 2620,
     "recipes": 1305,
     "algorithms": 2050,
-    "graders": 7020,
+    "graders": 7042,
     "rewards": 412,
     "render": 1360,
     "tasks": 5630,
     "environments": 1760,
-    "store": 2650,
+    "store": 2735,
     "models": 4805,
     "engines": 8605,
     "evals": 3021,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3662,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 9020,
+    "commands": 9022,
 }
 
 
