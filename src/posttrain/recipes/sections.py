@@ -291,7 +291,7 @@ class RolloutSection(Section):
     group: Few = 8
     max_tokens: Tokens = 256
     max_total_tokens: int | None = Field(default=None, ge=2)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-5)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     drop_uniform_groups: bool = False
