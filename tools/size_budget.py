@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77455
+MAX_PACKAGE_LINES = 77505
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2625,
+    "ground": 2636,
     "recipes": 1305,
     "algorithms": 2050,
     "graders": 7042,
@@ -30,12 +30,12 @@ ROOMS: dict[str, int] = {
     "environments": 1760,
     "store": 2735,
     "models": 4805,
-    "engines": 8614,
+    "engines": 8650,
     "evals": 3023,
     "reward_models": 1620,
     "train": 8085,
-    "interpret": 7320,
-    "runs": 3662,
+    "interpret": 7323,
+    "runs": 3664,
     "sweeps": 3240,
     "reports": 3159,
     "commands": 9028,
