@@ -30,7 +30,7 @@ def test_two_models_and_options_make_a_recipe() -> None:
     assert (recipe.base.name, recipe.post.name) == ("tiny", "runs/mine")
     assert (recipe.changes.dictionary.name, recipe.changes.dictionary.options["k"]) == ("batchtopk", 8)
     assert recipe.changes.dictionary.num_features(10) == 30
-    assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 2048)
+    assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 1024)
     assert recipe.changes.difference is not None
     assert (recipe.changes.difference.name, recipe.changes.difference.options["k"]) == ("topk", 2)
     assert recipe.task is not None
