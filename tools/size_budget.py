@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77525
+MAX_PACKAGE_LINES = 77548
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2636,
@@ -25,7 +25,7 @@ ROOMS: dict[str, int] = {
     "algorithms": 2050,
     "graders": 7042,
     "rewards": 412,
-    "render": 1360,
+    "render": 1382,
     "tasks": 5630,
     "environments": 1760,
     "store": 2735,
