@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77548
+MAX_PACKAGE_LINES = 77703
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2636,
@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "tasks": 5630,
     "environments": 1760,
     "store": 2735,
-    "models": 4805,
+    "models": 4967,
     "engines": 8650,
     "evals": 3023,
     "reward_models": 1620,
