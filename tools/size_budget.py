@@ -17,20 +17,20 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77703
+MAX_PACKAGE_LINES = 77765
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2636,
     "recipes": 1305,
     "algorithms": 2050,
     "graders": 7042,
-    "rewards": 412,
+    "rewards": 446,
     "render": 1382,
     "tasks": 5630,
     "environments": 1760,
     "store": 2735,
     "models": 4967,
-    "engines": 8650,
+    "engines": 8675,
     "evals": 3023,
     "reward_models": 1620,
     "train": 8085,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +53,7 @@ class Grade:
     outcome: str
 
 
+SLOW_SECONDS = 60.0  # that a reward may take for all answers of a batch before something is said
 # Templates without tags that ask for a format, and the reward that measures it. Of all others there is no such metric.
 _FORMATS = {"boxed": "boxed_format"}
 
@@ -95,12 +100,29 @@ class Grader:
         ids = [attempt.example.id for attempt in attempts]
         columns: list[tuple[str, float, list[Result]]] = []
         for name, weight, reward in self.rewards:
-            with process_kept(f"reward {name!r}"):
+            with process_kept(f"reward {name!r}"), _watched(name, len(attempts)):
                 columns.append((name, weight, reward.grade(available, ids)))
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
         ]
+
+
+@contextmanager
+def _watched(name: str, count: int) -> Iterator[None]:
+    """Say that a reward takes long, which may be for ever; what it prints goes to standard error."""
+    message = (
+        f"reward {name!r}: {count} answers have taken more than {SLOW_SECONDS:g} seconds so far, and it is waited for. "
+        "Ctrl-C ends the run; give what the function waits for a time limit"
+    )
+    timer = threading.Timer(SLOW_SECONDS, warnings.warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        timer.cancel()
 
 
 def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
