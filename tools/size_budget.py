@@ -17,13 +17,13 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77765
+MAX_PACKAGE_LINES = 77775
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2636,
     "recipes": 1305,
     "algorithms": 2050,
-    "graders": 7042,
+    "graders": 7050,
     "rewards": 446,
     "render": 1382,
     "tasks": 5630,

@@ -187,8 +187,9 @@ _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ \u00a0\u202f][0-9]{3
 _EXPONENT = r"\{[^{}]{1,20}\}|\([^()]{1,20}\)|[+−-]?[0-9]+"
 _TIMES_TEN = r"\s{0,2}(?:\\times|\\cdot|[*×·x])\s{0,2}10"
 NUMBER = re.compile(
+    r"(?=[-−$€£0-9.\\^*])"  # at most places there is nothing more to try
     r"(?:(?<![\w)\]])[-−])?[$€£]?(?:"
-    rf"[A-Za-z)\]}}]\s?(?:\^|\*\*)\s?(?:{_EXPONENT})|"
+    rf"(?<=[A-Za-z)\]}}])(?:\^|\*\*)\s?(?:{_EXPONENT})|"
     r"[0-9]{0,9}\s?\\[dtc]?frac\s?(?:\{[^{}]{1,50}\}|[0-9])\s?(?:\{[^{}]{1,50}\}|[0-9])|"
     r"[0-9]{0,9}\s?\\sqrt\s?\{[^{}]{1,50}\}|"
     rf"(?:(?<![0-9][ \u00a0\u202f])(?:{_WHOLE})|[0-9]+|(?<![0-9])(?=\.[0-9]))"
@@ -385,11 +386,17 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
 
 
 def last_number(text: str) -> str | None:
-    """The last number that stands in ``text``, as it is written there (sign, currency, %), or None."""
+    """The last number that stands in ``text``, as it is written there (sign, currency, %), or None.
+
+    A power of something else than a number (``x^3``) is taken with what stands before it: its exponent is no answer.
+    """
     match = None
     for match in NUMBER.finditer(text):  # noqa: B007
         pass
-    return match[0].replace("\u2212", "-") if match is not None else None
+    if match is None:
+        return None
+    start = match.start() - (match[0][0] in "^*")
+    return text[start : match.end()].replace("\u2212", "-")
 
 
 def last_boxed(text: str) -> str | None:
