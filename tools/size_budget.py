@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77775
+MAX_PACKAGE_LINES = 77778
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2636,
@@ -37,7 +37,7 @@ ROOMS: dict[str, int] = {
     "interpret": 7323,
     "runs": 3682,
     "sweeps": 3240,
-    "reports": 3159,
+    "reports": 3161,
     "commands": 9028,
 }
 

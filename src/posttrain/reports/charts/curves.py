@@ -147,6 +147,8 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
     for task in tasks:
         drawn = [e for e in evaluations if e.name == task and abs(e.results.get(name, math.nan)) < LARGEST]
         points = sorted(drawn, key=lambda e: e.step)
+        if not points:
+            continue
         bounds = [e.results.get(f"{name}_{bound}", math.nan) for e in points for bound in ("low", "high")]
         has_interval = all(abs(bound) < LARGEST for bound in bounds)
         values, low, high = ([e.results[key] for e in points] if key == name or has_interval else []
