@@ -35,6 +35,7 @@ FAMILIES = {
     "Qwen/Qwen3-1.7B": "qwen3",
     "Qwen/Qwen3-4B": "qwen3",
     "allenai/OLMo-2-0425-1B": "olmo2",
+    "allenai/OLMo-2-0425-1B-SFT": "olmo2",
     "Qwen/Qwen3-14B": "qwen3",
     "Qwen/Qwen2.5-Math-1.5B": "qwen2",
     "openai-community/gpt2": "gpt2",

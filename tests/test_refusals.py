@@ -114,8 +114,8 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got nan"),
-        (["--train.lr", "inf"], "command line: train.lr: Input should be a finite number; got inf"),
+        (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got 'nan'"),
+        (["--train.lr", "inf"], "command line: train.lr: Input should be a finite number; got 'inf'"),
         (["--rewards.0.weight", ".nan"], "rewards.0.weight: Input should be a finite number"),
         (["--aggregate", "{name: constant, length: 0}"], "aggregate.length: Input should be greater than or equal"),
         (["--objective.clip_low", "-1"], "objective.clip_low: Input should be greater than or equal to 0; got -1"),

@@ -297,6 +297,10 @@ COMMANDS = {
 }  # fmt: skip
 
 
+_RESUMABLE = ("train", "sae train")
+_CONTINUING = ("compare", "study", "pipeline", "evaluate", "feedback", "activations", "sae diff", "runs resume")
+
+
 def split_overrides(
     arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
@@ -455,14 +459,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"posttrain: {shown(str(error.filename))}: {error.strerror}; give another place or name", file=sys.stderr)
         return UsageError.exit_code
     except KeyboardInterrupt:
-        remedy = "; continue with the same command and --resume" if "train" in arguments else ""
-        remedy = (
-            "; continue with the same command"
-            if {"compare", "study", "pipeline", "evaluate", "feedback", "activations", "diff"} & set(arguments)
-            else remedy
-        )
-        print(f"\nposttrain: interrupted{remedy}", file=sys.stderr)
+        print(f"\nposttrain: interrupted{_how_to_go_on(arguments)}", file=sys.stderr)
         return INTERRUPTED
+
+
+def _how_to_go_on(arguments: Sequence[str]) -> str:
+    """What continues a command that was interrupted; nothing of one that begins anew or has done nothing yet."""
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    command = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else "".join(words[:1])
+    if "--dry-run" in arguments:
+        return ""
+    if command in _RESUMABLE:
+        return f"; continue with the same command{'' if '--resume' in arguments else ' and --resume'}"
+    return "; continue with the same command" if command in _CONTINUING else ""
 
 
 if __name__ == "__main__":

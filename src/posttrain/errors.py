@@ -26,6 +26,7 @@ kept for our own bugs; bad input never ends in a traceback.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -40,8 +41,19 @@ _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")
 
 
+_NAMES_A_SECRET = re.compile(r"(?i)\w*(?:api_?key|token|secret|password|access_key\w*)")
+_LEAST_SECRET_CHARS = 8
+
+
 def hide_secrets(text: str) -> str:
-    """The text with names, passwords and keys in its URLs replaced by ``***``: to be shown and to be stored."""
+    """The text without passwords and keys: to be shown and to be stored.
+
+    ``***`` stands for names, passwords and keys in URLs, and for what variables of the environment hold that are
+    called like a key (``JUDGE_API_KEY``, ``HF_TOKEN``).
+    """
+    for name, value in os.environ.items():
+        if len(value) >= _LEAST_SECRET_CHARS and value in text and _NAMES_A_SECRET.fullmatch(name):
+            text = text.replace(value, "***")
     return _KEY_IN_QUERY.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 

@@ -54,7 +54,7 @@ HOMES: dict[str, dict[str, str]] = {
     },
     "reward": {
         "posttrain.rewards.words": (
-            "correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
+            "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
         ),
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",

@@ -9,7 +9,6 @@ imports none of ours, so that any room can be told of one. What a process sees o
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -101,6 +100,10 @@ def local_rank() -> int | None:
 
 def peak_resident_bytes() -> int:
     """The most of main memory that this process has held so far."""
+    try:
+        import resource
+    except ImportError:  # Windows does not say
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

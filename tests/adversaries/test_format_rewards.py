@@ -13,6 +13,7 @@ TAGS = ("think", "answer")
 FORMATS = ("xml_format", "xml_soft")
 # Not for contents: what counts marks, numbers and lengths, the graders' verdicts, and a model's own scores.
 OTHERS = (
+    "boxed_format",
     "xml_count",
     "correct",
     "environment",

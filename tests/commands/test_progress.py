@@ -16,6 +16,7 @@ from posttrain.commands.progress import (
     choose_progress,
     show_duration,
     show_evaluation,
+    show_number,
     show_parts,
     sparkline,
 )
@@ -52,6 +53,12 @@ def test_sparkline_scales_between_lowest_and_highest() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
     assert sparkline([2.0, 2.0, 2.0]) == "▁▁▁"
     assert sparkline([]) == ""
+
+
+def test_sparkline_largest_floats_are_drawn() -> None:
+    assert sparkline([1e308, -1e308, 0.0]) == "█▁▅"
+    assert sparkline([1.7e308] * 40, width=2) == "▁▁"
+    assert (show_number(1e308, ".3f"), show_number(-1234.5, ".3f")) == ("1e+308", "-1234.500")
 
 
 def test_sparkline_averages_equal_stretches_and_leaves_out_what_is_not_finite() -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_learnt_from_test_prompts_is_measured_on_what_was_held_out() 
 
 def test_a_policy_can_be_asked_where_its_judge_is_gone() -> None:
     source = ModelSource("runs/x", "x", "runs/x", Path("runs/x"), load_recipe("grpo-hh-gpt2"))
-    assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct", "is_number"]
+    assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct"]
 
 
 def test_a_model_that_is_no_run_needs_a_task() -> None:

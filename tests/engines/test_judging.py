@@ -106,13 +106,24 @@ def test_the_effect_of_orders_in_an_answer() -> None:
         (f"<think>Is it {{}}?</think>\n {said(4)}\n", 1 / 3),
         ("", None),
         ("Score: 10", None),
-        (f"```json\n{said(4)}\n```", None),
+        (f"```json\n{said(4)}\n```", 1 / 3),
+        (f"<think>so</think>\n\n```\n{said(10)}```\n", 1.0),
+        (f"```json\n{said(4)}\n```\n```json\n{said(9)}\n```", None),
+        (f"Sure:\n```json\n{said(4)}\n```", None),
+        (said(7.5), 6.5 / 9),
+        (said("7.5"), 6.5 / 9),
+        (said(" 4 "), 1 / 3),
+        (said("4/10"), None),
+        (said("10.5"), None),
+        (said("1e1"), None),
+        ('{"reasoning": "", "score": NaN}', None),
+        ('{"reasoning": "", "score": 1e999}', None),
         (f"{said(4)} {said(9)}", None),
         (said(11), None),
         (said(0), None),
-        (said(4.0), None),
+        (said(4.0), 1 / 3),
         (said(True), None),
-        (said("10"), None),
+        (said("10"), 1.0),
         (said([10]), None),
         (said({"a": 1}), None),
         (said(None), None),
@@ -219,6 +230,28 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         before = len(server.chats)
         opinions.ask(ratings("fine", "long"))
         assert len(server.chats) == before + 1, "what failed is not kept"
+
+
+def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "sk-echo/1234567890"
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+
+    def reply(body: dict[str, Any], count: int) -> str:
+        answer = quoted(body)["answer"]
+        if answer == "text":
+            return f"your key is {key}"
+        if answer == "escaped":
+            return said(key)
+        raise Reply(400 if answer == "refused" else 503, {"error": {"message": f"bad request of Bearer {key}"}})
+
+    with FakeJudge(reply, key=key) as server:
+        told = Opinions(RemoteJudge(server.url, retries=1), tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
+    assert [one.failure for one in told] == ["crash"] * 4
+    assert all("***" in one.reason and key not in one.reason for one in told)
+    assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert str(RunFailure(f"HTTP 401: {key}")) == "HTTP 401: ***"
 
 
 def test_no_more_questions_are_under_way_than_asked_for() -> None:

@@ -131,6 +131,18 @@ def reference_ids(model, prompt, numbers, temperature, top_k, top_p):
     return ids
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 5e-324, 1e-9])
+def test_sampling_temperature_too_small_for_logits_is_greedy(tiny_random, temperature: float) -> None:
+    model = tiny_random("llama")
+    prompts = [[5, 6, 7]]
+    drawn, greedy = (
+        NativeEngine(model).generate(prompts, make_keys(1, 1), Sampling(max_tokens=8, temperature=one))
+        for one in (temperature, 0.0)
+    )
+    assert drawn == greedy
+    assert Sampling(max_tokens=8, temperature=1e-5).temperature == 1e-5
+
+
 def test_greedy_takes_the_most_probable_token_and_reports_logprobs_at_temperature_one(tiny_random):
     model, prompts = tiny_random("qwen3"), make_prompts()
     completions = NativeEngine(model).generate(prompts, make_keys(4, 1), Sampling(max_tokens=8, temperature=0.0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from posttrain import registry
 from posttrain.consent import declare_code
+from posttrain.engines import rollout
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
 from posttrain.engines.scripted import ScriptedEngine
@@ -13,6 +16,8 @@ from posttrain.errors import RewardFailure, UsageError
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
+from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.words import boxed_format
 from posttrain.types import Completion, Example, Message
 
 
@@ -52,7 +57,22 @@ def test_weighted_sum_of_unweighted_parts() -> None:
     assert grade("no tags 42") == ({"correct": 0.0, "xml_format": 0.0}, 0.0)
 
 
-@pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "is_number")])
+@pytest.mark.parametrize("name", ["plain", "dialogue", "chat", "as_is", "document", "code"])
+def test_build_grader_template_without_format_measures_none(name: str) -> None:
+    grader = build_grader([], template(name))
+    assert grader.format_part is None
+    assert [part for part, _, _ in grader.rewards] == ["correct"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("so \\boxed{4}", 1.0), ("\\boxed{\u200b}", 0.0), ("\\boxed{4", 0.0), ("4", 0.0), ("\\boxed{a b}", 1.0)],
+)
+def test_boxed_format_needs_a_complete_box(text: str, reward: float) -> None:
+    assert boxed_format(text) == reward
+
+
+@pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "boxed_format")])
 def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, format_part: str) -> None:
     grader = build_grader([RewardWord(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
     assert grader.format_part == format_part
@@ -156,3 +176,24 @@ def test_a_reward_that_asks_for_something_else_is_refused() -> None:
 
 def asks_too_much(judge) -> float:
     return 0.0
+
+
+def prints(text: str) -> float:
+    print("scored", text)
+    time.sleep(0.3)
+    return 1.0
+
+
+def test_reward_that_prints_or_is_slow_disturbs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout, "SLOW_SECONDS", 0.1)
+    said: list[str] = []
+    monkeypatch.setattr(rollout.warnings, "warn", said.append)
+    grader = Grader(template("plain"), (("prints", 1.0, bind_reward(prints)),), None)
+    _, reward = grade_one(grader, example(1), "42", Completion((1,), (0.0,), "stop"))
+    assert reward == 1.0
+    assert capsys.readouterr() == ("", "scored 42\n")
+    assert [message.partition(" and it is")[0] for message in said] == [
+        "reward 'prints': 1 answers have taken more than 0.1 seconds so far,"
+    ]

@@ -49,6 +49,7 @@ def test_a_sample_is_the_same_from_the_engine_and_from_the_database(tmp_path: Pa
     assert (sample.num_tokens, sample.finish, sample.reward, sample.in_format) == (3, "stop", 1.25, True)
     assert sample.is_right
     assert not sample_of(make_rollout(parts={"xml_format": 0.0}), "xml_format").in_format
+    assert sample_of(rollout, None).in_format is None
     with RolloutStore(tmp_path / "rollouts.db") as store:
         store.record([rollout], evaluation="sums/test")
         (row,) = store.evaluations("sums/test")

@@ -7,6 +7,8 @@ import pytest
 from posttrain.graders.math.equality import compare_answers
 
 SAME = r"""
+p=5,q=2;p=7,q=2 | (5,2),(7,2)
+p=5,q=2;p=7,q=2 | (7,2),(5,2)
 2/4 | 1/2
 .5 | 50%
 0.5 | \frac{1}{2}
@@ -256,6 +258,14 @@ x^4+1 | x⁴+1
 """
 
 DIFFERENT = r"""
+7530 | \text{(A)} or 7530
+7530 | \text{(A)}; 7530
+7530 | \text{(A)}, 7530
+p=5,q=2;p=7,q=2 | (5,7),(2,2)
+p=5,q=2;p=7,q=2 | (2,5),(2,7)
+p=5,q=2;q=7,p=2 | (5,2),(7,2)
+5 | 5m^2
+5 | 5x^2
 x | y
 X | x
 a_1 | a_2

@@ -19,6 +19,10 @@ from posttrain.graders.math.extraction import find_answer, is_bare, read_solutio
         ("\\boxed{1}, \\boxed{2} or \\boxed{3}.", "1, 2, 3"),
         ("\\(y_1 = \\boxed{a} \\) and \\( y_2 = \\boxed{b} \\)", "a, b"),
         ("\\boxed{5} and \\boxed{5}", "5"),
+        ("\\\\boxed{5} and \\boxed 6", "5, 6"),
+        ("how many $? just about 1$", "1"),
+        ("He has $5 and then pays $7 more.", "$7"),
+        ("In all we count 7e3 of them", "7e3"),
         ("\\boxed{ \\boxed{5} and \\boxed{6} }", "5, 6"),
         ("First \\boxed{7}. It is 8, and more: 9.", "7"),
         ("\\boxed{255} more. Final Answer: The final answer is $10455$. I hope it is correct.", "10455"),
@@ -91,7 +95,7 @@ def test_the_answer_of_a_solution(text: str, answer: str | None) -> None:
         ("<reasoning> 1 </reasoning> <answer> 2 </answer>", "2", "2"),
         ("<reasoning> <answer> 1 </answer> </reasoning> <answer> 2 </answer>", "2", "2"),
         ("so \\boxed{1} and \\boxed{2}", "2", "1, 2"),  # the last box alone is what the template sees
-        ("The answer is $\\sqrt{2}$.", "2", "\\sqrt{2}"),  # and so is the last number
+        ("The answer is $\\sqrt{2}$. See step 2.", "2", "\\sqrt{2}"),  # and so is the last number
         ("a rule of its own", "[42]", "[42]"),
     ],
 )

@@ -196,3 +196,90 @@ def test_the_program_itself_never_loads_the_algebra() -> None:
     code = f"import sys, posttrain.graders.math.grader; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+SAME_NOTATION = r"""
+1000.99 ~~ it is 1,000.99m²
+7 ~~ So the answer is \\boxed{7}.
+7 ~~ $\\\\boxed{7}$
+7 ~~ \boxed 7
+7 ~~ \boxed{ 7 }
+7 ~~ \\fbox{7}
+\$5 ~~ 5
+5 ~~ \boxed{\$5}
+5 ~~ \boxed{\\$5}
+\$5.50 ~~ \boxed{\\$5.50}
+5 ~~ \boxed{5\$}
+1000 ~~ \boxed{\$1{,}000}
+1,2,\dots,10 ~~ \boxed{1,2,\ldots,10}
+1,2,\dots,10 ~~ \boxed{1,2,\cdots,10}
+1,2,\dots,10 ~~ \boxed{1,2,...,10}
+1,2,\dots,10 ~~ \boxed{1,2,…,10}
+\{1,2,\ldots,n\} ~~ \boxed{\{1,2,\dots,n\}}
+1+2+\dots+n ~~ \boxed{1+2+\cdots+n}
+1+2+\dots+n ~~ \boxed{1+2+...+n}
+1,2,\dotsc,10 ~~ \boxed{1,2,\dots,10}
+1, 2, . . . , 10 ~~ \boxed{1,2,\dots,10}
+1:2:3 ~~ \boxed{2:4:6}
+2:4:6 ~~ \boxed{1:2:3}
+1:2 ~~ \boxed{3:6}
+1:2:3 ~~ \boxed{\frac12:1:\frac32}
+\sqrt{2}:2 ~~ 1:\sqrt2
+1:2:3 ~~ 0.5:1:1.5
+a:2a:3a ~~ 1:2:3
+1:2:\sqrt 3 ~~ \boxed{2:4:2\sqrt{3}}
+\frac12 ~~ \\frac{1}{2}
+\frac12 ~~ \boxed{\\frac{1}{2}}
+\frac12 ~~ \\boxed{\\frac{1}{2}}
+\pi ~~ $\\pi$
+5 ~~ \text{\$5}
+5 \text{ dollars} ~~ \$5
+\$5 ~~ \boxed{$5}
+\$5 ~~ \boxed{\text{\$}5}
+\$5 ~~ 5 \$
+3\% ~~ \boxed{3\\%}
+"""
+OTHER_MEANING = r"""
+1000.99 ~~ 1,000.98m²
+5 ~~ 5x²
+1:2:3 ~~ 3:2:1
+1:2:3 ~~ 2:4:7
+1:2:3 ~~ -1:2:3
+1:2:3 ~~ 0:0:0
+1:2:3 ~~ 1:2
+1:2:3 ~~ 1
+1:2:3 ~~ 2,4,6
+1,2,\dots,10 ~~ 1,2,\dots,11
+1,2,\dots,10 ~~ 1,2,10
+1,2,\dots ~~ 1,3,\dots
+1+2+\dots+n ~~ 1+3+\dots+n
+5 ~~ ...
+5 ~~ \dots
+0:1:2 ~~ 0:0:0
+0:1:2 ~~ 1:0:2
+1:30 ~~ 2:60
+5 ~~ \\boxed{6}
+\$5 ~~ \$6
+5 ~~ \$
+\$5 ~~ 5 cents
+1:2:3 ~~ \frac{1}{2}:2:3
+0:0:0 ~~ 1:2:3
+1:2:3 ~~ x:2x:3
+n ~~ 1+2+\dots+n
+1+2+\dots+n ~~ n
+1+\cdots+n ~~ 1+n
+1\cdots n ~~ n
+1,2,...,n ~~ 1,2,n
+1 \cdot n ~~ 1\cdots n
+1+2+\dots+n ~~ 1+2+n
+12:30 ~~ 24:60
+1:2:3 ~~ -1:-2:-3x
+"""
+
+
+@pytest.mark.parametrize(("table", "outcome"), [(SAME_NOTATION, "right"), (OTHER_MEANING, "wrong")])
+def test_math_escapes_ellipses_and_ratios_mean_what_they_say(table: str, outcome: str) -> None:
+    pairs = [line.split(" ~~ ") for line in table.strip().splitlines()]
+    verdicts = math([Submission(text, None, gold) for gold, text in pairs])
+    differ = [pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict.outcome != outcome]
+    assert differ == []

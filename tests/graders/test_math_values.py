@@ -107,8 +107,11 @@ def test_what_cancels_is_zero() -> None:
 
 def test_what_cancels_further_than_can_be_seen_equals_nothing() -> None:
     assert same("\\pi^{400} + 1 - \\pi^{400}", "1")
-    for value in ("0", "1", "3"):
+    assert same("\\pi^{2000} + 1 - \\pi^{2000}", "1")
+    for value in ("0", "3"):
         assert not same("\\pi^{2000} + 1 - \\pi^{2000}", value)
+    for value in ("0", "1", "3"):
+        assert not same("\\pi^{200000} + 1 - \\pi^{200000}", value)
 
 
 def test_points_where_one_side_is_not_defined_do_not_decide() -> None:

@@ -10,6 +10,7 @@ from posttrain.graders.grading import Submission
 from posttrain.graders.numeric import exact, is_number, numeric
 from posttrain.graders.scored import task_score
 from posttrain.recipes.recipe import load_recipe
+from posttrain.render import plain
 from posttrain.rewards.calling import bind_reward
 from posttrain.rewards.words import correct, overlong
 
@@ -31,6 +32,34 @@ def test_marks_around_a_number_are_no_part_of_it(text: str) -> None:
     assert outcome(text, "17") == "right"
     assert outcome(text, "16") == "wrong"
     assert outcome(text[:-1] + " or 16" + text[-1], "17") == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text", ["x = 12", "$x = 12$", "\\(x=12\\)", "The answer is x = 12", "f(x) = 12", "x_1 = 12 apples"]
+)
+def test_numeric_number_with_a_name_is_read(text: str) -> None:
+    assert outcome(text, "12") == "right"
+    assert outcome(text, "13") == "wrong"
+    assert outcome(text.replace("= 12", "= 12 = 13").replace("=12", "> 12"), "12") == "wrong"
+    assert outcome("12", text) == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7e3", "7000"),
+        ("10^3", "1000"),
+        ("1.5 x 10^3", "1500"),
+        ("10 000", "10000"),
+        ("1 1/2", "1.5"),
+        ("3 million", "3000000"),
+    ],
+)
+def test_numeric_plain_number_is_read_whole(text: str, value: str) -> None:
+    extracted = plain().extract(f"So we get {text}.")
+    assert outcome(extracted, value) == "right"
+    for part in ("3", "0.5", "0", "7", "10"):
+        assert outcome(extracted, part) == "wrong"
 
 
 def test_a_dash_of_a_typesetter_is_a_minus_sign() -> None:

@@ -29,8 +29,8 @@ def test_two_models_and_options_make_a_recipe() -> None:
     recipe = load_diff_recipe(["tiny", "runs/mine"], [*given, ("task", "stories")]).resolve()
     assert (recipe.base.name, recipe.post.name) == ("tiny", "runs/mine")
     assert (recipe.changes.dictionary.name, recipe.changes.dictionary.options["k"]) == ("batchtopk", 8)
-    assert recipe.changes.dictionary.num_features(10) == 40
-    assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 2048)
+    assert recipe.changes.dictionary.num_features(10) == 30
+    assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 1024)
     assert recipe.changes.difference is not None
     assert (recipe.changes.difference.name, recipe.changes.difference.options["k"]) == ("topk", 2)
     assert recipe.task is not None
@@ -79,3 +79,11 @@ def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
         f"{path}: post: a recipe of a comparison needs this key",
         f"{path}:4: changes.seeds: Input should be a valid integer, unable to parse string as an integer; got 'none'",
     ]
+
+
+def test_load_diff_recipe_two_models_take_the_defaults_of_the_shipped_recipe() -> None:
+    """One default, on which seeds agree; ``sae diff A B`` and the recipe have no others."""
+    pair, shipped = (load_diff_recipe(models).resolve().changes for models in (["a", "b"], ["tiny/what-did-rl-change"]))
+    assert (pair.dictionary, pair.train, pair.difference) == (shipped.dictionary, shipped.train, shipped.difference)
+    assert pair.dictionary.options["k"] == 4
+    assert (pair.train.steps, pair.train.batch, pair.train.lr) == (1600, 1024, 5e-3)

@@ -100,10 +100,51 @@ def test_overrides():
     assert data["rewards"] == [{"name": "correct", "weight": 0.5}]
     assert data["objective"] == "reinforce"
     assert data["model"]["adapter"]["rank"] == 4
+    apply_override(data, "rewards.correct.weight", "0.25")
+    assert data["rewards"] == [{"name": "correct", "weight": 0.25}]
+    data["rewards"] += ["overlong", "overlong"]
+    with pytest.raises(
+        RecipeError, match=r"rewards\.overlong: the list has several entries 'overlong'; give the number, 1 and 2"
+    ):
+        apply_override(data, "rewards.overlong.limit", "5")
+    with pytest.raises(
+        RecipeError, match=r"rewards\.corect: the list has entries 0 to 2 \(correct, overlong, overlong\)"
+    ):
+        apply_override(data, "rewards.corect.weight", "1")
+    del data["rewards"][1:]
     with pytest.raises(RecipeError, match="the list has entries 0 to 0"):
         apply_override(data, "rewards.3.weight", "1")
     with pytest.raises(RecipeError, match=r"train\.lr is a value, not a section"):
         apply_override(data, "train.lr.x", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [('"2026"', "2026"), ("'007'", "007"), ("'1e3'", "1e3"), ("'nan'", "nan"), ("'yes'", "yes"), ('"null"', "null"),
+     ('"[1]"', "[1]"), ("2026", 2026), (" 7 ", 7), ("1e3", 1000.0), ("nan", "nan"),
+     ("[a, '7']", ["a", "7"]), ('{a: "7"}', {"a": "7"})],
+)  # fmt: skip
+def test_apply_override_quoted_value_is_text(text: str, value: Any) -> None:
+    """The command line and a file read a value alike."""
+    data: dict[str, Any] = {}
+    apply_override(data, "a.b", text)
+    assert data["a"]["b"] == value
+    assert type(data["a"]["b"]) is type(value)
+    assert parse_yaml(f"b: {text}\n", "x.yaml")[0]["b"] == value
+
+
+def test_override_names_an_entry_of_a_list(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXT.replace("{name: xml_format, weight: 0.2}", "{name: overlong, limit: 8, cache: 2}"))
+    recipe = load_recipe(
+        path,
+        [("rewards.overlong.limit", "9"), ("description", '"2026"'), ("eval.every", "-1"), ("train.save_every", "-1")],
+    )
+    assert recipe.rewards[1].options["limit"] == 9
+    assert (recipe.description, recipe.eval.every, recipe.train.save_every) == ("2026", 0, 0)
+    with pytest.raises(RecipeError, match=r"rewards\.1\.limt: reward 'overlong' has no key 'limt'\. Did you mean"):
+        load_recipe(path, [("rewards.overlong.limt", "9")]).resolve()
+    with pytest.raises(RecipeError, match=r"command line: eval\.every.*-2"):
+        load_recipe(path, [("eval.every", "-2")])
 
 
 def test_an_override_is_named_as_such(tmp_path: Path):

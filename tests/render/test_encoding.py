@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import timeit
 from itertools import groupby
 from typing import Any
 
@@ -168,3 +170,24 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
 
     with pytest.raises(UsageError, match="Slow is not a fast tokenizer"):
         markers_of(Slow())
+
+
+def test_markers_thousands_are_found_within_a_millisecond(chatml: Any) -> None:
+    """Each ``<`` of a text took longer the more tokens begin with it."""
+    from tokenizers import AddedToken
+
+    tokenizer = copy.deepcopy(chatml)
+    tokens = [AddedToken(f"<unused{n}>", special=n % 2 == 0, normalized=False) for n in range(6000)]
+    tokenizer.add_tokens([*tokens, AddedToken("<mask>", special=True, lstrip=True, rstrip=True, normalized=False)])
+    markers = markers_of(tokenizer)
+    assert len(markers.ids) > 6000
+    text = "a < b <unused12> <unused1200>< <mask> c"
+    found = [(text[start:end], index) for start, end, index in markers.find(text)]
+    ids = tokenizer.convert_tokens_to_ids(["<unused12>", "<unused1200>", "<mask>"])
+    assert found == list(zip(["<unused12>", "<unused1200>", " <mask> "], ids, strict=True))
+    pieces = [Piece("<unused3>", True), Piece("1 < 2 <unused5> " * 20, False), Piece("<unused4> < ", True)]
+    assert [i for i in encode_pieces(tokenizer, pieces) if i in markers.id_set] == [
+        tokenizer.convert_tokens_to_ids(content) for content in ("<unused3>", "<unused4>")
+    ]
+    assert min(timeit.repeat(lambda: list(markers.find("a < b " * 100)), number=1, repeat=5)) < 1e-3
+    assert min(timeit.repeat(lambda: encode_plain(tokenizer, "1 < 2 <unused5>"), number=1, repeat=5)) < 1e-3

@@ -352,3 +352,10 @@ def test_words_can_be_read_on_every_ground() -> None:
         pairs = zip(bytes.fromhex(colors["heat"][1:]), bytes.fromhex(colors["card"][1:]), strict=True)
         deepest = "#" + "".join(f"{round(0.68 * heat + 0.32 * card):02x}" for heat, card in pairs)
         assert contrast(colors["ink"], deepest) >= 4.5
+
+
+def test_draw_curves_largest_floats_have_no_place(tmp_path: Path) -> None:
+    steps = [MetricsRow(k, {"reward": (-1) ** k * 1e308, "loss": 1e308, "entropy": float(k)}) for k in (1, 2, 3)]
+    panels = choose_panels(steps)
+    assert [series.ys for panel in panels for series in panel.series] == [[1.0, 2.0, 3.0]]
+    assert draw_curves(panels, "it", tmp_path / "curves.png").stat().st_size > 1000

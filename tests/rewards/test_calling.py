@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.errors import RewardFailure, UnknownWord, UsageError
-from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.calling import BoundReward, bind_reward
 
 GIVEN: dict[str, Any] = {
     "prompt": "1 + 1?",
@@ -146,3 +148,48 @@ def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None
 def test_a_usage_error_of_ours_passes_through() -> None:
     with pytest.raises(UsageError, match="needs a prompt template with tags"):
         bind_reward(registry.find("reward", "xml_format"))({**GIVEN, "tags": ()}, "e1")
+
+
+async def waits(text: str) -> float:
+    return 1.0
+
+
+def ends(text: str) -> float:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda text: 1 / 0, r"raised ZeroDivisionError: division by zero\. Correct it \(--traceback"),
+        (ends, r"raised SystemExit: 3\. Correct it"),
+        (lambda text: float("nan"), r"returned nan \(float\), which is not finite; have it return a number there"),
+        (lambda text: None, r"returned None \(NoneType\), which is no number; a path through it ends without return"),
+        (lambda text: "1", r"returned '1' \(str\), which is no number; return a float$"),
+        (lambda text: torch.ones(2), r"returned tensor.*, which is no number; return a float, such as value\.item\(\)"),
+        (waits, r"returned <coroutine.*, which is no number; write it without async"),
+    ],
+)
+def test_reward_that_fails_is_named_with_what_to_do(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RewardFailure, match=f"^reward '.*', example 'a/1': the function {message}"):
+        bind_reward(function).grade([{"text": "x"}], ["a/1"])
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], (1, 2), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
+def test_batched_reward_list_and_array_are_taken(values: Any) -> None:
+    reward = BoundReward("mine", lambda text: values, ("text",), batched=True)
+    assert reward.grade([{"text": "x"}] * 2, ["a", "b"]) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "returned 1 results for 2 completions; give one each"),
+        (1.0, r"returned 1\.0 \(float\); 2 completions need a list of 2"),
+        ("ab", r"returned 'ab' \(str\); 2 completions need a list of 2"),
+        (np.ones((2, 2)), "which is no number"),
+    ],
+)
+def test_batched_reward_of_another_length_is_named(values: Any, message: str) -> None:
+    with pytest.raises(RewardFailure, match=f"reward 'mine'.*: the function {message}|{message}"):
+        BoundReward("mine", lambda text: values, ("text",), batched=True).grade([{"text": "x"}] * 2, ["a", "b"])

@@ -262,3 +262,14 @@ def test_flatten() -> None:
     data = {"a": {"b": 1, "c": []}, "d": [{"e": 2}, 3], "f": {}}
     assert flatten(data) == {"a.b": 1, "a.c": [], "d.0.e": 2, "d.1": 3, "f": {}}
     assert json.dumps(flatten({})) == '{"": {}}'
+
+
+def test_log_key_of_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_API_KEY", "sk-0123456789")
+    monkeypatch.setenv("SHORT_TOKEN", "abc")
+    directory = RunDirectory(tmp_path)
+    directory.log("failed: AuthenticationError: sk-0123456789 is no key, abc is short")
+    status = RunStatus("failed", 1, 2, os.getpid(), "lab", 5.0, message="AuthenticationError: sk-0123456789 is no key")
+    directory.write_status(status)
+    assert directory.read_status() == replace(status, message="AuthenticationError: *** is no key")
+    assert directory.log_path.read_text().endswith("AuthenticationError: *** is no key, abc is short\n")

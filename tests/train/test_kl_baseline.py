@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from test_streams import TEMPERATURE, initial_model, plain_logprobs, update
 
 from posttrain.models.forward.forward import Forward
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.train.build import prepare
 from posttrain.train.streams import Streams, mismatch_answers
 from posttrain.types import Batch, Sample, collate
-from small_runs import make_recipe
+from small_runs import Events, make_recipe, steps_of, watched
 
 KTO = {
     "objective": {"name": "kto"},
@@ -141,3 +143,25 @@ def test_judged_data_have_a_baseline_too() -> None:
         assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-3)
         update(parts, recipe, step, lr=1e-3)
     assert max(found) > 0.5
+
+
+@pytest.mark.parametrize(("batch", "said"), [(1, True), (4, False)])
+def test_kto_one_prompt_a_batch_is_said_once(tmp_path: Path, batch: int, said: bool) -> None:
+    recipe = validate_recipe(
+        {
+            "task": {"name": "stories", "size": 24, "max_steps": 3, "responses": "judged"},
+            "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
+            "data": {"batch": batch, "max_tokens": 256},
+            "objective": {"name": "kto"},
+            "train": {"steps": 2, "lr": 1e-4, "save_every": 0},
+            "eval": {"every": 0},
+        }
+    )
+    events = Events()
+    watched(tmp_path, recipe.resolve(), events)
+    messages = [facts["message"] for facts in events.of("notice")]
+    found = [message for message in messages if message.startswith("kl_baseline: all answers of step 1 have the same")]
+    assert len(found) == said
+    for row in steps_of(tmp_path):  # the rewards of the kinds that there are
+        assert ("desirable_reward" in row) == (row["desirable"] > 0)
+        assert ("undesirable_reward" in row) == (row["desirable"] < 1)

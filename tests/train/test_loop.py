@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from posttrain.algorithms.objectives import primitives
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
@@ -274,6 +275,22 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     first, last = (sum(row["reward"] for row in part) / 2 for part in (rows[:2], rows[-2:]))
     assert last > first + 0.2
     assert all(row["reward/small_runs:digit_share"] == row["reward"] for row in rows)
+
+
+def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    recipe = one_layer_recipe("grpo", train={"steps": 4, "epochs": 2, "lr": 3e-3})
+    monkeypatch.setattr(primitives, "MAX_LOG_RATIO", 1e-3)  # the second update on a batch goes beyond it
+    watched(tmp_path, recipe, events)
+    shares = [row["clamped_log_ratios"] for row in steps_of(tmp_path)]
+    assert shares[0] == 0.0
+    assert shares[1] > 0.5
+    said = [
+        message
+        for message in (facts["message"] for facts in events.of("notice"))
+        if message.startswith("clamped_log_ratios")
+    ]
+    assert [message.partition(" of the")[0] for message in said] == [f"clamped_log_ratios: {shares[1]:.2%}"]
 
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:

@@ -226,7 +226,9 @@ def test_rewards_of_either_kind_by_hand() -> None:
     expected = {"desirable": 2 / 3, "desirable_reward": 1.5, "undesirable_reward": -3.0, "margin": 4.5}
     assert found == pytest.approx(expected, abs=1e-12)
     one_kind = {"desirable_reward_part": [1, 1, 2], "undesirable_reward_part": [0, 0, 0]}
-    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0}  # no margin without the other kind
+    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0, "desirable_reward": pytest.approx(4 / 3)}
+    other_kind = {"desirable_reward_part": [0, 0], "undesirable_reward_part": [-1, -2]}
+    assert means_of(desirable=[0, 0], **other_kind) == {"desirable": 0.0, "undesirable_reward": -1.5}
 
 
 def test_final_accuracy_by_hand() -> None:
@@ -245,6 +247,18 @@ def test_the_samplers_divergence_by_hand(model) -> None:
     assert metrics["mismatch_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, abs=1e-9)
     expected = (sum(ratios) / 3) ** 2 / (sum(r * r for r in ratios) / 3)
     assert metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_accumulate_log_ratios_beyond_20_are_counted(model) -> None:
+    """The first token is 1e3 nats from the sampler, the third has a teacher at −inf; a prompt token does not count."""
+    streams = {"old_logprobs": [-1e3, -1e3, -3.0, -4.0], "teacher_logprobs": [0.0, -1e3, -3.0, -math.inf]}
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
+    assert metrics["clamped_log_ratios"] == pytest.approx(2 / 3)
+    streams["teacher_logprobs"][3], streams["old_logprobs"][1], streams["teacher_logprobs"][1] = -5.0, -2.0, -2.0
+    batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
+    _, _, metrics = Trainer(Case("on_policy_distillation", {}), (model, model)).gradient("token_mean", batch)
+    assert metrics["clamped_log_ratios"] == 0.0
 
 
 # --- pieces ---

@@ -72,12 +72,18 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    largest = max(map(abs, finite)) or 1.0  # in units of which no sum or difference is too large for a number
+    means = [sum(value / largest for value in finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = high - low
     if span == 0:
         return BARS[0] * count
     return "".join(BARS[min(len(BARS) - 1, int((v - low) / span * len(BARS)))] for v in means)
+
+
+def show_number(value: float, form: str) -> str:
+    """A number in its format; a very large one in three digits, which would fill several lines."""
+    return f"{value:{form}}" if abs(value) < 1e12 else f"{value:.3g}"
 
 
 def show_duration(seconds: float) -> str:
@@ -105,7 +111,7 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
     for key, label, form in further:
         if results.get(key) is not None:
-            parts.append(f"{label} {results[key]:{form}}")
+            parts.append(f"{label} {show_number(results[key], form)}")
     if of_parts := show_parts(results):
         parts.append(f"by part: {of_parts}")
     of = f" (n = {results['n']:.0f})" if "n" in results else ""
@@ -244,7 +250,7 @@ class PlainProgress(Progress):
         metrics = payload["metrics"]
         forms = {name: (label, form) for name, label, form in SHOWN}
         parts = [f"step {payload['step']}/{self.history.steps}"]
-        parts += [f"{forms[name][0]} {metrics[name]:{forms[name][1]}}" for name in PLAIN if name in metrics]
+        parts += [f"{forms[name][0]} {show_number(metrics[name], forms[name][1])}" for name in PLAIN if name in metrics]
         if of_parts := show_parts(metrics):
             parts.append(f"right by part: {of_parts}")
         if rates := self.history.rates():
@@ -305,7 +311,7 @@ class LiveProgress(Progress):
             series = history.series.get(name)
             if series:
                 numbers.add_row(
-                    Text(label, style="dim"), Text(f"{series[-1]:{form}}"), Text(sparkline(series), style="cyan")
+                    Text(label, style="dim"), Text(show_number(series[-1], form)), Text(sparkline(series), style="cyan")
                 )
         if of_parts := show_parts({name: series[-1] for name, series in history.series.items()}):
             numbers.add_row(Text("right by part", style="dim"), Text(of_parts))

@@ -14,12 +14,16 @@ from posttrain.world import ONE, Within, World
 UNLIMITED_CONTEXT = 1 << 31
 
 
+SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn.
 
-    ``temperature`` 0 is greedy. Log-probabilities are always those of the full distribution at
-    ``temperature`` (at 1 when greedy), before truncation by ``top_k`` or ``top_p``. Generation
+    ``temperature`` 0 is greedy, and so is one below ``SMALLEST_TEMPERATURE``: logits divided by it are no numbers.
+    Log-probabilities are always those of the full distribution at ``temperature`` (at 1 when greedy), before
+    truncation by ``top_k`` or ``top_p``. Generation
     ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
     a prompt and its completion together have no more than these, and a longer prompt has no room. ``max_turn_tokens``:
     of several turns, how long each may be; ``max_tokens`` are then those of all turns and replies.
@@ -32,6 +36,10 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     max_total_tokens: int | None = None
     max_turn_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def within(self, context: int) -> int:
         """How long a prompt and its completion may be together in a model of ``context`` tokens."""

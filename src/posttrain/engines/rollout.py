@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,17 +52,21 @@ class Grade:
     outcome: str
 
 
+SLOW_SECONDS = 60.0  # that a reward may take for all answers of a batch before something is said
+
+
 @dataclass(frozen=True)
 class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
     Two facts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where
-    an example has an answer) and the template's format. ``folder``: the run's own, for rewards that keep something.
+    an example has an answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards
+    that keep something.
     """
 
     template: Template
     rewards: tuple[tuple[str, float, BoundReward], ...]
-    format_part: str
+    format_part: str | None
     folder: Path | None = None
 
     def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
@@ -89,12 +97,29 @@ class Grader:
         ids = [attempt.example.id for attempt in attempts]
         columns: list[tuple[str, float, list[Result]]] = []
         for name, weight, reward in self.rewards:
-            with process_kept(f"reward {name!r}"):
+            with process_kept(f"reward {name!r}"), _watched(name, len(attempts)):
                 columns.append((name, weight, reward.grade(available, ids)))
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
         ]
+
+
+@contextmanager
+def _watched(name: str, count: int) -> Iterator[None]:
+    """Say that a reward takes long, which may be for ever; what it prints goes to standard error."""
+    message = (
+        f"reward {name!r}: {count} answers have taken more than {SLOW_SECONDS:g} seconds so far, and it is waited for. "
+        "Ctrl-C ends the run; give what the function waits for a time limit"
+    )
+    timer = threading.Timer(SLOW_SECONDS, warnings.warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        timer.cancel()
 
 
 def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:
@@ -132,7 +157,7 @@ def build_grader(words: Sequence[RewardWord], template: Template, folder: Path |
         bound.append((name, word.weight, bind_reward(entry, word.options, f"rewards.{index}")))
     for name in names[len(words) :]:
         bound.append((name, 0.0, bind_reward(registry.find("reward", name), {}, name)))
-    return Grader(template, tuple(bound), format_part(has_tags=bool(template.tags)), folder)
+    return Grader(template, tuple(bound), format_part(template.name, has_tags=bool(template.tags)), folder)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class EvaluationStore:
     def __exit__(self, *error: Any) -> None:
         self.store.__exit__(*error)
 
-    def known(self, examples: Mapping[int, Example], format_part: str, samples: int) -> dict[int, Item]:
+    def known(self, examples: Mapping[int, Example], format_part: str | None, samples: int) -> dict[int, Item]:
         """Items by index whose samples are all there already; ``examples`` by index."""
         recorded: dict[int, dict[int, Any]] = {}
         for row in self.store.evaluations(self.name):

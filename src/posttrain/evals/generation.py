@@ -216,7 +216,7 @@ class _Session:
 
     def finish(self) -> Evaluation:
         """Count."""
-        task, samples, own_parts = self.asked.task, self.asked.samples, ("correct", self.grader.format_part)
+        task, samples, own_parts = self.asked.task, self.asked.samples, ("correct", self.grader.format_part or "")
         shares = task.shares(self.items) if task.shares is not None else None
         ks, worked = self.asked.ks, task.worked
         results = summarize(self.items, samples=samples, ks=ks, worked=worked, own_parts=own_parts, shares=shares)

@@ -30,7 +30,8 @@ class ItemSample:
     """One sampled answer to an item, graded.
 
     ``text`` is what was graded (``Rollout.text``), ``extracted`` the answer in it, ``outcome`` the grader's word.
-    ``in_format``: the template's format was kept. ``parts`` are the unweighted rewards and the grader's facts.
+    ``in_format``: the template's format was kept; None of a template without one. ``parts`` are the unweighted rewards
+    and the grader's facts.
     ``score``: that of a reward model, where one was asked.
     """
 
@@ -40,7 +41,7 @@ class ItemSample:
     num_tokens: Annotated[int, Field(ge=0, lt=1 << 53)]
     finish: str
     reward: FiniteFloat
-    in_format: bool
+    in_format: bool | None
     parts: dict[str, float]
     score: FiniteFloat | None = None
 
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, Set) else repr(value)
 
 
-def sample_of(rollout: Rollout | RecordedRollout, format_part: str) -> ItemSample:
+def sample_of(rollout: Rollout | RecordedRollout, format_part: str | None) -> ItemSample:
     """What an item keeps of a rollout, whether it comes from the engine or out of ``rollouts.db``."""
     if isinstance(rollout, RecordedRollout):
         text, num_tokens, finish = rollout.completion, rollout.num_own, rollout.finish
@@ -123,7 +124,7 @@ def sample_of(rollout: Rollout | RecordedRollout, format_part: str) -> ItemSampl
         num_tokens=num_tokens,
         finish=finish,
         reward=rollout.reward,
-        in_format=rollout.parts[format_part] > 0,
+        in_format=rollout.parts[format_part] > 0 if format_part in rollout.parts else None,
         parts=dict(rollout.parts),
     )
 

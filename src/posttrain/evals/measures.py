@@ -75,9 +75,9 @@ def summarize(
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
             results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
-    asked = len(items) * samples
+    asked, in_format = len(items) * samples, [s.in_format for s in drawn]
     results |= {
-        "format": sum(s.in_format for s in drawn) / asked,
+        **({"format": sum(map(bool, in_format)) / asked} if None not in in_format else {}),
         "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
         "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
         "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,

@@ -142,7 +142,8 @@ def compare_items(
         name: paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed) for name in names
     }
     answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # what was not asked has no length
-    for name, value, own in (("format", _in_format, pairs), ("num_tokens", _mean_tokens, answered)):
+    formatted = [] if any(s.in_format is None for i in (*left, *right) for s in i.samples) else pairs
+    for name, value, own in (("format", _in_format, formatted), ("num_tokens", _mean_tokens, answered)):
         if own:
             differences[name] = paired_bootstrap([value(x) for x, _ in own], [value(y) for _, y in own], seed=seed)
     table, mcnemar = _table(pairs, samples)
@@ -156,7 +157,7 @@ def _farthest(pairs: Sequence[tuple[Item, Item]], sign: int) -> list[tuple[Item,
 
 
 def _in_format(item: Item) -> float:
-    return statistics.fmean(sample.in_format for sample in item.samples) if item.samples else 0.0
+    return statistics.fmean(bool(sample.in_format) for sample in item.samples) if item.samples else 0.0
 
 
 def _mean_tokens(item: Item) -> float:

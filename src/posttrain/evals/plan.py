@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
+from posttrain.engines.base import SMALLEST_TEMPERATURE
 from posttrain.engines.models import (
     NATIVE,
     Device,
@@ -93,6 +94,7 @@ def choose_drawing(
     """
     if temperature is None:
         temperature = float(samples > 1)
+    temperature = 0.0 if temperature < SMALLEST_TEMPERATURE else temperature
     if temperature == 0 and samples > 1:
         raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
     for option, value in (("--top-p", top_p), ("--top-k", top_k)):

@@ -83,7 +83,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     for label, name in BEHAVIOURS.items():
         columns += [_Column(label, name, show_share), _Column("95 % interval", name, show_interval)]
     columns += [
-        _Column("format", "format", show_share, False, False),
+        _Column("format", "format", show_share),
         _Column("worked", "worked", show_share),
         _Column("no answer", "parse_failures", show_share, True, False),
         _Column("cut off", "truncated", show_share, False, False),

@@ -168,7 +168,8 @@ def singular(word: str) -> str:
 MAX_NUMBER_CHARS = 400  # a longer text is no number; keeps digits and exponents bounded
 MAX_EXPONENT = 400
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/])|[0-9]+)"
+_SEPARATORS = re.compile("[, ]")
 _PREFIX = re.compile(r"([+-]?)\s*([$€£]?)\s*([+-]?)\s*")
 _FRAC = r"\\[dtc]?frac\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"  # \frac{1}{2}, \frac12
 _LATEX_FRACTION = re.compile(_FRAC)
@@ -177,14 +178,30 @@ _MIXED = re.compile(r"([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _FRACTION = re.compile(rf"({_DIGITS}(?:\.[0-9]+)?)\s*/\s*({_DIGITS}(?:\.[0-9]+)?)")
 _DECIMAL = re.compile(rf"((?:{_DIGITS}(?:\.[0-9]*)?)|\.[0-9]+)(?:[eE]([+-]?[0-9]+))?")
 _POWER_OF_TEN = re.compile(
-    r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:\\times|\\cdot|[*×·])\s*)?10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([+-]?[0-9]+))"
+    r"(?:([0-9]+(?:\.[0-9]+)?)\s*(?:\\times|\\cdot|[*×·x])\s*)?10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|([+-]?[0-9]+))"
 )
 _UNIT = re.compile(r"([A-Za-z°][A-Za-z° .'/-]*)(?:(?:\^\{?([23])\}?)|([²³]))?")
-_LAST_NUMBER = re.compile(
-    r"(?:(?<![\w)\]])[-−])?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))(?:\.[0-9]+)?"
-    r"(?:\s?/\s?[0-9]+)?%?"
+# A number where it stands in prose, whole: nothing of it may be taken for a shorter number. So it also holds what
+# ``parse_quantity`` does not read (2^3, 12:30, 1.2.3): that is then no number, rather than another one.
+_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ \u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+"
+_EXPONENT = r"\{[^{}]{1,20}\}|\([^()]{1,20}\)|[+−-]?[0-9]+"
+_TIMES_TEN = r"\s{0,2}(?:\\times|\\cdot|[*×·x])\s{0,2}10"
+NUMBER = re.compile(
+    r"(?=[-−$€£0-9.\\^*])"  # at most places there is nothing more to try
+    r"(?:(?<![\w)\]])[-−])?[$€£]?(?:"
+    rf"(?<=[A-Za-z)\]}}])(?:\^|\*\*)\s?(?:{_EXPONENT})|"
+    r"[0-9]{0,9}\s?\\[dtc]?frac\s?(?:\{[^{}]{1,50}\}|[0-9])\s?(?:\{[^{}]{1,50}\}|[0-9])|"
+    r"[0-9]{0,9}\s?\\sqrt\s?\{[^{}]{1,50}\}|"
+    rf"(?:(?<![0-9][ \u00a0\u202f])(?:{_WHOLE})|[0-9]+|(?<![0-9])(?=\.[0-9]))"
+    r"(?:[.:_][0-9]+)*(?:[eE][+-]?[0-9]+(?![0-9A-Za-z]))?"
+    rf"(?:{_TIMES_TEN}(?=\s?(?:\^|\*\*|[⁰-⁹⁻⁺])))?(?:\s?(?:\^|\*\*)\s?(?:{_EXPONENT})|[⁰¹²³⁴-⁹⁻⁺]+|[¼½¾⅐-⅞])?"
+    r"(?:(?:\s[0-9]+)?\s?/\s?[0-9]+)?(?:\s(?:hundred|thousand|million|billion|trillion|dozen)s?\b)?"
+    r"(?:\s?(?:[ckm]?m|ft|in)\s?(?:\^\s?\{?[23]\}?|[²³]))?%?)"
 )
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+# A box, maybe escaped once too often, also around one number without braces (\boxed 7); an escaped sign; a brace.
+_BRACES = re.compile(
+    r"\\{1,4}(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[+-]?[0-9]+(?:[.,][0-9]+)*)(?![\w{^/]))|\\.|[{}]", re.DOTALL
+)
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
 _QUOTED = re.compile(r"(\*\*|__|`|\"|')(.*)\1[.,]?", re.DOTALL)
 _BETWEEN_DIGITS = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
@@ -259,10 +276,10 @@ def _match_number(body: str) -> tuple[Fraction, int] | None:
         whole, numerator, denominator = (int(part) for part in match.groups())
         return (whole + Fraction(numerator, denominator), match.end()) if numerator < denominator else None
     if match := _FRACTION.match(body):
-        top, bottom = (Fraction(part.replace(",", "")) for part in match.groups())
+        top, bottom = (Fraction(_SEPARATORS.sub("", part)) for part in match.groups())
         return (top / bottom, match.end()) if bottom else None
     if match := _DECIMAL.match(body):
-        digits, exponent = match[1].replace(",", ""), int(match[2] or 0)
+        digits, exponent = _SEPARATORS.sub("", match[1]), int(match[2] or 0)
         if abs(exponent) > MAX_EXPONENT:
             return None
         return Fraction(digits.rstrip(".")) * Fraction(10) ** exponent, match.end()
@@ -290,6 +307,7 @@ def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quant
     unit = " ".join(singular(word) for word in words)
     if power := match[2] or {"²": "2", "³": "3"}.get(match[3]):
         unit = f"{unit}^{power}"
+        marked = marked or (match[3] is not None and is_known_unit(unit.partition("^")[0]))  # m² is no variable
     if currency and unit and unit != currency:
         unit = f"{currency} {unit}"
     return Quantity(value, unit=unit or currency, marked=marked)
@@ -323,7 +341,7 @@ def clean_answer(text: str) -> str:
     cleaned = _GROUPING.sub(",", text.strip().rstrip(".").rstrip())
     for old, new in _DRESS:
         cleaned = cleaned.replace(old, new)
-    if cleaned.startswith("\\boxed") and cleaned.endswith("}"):
+    if cleaned.startswith(("\\boxed", "\\\\boxed")) and cleaned.endswith("}"):
         cleaned = last_boxed(cleaned) or cleaned
     if cleaned.startswith("\\(") and cleaned.endswith("\\)"):
         cleaned = cleaned[2:-2]
@@ -368,11 +386,17 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
 
 
 def last_number(text: str) -> str | None:
-    """The last number that stands in ``text``, as it is written there (sign, currency, %), or None."""
+    """The last number that stands in ``text``, as it is written there (sign, currency, %), or None.
+
+    A power of something else than a number (``x^3``) is taken with what stands before it: its exponent is no answer.
+    """
     match = None
-    for match in _LAST_NUMBER.finditer(text):  # noqa: B007
+    for match in NUMBER.finditer(text):  # noqa: B007
         pass
-    return match[0].replace("\u2212", "-") if match is not None else None
+    if match is None:
+        return None
+    start = match.start() - (match[0][0] in "^*")
+    return text[start : match.end()].replace("\u2212", "-")
 
 
 def last_boxed(text: str) -> str | None:
@@ -391,6 +415,7 @@ class Box:
     begin: int
     start: int
     end: int
+    stop: int  # behind the closing brace
 
 
 def find_boxes(text: str) -> list[Box]:
@@ -399,11 +424,13 @@ def find_boxes(text: str) -> list[Box]:
     boxes: list[Box] = []
     for match in _BRACES.finditer(text):
         token = match[0]
-        if token == "}":
+        if match["bare"]:
+            boxes.append(Box(match.start(), match.start("bare"), match.end(), match.end()))
+        elif token == "}":
             if opened:
                 begin, start = opened.pop()
                 if begin >= 0:
-                    boxes.append(Box(begin, start, match.start()))
+                    boxes.append(Box(begin, start, match.start(), match.end()))
         elif token.endswith("{") and token != "\\{":
             opened.append((match.start() if token != "{" else -1, match.end()))
     return sorted(boxes)

@@ -15,6 +15,8 @@ _INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore)\b,?\s*)?(?:(?:the|my)\s+)?(?:(?:final|correct)\s+)?(?:answer|result)\s*(?:is\b|[:=])\s*:?\s*",
     re.IGNORECASE,
 )
+_MAX_NAMED_CHARS = 500  # a longer text is no name and number
+_NAMED = re.compile(r"\\?[(\[$]*\s*([A-Za-z][A-Za-z0-9_{}']{0,20}(?:\([A-Za-z]\))?)\s*=(?=[^=<>]*$)")
 
 
 @register("grader")
@@ -22,8 +24,8 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
     """Right if the extracted answer states the gold number: ``|x − y| ≤ tolerance``.
 
     x and y are exact fractions read from the two texts (thousands separators, currency signs, %, units in
-    words, ``a/b``, mixed numbers; see ``graders.answers``), maybe behind "the answer is". A gold answer that is no
-    number is compared as text. Fast, and linear in the length of the text.
+    words, ``a/b``, mixed numbers; see ``graders.answers``), maybe behind "the answer is" or a name (``x = 12``). A gold
+    answer that is no number is compared as text. Fast, and linear in the length of the text.
 
     Args:
         tolerance: the largest absolute difference that still counts as equal.
@@ -34,7 +36,15 @@ def numeric(submission: Submission, *, tolerance: Annotated[float, Field(ge=0)] 
         return Verdict("no_answer")
     introduced = _INTRODUCTION.match(submission.extracted)
     stated = [submission.extracted, *([submission.extracted[introduced.end() :]] if introduced else [])]
+    if parse_quantity(submission.answer) is not None:
+        stated.append(_without_name(stated[-1]))
     return Verdict("right" if any(same_answer(submission.answer, one, tolerance) for one in stated) else "wrong")
+
+
+def _without_name(text: str) -> str:
+    """``12`` of ``x = 12`` and ``$x = 12$``; other text as it stands."""
+    named = _NAMED.match(text[:_MAX_NAMED_CHARS])
+    return text[named.end() :].rstrip().removesuffix("\\)").removesuffix("\\]").rstrip("$") if named else text
 
 
 @register("grader")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
+from posttrain.store import posix
 from posttrain.world import local_rank
 
 BASE_BITS = "base_quantization.json"
@@ -385,8 +385,8 @@ def _check_room(init: InitSection, config: Any) -> None:
     """Refuse a new model whose weights alone are more than this machine's memory."""
     with torch.device("meta"):
         num_bytes = 4 * num_parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if num_bytes > room:
+    room = posix.memory_bytes()
+    if room is not None and num_bytes > room:
         raise UsageError(
             f"model.init.config: this {init.architecture} takes {num_bytes / 2**30:,.0f} GiB, and the machine has "
             f"{room / 2**30:,.0f}; give smaller sizes"

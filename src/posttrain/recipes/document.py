@@ -10,11 +10,10 @@ import copy
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -156,8 +155,8 @@ class Document(Generic[T]):
             raise RecipeError(
                 "command line: extends: only a file extends a recipe; give that recipe's name to begin with"
             )
-        apply_overrides(content, overrides)
-        return replace(self, content=content, overridden={*self.overridden, *(key for key, _ in overrides)})
+        keys = apply_overrides(content, overrides)
+        return replace(self, content=content, overridden={*self.overridden, *keys})
 
     def part(
         self, model: type[C], key: str, content: Mapping[str, Any], overridden: Collection[str] = ()
@@ -367,17 +366,19 @@ def key_parts(key: str) -> list[str]:
     return parts
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
+def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Set dotted keys in plain data, in place, one after the other; another task takes its evaluation along.
+
+    Returns the keys with the numbers of list entries that they named.
 
     Raises:
         RecipeError: see ``apply_override``.
     """
     task = copy.deepcopy(data.get("task"))
-    for key, value in overrides:
-        apply_override(data, key, value)
+    keys = [apply_override(data, key, value) for key, value in overrides]
     if not any(key == "eval" or key.startswith("eval.tasks") for key, _ in overrides):
         _drop_evaluation_of(task, data)
+    return keys
 
 
 def _drop_evaluation_of(before: Any, data: dict[str, Any]) -> None:
@@ -397,42 +398,65 @@ def _word_name(word: Any) -> Any:
     return word.get("name") if isinstance(word, Mapping) else word
 
 
-def apply_override(data: dict[str, Any], key: str, value: str) -> None:
-    """Set a dotted key (``train.lr``, ``rewards.0.weight``) in plain data, in place.
+def apply_override(data: dict[str, Any], key: str, value: str) -> str:
+    """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
 
-    ``value`` is read as YAML. Setting a whole word by name (``objective reinforce``) replaces the
-    word and its options; ``objective.name`` changes the name alone.
+    ``value`` is read as YAML: what stands in quotes is text. Setting a whole word by name (``objective reinforce``)
+    replaces the word and its options; ``objective.name`` changes the name alone. Returns the key with numbers.
 
     Raises:
         RecipeError: the path runs through something that is not a section.
     """
     parsed = read_option(value, _shown(key)) if value else ""
-    if isinstance(parsed, str) and parsed.isascii():  # ``nan`` and ``inf``, and numbers between spaces
-        with suppress(ValueError):
-            parsed = float(parsed)
-    parts = key_parts(key)
+    parts = numbered_key(data, key)
     target: Any = data
     for i, part in enumerate(parts[:-1]):
         path = ".".join(parts[: i + 1])
-        child = target[_index(target, part, path)] if isinstance(target, list) else target.get(part)
+        child = target[int(part)] if isinstance(target, list) else target.get(part)
         if child is None:
             child = {}
         elif isinstance(child, str):  # a bare word gains options
             child = {"name": child}
         elif not isinstance(child, dict | list):
             raise RecipeError(f"command line: {key}: {path} is a value, not a section; set {path} itself")
-        target[_index(target, part, path) if isinstance(target, list) else part] = child
+        target[int(part) if isinstance(target, list) else part] = child
         target = child
     if isinstance(target, dict):
         _displace(target, {parts[-1]: parsed})
-    target[_index(target, parts[-1], key) if isinstance(target, list) else parts[-1]] = parsed
+    target[int(parts[-1]) if isinstance(target, list) else parts[-1]] = parsed
+    return ".".join(parts)
+
+
+def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
+    """The parts of a dotted key, with the numbers of the entries that it names in lists (``rewards.correct.weight``).
+
+    Raises:
+        RecipeError: a list has no such entry, or several of that name.
+    """
+    parts, target = key_parts(key), cast(Any, data)
+    for i, part in enumerate(parts):
+        if isinstance(target, list):
+            parts[i] = str(_index(target, part, ".".join(parts[: i + 1])))
+            target = target[int(parts[i])]
+        else:
+            target = target.get(part) if isinstance(target, Mapping) else None
+    return parts
 
 
 def _index(entries: list[Any], part: str, path: str) -> int:
-    if not (part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries)):
-        there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
-        raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
-    return int(part)
+    """The place of an entry that is given by its number or its name."""
+    if part.isascii() and part.isdigit() and len(part) < MAX_KEY_CHARS and int(part) < len(entries):
+        return int(part)
+    names = [_word_name(entry) for entry in entries]
+    if names.count(part) == 1:
+        return names.index(part)
+    if part in names:
+        numbers = " and ".join(str(place) for place, name in enumerate(names) if name == part)
+        raise RecipeError(f"command line: {path}: the list has several entries {part!r}; give the number, {numbers}")
+    named = [name for name in names if isinstance(name, str)]
+    there = f"the list has entries 0 to {len(entries) - 1}" if entries else "there is nothing in the list"
+    there += f" ({', '.join(named)})" if named else ""
+    raise RecipeError(f"command line: {path}: {there}; give the whole list, or one of its entries")
 
 
 def _shown(key: str) -> str:

@@ -19,6 +19,9 @@ from posttrain.errors import RecipeError, UnknownWord
 from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.registry import explain_validation
 
+# So many steps; 0 and, as other libraries have it, -1 mean never.
+Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
+
 
 class Section(Options):
     """A part of a recipe; unknown keys are refused."""
@@ -298,7 +301,7 @@ class RolloutSection(Section):
     group: Few = 8
     max_tokens: Tokens = 256
     max_total_tokens: int | None = Field(default=None, ge=2)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-5)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     drop_uniform_groups: bool = False
@@ -448,7 +451,7 @@ class TrainSection(Section):
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0
-    save_every: int = Field(default=0, ge=0)
+    save_every: Every = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
     @model_validator(mode="before")
@@ -499,7 +502,7 @@ class ScaleSection(Section):
 class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps and at the end.
 
-    ``every: 0`` switches it off. ``tasks`` defaults to the training task's validation split.
+    ``every: 0`` (or -1) switches it off. ``tasks`` defaults to the training task's validation split.
     ``n``: examples of each task, the same at every evaluation: a ``sample`` of its held-out examples (``items_seed``
     draws another), or the ``first``.
     ``samples``: answers to each example, at a ``temperature`` above 0, cut by ``top_k`` and ``top_p``.
@@ -515,7 +518,7 @@ class EvalSection(Section):
     """
 
     tasks: Words = Field(default_factory=list)
-    every: int = Field(default=0, ge=0)
+    every: Every = Field(default=0, ge=0)
     n: int = Field(default=256, ge=1)
     items: Literal["sample", "first"] = "sample"
     items_seed: Seed = 0

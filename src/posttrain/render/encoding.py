@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,25 +33,55 @@ class Piece:
 class Markers:
     """The tokens of a tokenizer that only trusted text may produce.
 
-    ``pattern`` finds them in text (the longest first; with the white space that a token's own
-    definition swallows), or is None when there are none. ``leading`` are the ids that the tokenizer
-    itself puts in front of a text (BOS).
+    ``swallows``: whether a token takes the white space before and behind it along, by its content. ``leading`` are the
+    ids that the tokenizer itself puts in front of a text (BOS). A text is searched in time that does not grow with the
+    number of markers, of which some tokenizers have thousands.
     """
 
     ids: dict[str, int]
-    pattern: re.Pattern[str] | None
+    swallows: dict[str, tuple[bool, bool]]
     leading: tuple[int, ...]
+    id_set: frozenset[int] = frozenset()
+    _tree: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def id_set(self) -> frozenset[int]:
-        return frozenset(self.ids.values())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id_set", frozenset(self.ids.values()))
+        for content in filter(None, self.ids):
+            branch = self._tree
+            for letter in content:
+                branch = branch.setdefault(letter, {})
+            branch[""] = content
+
+    def at(self, text: str, start: int) -> str | None:
+        """The longest marker that begins there."""
+        branch: dict[str, Any] = self._tree
+        found: str | None = None
+        for place in range(start, len(text)):
+            if text[place] not in branch:
+                break
+            branch = branch[text[place]]
+            found = branch.get("", found)
+        return found
+
+    def starts(self, text: str) -> list[int]:
+        """Where a marker begins, those within others too."""
+        return [place for place, letter in enumerate(text) if letter in self._tree and self.at(text, place) is not None]
 
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """(start, end, id) of every marker in the text."""
-        if self.pattern is not None:
-            for match in self.pattern.finditer(text):
-                assert match.lastindex is not None, "every alternative is a group"
-                yield match.start(), match.end(), self.ids[match[match.lastindex]]
+        """(start, end, id) of every marker in the text, from left to right, of those at one place the longest."""
+        last = 0
+        for place in self.starts(text):
+            content = self.at(text, place)
+            if place < last or content is None:
+                continue
+            start, end = place, place + len(content)
+            before, behind = self.swallows[content]
+            while before and start > last and text[start - 1].isspace():
+                start -= 1
+            while behind and end < len(text) and text[end].isspace():
+                end += 1
+            yield start, end, self.ids[content]
+            last = end
 
 
 _KNOWN: WeakKeyDictionary[Any, tuple[int, Markers]] = WeakKeyDictionary()
@@ -79,14 +109,9 @@ def markers_of(tokenizer: Any) -> Markers:
         for index, token in tokenizer.added_tokens_decoder.items()
         if (token.special or _BRACKETED.fullmatch(token.content)) and index != tokenizer.unk_token_id
     }
-    space = r"\s*"
-    alternatives = [
-        f"{space if token.lstrip else ''}({re.escape(content)}){space if token.rstrip else ''}"
-        for content, (_, token) in sorted(added.items(), key=lambda item: -len(item[0]))
-    ]
     markers = Markers(
         ids={content: index for content, (index, _) in added.items()},
-        pattern=re.compile("|".join(alternatives)) if alternatives else None,
+        swallows={content: (token.lstrip, token.rstrip) for content, (_, token) in added.items()},
         leading=_leading_ids(tokenizer),
     )
     _KNOWN[tokenizer] = (len(tokenizer), markers)
@@ -122,7 +147,7 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
         return ids
     ids = []
     for part in _parts(pieces, markers):
-        ids.extend([part] if isinstance(part, int) else encode_plain(tokenizer, part))
+        ids.extend([part] if isinstance(part, int) else _encode_plain(tokenizer, part, markers))
     return ids
 
 
@@ -132,23 +157,21 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     Raises:
         UsageError: a marker of a single character cannot be spelled with other tokens.
     """
-    markers = markers_of(tokenizer)
+    return _encode_plain(tokenizer, text, markers_of(tokenizer))
+
+
+def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
     ids: list[int] = _backend(tokenizer, split_special=True).encode(text, add_special_tokens=False).ids
     if markers.id_set.isdisjoint(ids):
         return ids
     # Added tokens that are not flagged as special are still matched: cut every marker in two.
-    cuts = [0]
-    for content in markers.ids:
-        at = text.find(content)
-        while at >= 0:
-            cuts.append(at + 1)
-            at = text.find(content, at + 1)
+    cuts = [0, *(start + 1 for start in markers.starts(text))]
     if len(text) <= 1:
         raise UsageError(f"the tokenizer has the single character {text!r} as a special token, and the data contain it")
     cuts = sorted({*cuts, len(text)})
     if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
         cuts = list(range(len(text) + 1))
-    return [token for start, end in pairwise(cuts) for token in encode_plain(tokenizer, text[start:end])]
+    return [token for start, end in pairwise(cuts) for token in _encode_plain(tokenizer, text[start:end], markers)]
 
 
 def _merge(pieces: Sequence[Piece]) -> list[Piece]:

@@ -40,6 +40,9 @@ AVAILABLE: dict[str, str] = {
     "environment_reward": "what the environment's get_reward says (float or None)",
 }
 
+# Templates without tags that ask for a format, and the reward that measures it.
+_FORMATS = {"boxed": "boxed_format"}
+
 
 Result = float | Verdict | Measured
 MAX_REWARD = 1e15  # its square still fits into fp32, in which advantages and values are kept
@@ -72,9 +75,7 @@ class BoundReward:
         if self.batched:
             where = example_ids[0] if len(set(example_ids)) == 1 else ""
             columns = {name: [one[name] for one in available] for name in self.parameters}
-            values = self._call(columns, where)
-            if not isinstance(values, Sequence) or len(values) != len(available):
-                raise RewardFailure(f"reward {self.name!r}: {len(available)} completions need as many results")
+            values = _listed(self._call(columns, where), len(available), self._place(where))
         else:
             values = [
                 self._call({name: one[name] for name in self.parameters}, example_id)
@@ -94,8 +95,23 @@ class BoundReward:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
             raise RewardFailure(
-                f"{self._place(example_id)}: the function raised {type(error).__name__}: {error}"
+                f"{self._place(example_id)}: the function raised {type(error).__name__}: {error}. "
+                "Correct it (--traceback shows the place in it), or have it return a number there"
             ) from error
+
+
+def _listed(values: Any, count: int, place: str) -> Sequence[Any]:
+    """The results of a batched reward, one for each completion; an array is as good as a list."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise RewardFailure(
+            f"{place}: the function returned {_shown(values)}; {count} completions need a list of {count}"
+        )
+    if len(values) != count:
+        what = f"the function returned {len(values)} results for {count} completions; give one each"
+        raise RewardFailure(f"{place}: {what}")
+    return values
 
 
 def bind_reward(
@@ -144,12 +160,13 @@ def reward_parts(words: Sequence[RewardWord], template: str, *, has_tags: bool) 
                 "set prompt.template to r1_zero or xml_reasoning, or leave this reward out"
             )
         names.append(name)
-    return [*names, *(name for name in ("correct", format_part(has_tags=has_tags)) if name not in names)]
+    reported = ("correct", format_part(template, has_tags=has_tags))
+    return [*names, *(name for name in reported if name is not None and name not in names)]
 
 
-def format_part(*, has_tags: bool) -> str:
-    """The reward that says whether an answer keeps to the format of its prompt template."""
-    return "xml_format" if has_tags else "is_number"
+def format_part(template: str, *, has_tags: bool) -> str | None:
+    """Return the reward that measures the format that a prompt template asks for; None where it asks for none."""
+    return "xml_format" if has_tags else _FORMATS.get(template)
 
 
 def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
@@ -187,14 +204,26 @@ def _check_result(value: Any, place: str) -> Result:
 
 def _check_number(value: Any, place: str) -> float:
     if not isinstance(value, Real):
-        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number")
+        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number{_remedy(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is not finite")
+        raise RewardFailure(
+            f"{place}: the function returned {_shown(value)}, which is not finite; have it return a number there"
+        )
     return check_size(number, f"{place}: the function returned {_shown(value)}")
+
+
+def _remedy(value: Any) -> str:
+    """What makes a number of a result that is none."""
+    if value is None:
+        return "; a path through it ends without return"
+    if inspect.iscoroutine(value) or inspect.isasyncgen(value):
+        value.close() if inspect.iscoroutine(value) else None  # Python would warn that nobody awaited it
+        return "; write it without async (asyncio.run inside of it waits for a result)"
+    return "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
 
 
 def check_size(reward: float, place: str) -> float:

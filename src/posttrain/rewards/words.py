@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from posttrain.errors import RewardFailure, UsageError
+from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Submission, Verdict, grade, is_blank
 from posttrain.registry import register
 from posttrain.types import TRUNCATED, Turn
@@ -56,6 +57,12 @@ def correct(
 
 
 # Rewards for the form of an answer: reasoning in one pair of tags, then the result in another.
+
+
+@register("reward")
+def boxed_format(text: str) -> float:
+    """1 if the text has a complete ``\\boxed{…}`` in which something can be seen, else 0."""
+    return float(not is_blank(last_boxed(text) or ""))
 
 
 @register("reward")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.errors import PeerFailure, RunFailure
+from posttrain.store import posix
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
 
@@ -128,9 +129,9 @@ def end_with_parent() -> None:
 def _watch(descriptor: int) -> None:
     while os.read(descriptor, 1):  # nothing is ever written: this returns when the parent is gone
         pass
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with what it has started itself
-    os.kill(os.getpid(), signal.SIGKILL)
+    if not hasattr(os, "getpgrp") or os.getpgrp() == os.getpid():
+        posix.kill_group(os.getpid())  # with what it has started itself
+    os.kill(os.getpid(), posix.SIGKILL)
 
 
 def threads_per_child(default: int) -> int:
@@ -190,8 +191,7 @@ def following(meeting: Meeting, folder: Path) -> Iterator[None]:
 def end_at_once(child: Child) -> None:
     """Kill what is still at work, with what it has started itself; remove a log in which nothing stands."""
     if child.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
+        posix.kill_group(child.process.pid)
         child.process.wait()
         child.poll()
     with suppress(OSError):
@@ -222,7 +222,7 @@ def how_it_ended(code: int, child: Child) -> str:
     """In words, from its exit code and the last line that it said."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        hint = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
+        hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
         return f"its process was ended by {name}{hint}"
     with suppress(OSError):
         said = child.log.read_bytes()[child.log_start :].decode(errors="replace").strip()

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
+from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
 from posttrain.recipes.document import flatten, is_place
@@ -247,7 +247,8 @@ class RunDirectory:
 
     def write_status(self, status: RunStatus) -> None:
         """Put the status in place; atomic, not waiting for the disk."""
-        replace_file(self.status_path, json.dumps(asdict(status), indent=1).encode() + b"\n", durable=False)
+        kept = asdict(status) | {"message": hide_secrets(status.message) if status.message else None}
+        replace_file(self.status_path, json.dumps(kept, indent=1).encode() + b"\n", durable=False)
 
     def read_status(self) -> RunStatus | None:
         """The status, or None where there is none yet.
@@ -311,7 +312,7 @@ class RunDirectory:
         """
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
-            file.write(f"{stamp}Z {harmless(text)}\n")
+            file.write(f"{stamp}Z {harmless(hide_secrets(text))}\n")
 
 
 def _environment_problem(data: Any) -> str:

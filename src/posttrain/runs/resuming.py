@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 ACCEPT = "--accept-changes"
+_SAVED = re.compile(r"^\S+ \S+ step ([0-9]{1,15}): saved ", re.MULTILINE)
 LENGTHS = ("train.steps", "train.passes")
 Changes = dict[str, tuple[Any, Any]]
 
@@ -38,7 +40,7 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     step, state = newest_state(directory.folder / "checkpoints") or (0, {})
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
-    missing = _missing_records(directory.folder, step, state)
+    missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
     gone = _gone(state)
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
@@ -150,6 +152,21 @@ def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[
     ]
 
 
+def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
+    """What says that a run without any checkpoint had one: its log, its state, or steps beyond the first save."""
+    log = directory.log_path.read_text(encoding="utf-8", errors="replace") if directory.log_path.is_file() else ""
+    saved = [int(step) for step in _SAVED.findall(log)]
+    last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
+    status = directory.read_status()
+    if status is not None and status.state in ("finished", "interrupted"):  # both save what there is
+        last = max(last, status.step)
+        saved += [last] if last else []
+    if not saved and last <= (recipe.train.save_every or last):
+        return []
+    known = f"step {max(saved)} was saved" if saved else f"{last} steps were made"
+    return [f"checkpoints: there is none, and {known}; is the disk with {directory.folder / 'checkpoints'} mounted?"]
+
+
 def _hard_problem(changed: Changes, recipe: Recipe) -> str:
     if changed and not hard_changes(changed) and recipe.train.schedule != "constant":
         length = " and ".join(sorted(changed))
@@ -164,7 +181,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
         parts.append(f"this run belongs to another recipe. The recipes differ in:\n{lines}\n{problem}".rstrip())
     if missing:
         lines = "\n".join(f"  {line}" for line in missing)
-        parts.append(f"records are gone that stood there when its newest checkpoint was saved:\n{lines}")
+        parts.append(f"what stood there when its newest checkpoint was saved is gone:\n{lines}")
     if gone:
         lines = "\n".join(f"  {line}" for line in gone)
         parts.append(f"it would go on with other last bits:\n{lines}")

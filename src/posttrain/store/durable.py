@@ -17,7 +17,8 @@ from typing import Any
 
 from posttrain.errors import StorageError, UsageError
 from posttrain.option_types import shorten
-from posttrain.store.locks import is_alive
+from posttrain.store import posix
+from posttrain.store.posix import is_alive
 
 ASIDE = ".tmp-"  # what is written aside is called so, until it gets its name
 CHECKPOINTS = "checkpoints"  # a folder that keeps its own order: ``store/checkpoint_files.py``
@@ -80,7 +81,9 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder (creations, renames, removals) are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    if posix.DIRECTORY is None:  # Windows writes names with the file
+        return
+    descriptor = os.open(path, os.O_RDONLY | posix.DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -93,7 +96,7 @@ def cut_torn_line(descriptor: int) -> None:
     keep, block = size, 4096
     while keep > 0:
         start = max(0, keep - block)
-        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
+        newline = posix.read_at(descriptor, keep - start, start).rfind(b"\n")
         if newline >= 0:
             keep = start + newline + 1
             break

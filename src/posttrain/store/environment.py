@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.errors import hide_secrets
+from posttrain.store import posix
 
 _PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 _GIT_TIMEOUT_SECONDS = 5.0
@@ -61,12 +62,11 @@ def _version(package: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "memory_bytes": pages * page_size,
+        **({} if (memory := posix.memory_bytes()) is None else {"memory_bytes": memory}),
         "gpus": _gpus(),
     }
 

@@ -9,7 +9,6 @@ started, too. Whether a process on another machine is gone cannot be told: its c
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import socket
@@ -17,6 +16,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from posttrain.store import posix
+from posttrain.store.posix import is_alive
+
+try:
+    import fcntl
+except ImportError:  # Windows: claims are made instead
+    fcntl = None  # type: ignore[assignment]
 
 _REFUSALS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _NAME = re.compile(r"pid (?P<pid>[0-9]{1,18}) on (?P<host>[A-Za-z0-9._-]+)")
@@ -40,20 +47,19 @@ def hold(path: Path, patience_seconds: float = 1.0) -> Iterator[None]:
         OSError: the file cannot be made.
     """
     is_folder = path.is_dir()
-    kind = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, kind, 0o666)
+    descriptor = _open(path, is_folder)
     _HELD.add(descriptor)
     deadline = time.monotonic() + patience_seconds
     claimed = False
     try:
-        while not ((locked := _lock(descriptor, fcntl.LOCK_EX)) or (locked is None and _claim(path))):
+        while not ((locked := _lock(descriptor, shared=False)) or (locked is None and _claim(path))):
             if time.monotonic() > deadline:
                 raise Held(holder(path) or "unknown")
             time.sleep(_PAUSE_SECONDS)
         claimed = locked is None
         if not is_folder and os.fstat(descriptor).st_nlink == 1:  # a second name may be any file of the user's
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_own_name()}\n".encode(), 0)
+            posix.write_at(descriptor, f"{_own_name()}\n".encode(), 0)
         yield
     finally:
         if claimed and _read(_claim_of(path)) == _own_text():
@@ -66,29 +72,20 @@ def hold(path: Path, patience_seconds: float = 1.0) -> Iterator[None]:
 
 def holder(path: Path) -> str | None:
     """Which process holds the lock at this moment, such as ``pid 12 on lab``; None if none does."""
+    is_folder = path.is_dir()
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = _open(path, True) if is_folder else os.open(path, os.O_RDONLY | posix.NO_FOLLOW | posix.NO_WAIT)
     except OSError:  # not there, a link, or not ours to read: nothing that ``hold`` has made
         return None
     try:
-        locked = _lock(descriptor, fcntl.LOCK_SH)
+        locked = _lock(descriptor, shared=True)
         if locked is None:
             return _holder_of_claim(_claim_of(path))
-        name = None if locked or path.is_dir() else _NAME.match(os.pread(descriptor, 300, 0).decode(errors="replace"))
+        text = b"" if locked or is_folder else posix.read_at(descriptor, 300, 0)
+        name = _NAME.match(text.decode(errors="replace"))
         return None if locked else name[0] if name else "unknown"
     finally:
         os.close(descriptor)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine has this number."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
 
 
 def _let_go_in_child() -> None:
@@ -98,13 +95,23 @@ def _let_go_in_child() -> None:
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _lock(descriptor: int, kind: int) -> bool | None:
+def _open(path: Path, is_folder: bool) -> int:
+    """A descriptor of the lock; of a folder that cannot be opened, one of nothing: its claim is the lock."""
+    if not is_folder:
+        return os.open(path, os.O_RDWR | os.O_CREAT | posix.NO_FOLLOW | posix.NO_WAIT | posix.BINARY, 0o666)
+    return os.open(os.devnull, os.O_RDONLY) if posix.DIRECTORY is None else os.open(path, os.O_RDONLY | posix.DIRECTORY)
+
+
+def _lock(descriptor: int, *, shared: bool) -> bool | None:
     """Whether the lock was had; None where the file system knows none."""
+    if fcntl is None:
+        return None
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -133,7 +140,7 @@ def _claim(path: Path) -> bool:
                 return False
             aside.unlink()
     try:
-        descriptor = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | posix.NO_FOLLOW, 0o666)
     except FileExistsError:
         return False
     with open(descriptor, "w", encoding="utf-8") as file:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from posttrain import strict_yaml
 from posttrain.errors import DataError, RecipeError, StorageError
+from posttrain.store import posix
 from posttrain.store.durable import replace_file
 
 Kind = TypeVar("Kind")
@@ -41,7 +42,7 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
     """
     refuse_link_out(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | posix.NO_WAIT | posix.CLOSE_ON_EXEC | posix.BINARY)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -258,7 +259,7 @@ def _read(place: Path | None) -> dict[str, tuple[list[int], Any]]:
     if place is None:
         return {}
     try:
-        if place.stat().st_uid != os.geteuid():
+        if place.stat().st_uid != posix.user_id():
             return {}
         stated, _, content = place.read_bytes().partition(b"\n")
         if hashlib.sha256(content).hexdigest().encode() != stated:

@@ -39,7 +39,8 @@ from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
 from posttrain.train.mismatch import check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.train.step import CLAMPED, accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.train.streams import has_other_prompts
 from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
 
@@ -75,6 +76,7 @@ class Loop:
     step: int = 0
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
+    warned: set[str] = field(default_factory=set)  # of what this process has warned
     owed: list[int] = field(default_factory=list)  # steps whose weights are still to be evaluated
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
@@ -246,11 +248,30 @@ class Loop:
         timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
+        self._warn(draw.batch, metrics)
         if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
             self.owed.append(step)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+
+    def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
+        """Say once what makes the loss of this step another than the formula's."""
+        warnings = {}
+        if share := metrics.get(CLAMPED, 0.0):
+            warnings[CLAMPED] = (
+                f"{share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the sampler, "
+                "the reference or the teacher. It is clamped, so that loss and gradient are not those of the formula. "
+                "Check that teacher and reference fit the model and its prompts, or lower train.lr"
+            )
+        if batch is not None and "kl_baseline" in batch.streams and not has_other_prompts(batch):
+            warnings["kl_baseline"] = (
+                f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
+                "other prompts, is 0. Set data.batch (or rollout.prompts) so that a batch has several prompts"
+            )
+        for name in warnings.keys() - self.warned:
+            self.warned.add(name)
+            self.observer("notice", {"message": f"{name}: {warnings[name]}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
         """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""

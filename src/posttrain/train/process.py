@@ -241,7 +241,7 @@ def _listen(requests: IO[bytes], asked: queue.SimpleQueue[dict[str, Any]]) -> No
 
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Move the pipes away from standard input and output; what is printed goes where the trainer's errors go."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
         signal.signal(number, signal.SIG_IGN)  # they are for the trainer, which closes the pipe when it is done
     requests, replies = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.algorithms.objectives.primitives import kl_k3, log_ratio
+from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
@@ -24,6 +24,8 @@ from posttrain.world import ONE, World
 
 Objective = Callable[[Outputs, Batch], Loss]
 Level = Literal["token", "row", "pair"]
+CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
+_IN_RATIOS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,15 @@ def _derive(means: dict[str, float]) -> dict[str, float]:
 
     ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave,
     E[w]² / E[w²]. ``value_explained_variance``: 1 − Var(R − V) / Var(R). ``desirable_reward`` and
-    ``undesirable_reward``: means over the rows of either kind, with ``margin`` between them.
+    ``undesirable_reward``: means over the rows of either kind, where there are any, with ``margin`` between them.
     ``final_accuracy``: of outcome scores at the last token.
     """
     if "desirable_reward_part" in means:
         share, right = means["desirable"], means.pop("desirable_reward_part")
         wrong = means.pop("undesirable_reward_part")
+        means |= {"desirable_reward": right / share} if share > 0.0 else {}
+        means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
         if 0.0 < share < 1.0:
-            means["desirable_reward"], means["undesirable_reward"] = right / share, wrong / (1.0 - share)
             means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
     if "final_token_right" in means:
         means["final_accuracy"] = means.pop("final_token_right") / means.pop("final_token")
@@ -241,6 +244,16 @@ def _measure(
         means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
     if "correction" in part.streams:
         means.add("correction", part.streams["correction"], *over_tokens)
+    if level == "token" and (clamped := _clamped(outputs, part)) is not None:
+        means.add(CLAMPED, clamped, *over_tokens)
+
+
+def _clamped(outputs: Outputs, part: Batch) -> Tensor | None:
+    """1 where the log-ratio to the sampler, the reference or the teacher is clamped; None of a batch without any."""
+    pairs = [(outputs.logprobs.detach(), part.streams[name]) for name in _IN_RATIOS if name in part.streams]
+    if "teacher_logprobs" in part.streams and "old_logprobs" in part.streams:
+        pairs.append((part.streams["teacher_logprobs"], part.streams["old_logprobs"]))
+    return reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs)) if pairs else None
 
 
 def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batch, level: Level) -> None:

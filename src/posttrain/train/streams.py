@@ -176,6 +176,12 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
     return torch.full((batch.num_rows,), baseline, dtype=torch.float32)
 
 
+def has_other_prompts(batch: Batch) -> bool:
+    """Return whether the rows of a batch answer more than one prompt."""
+    prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
+    return len({tuple(row[:n]) for row, n in prompts}) > 1
+
+
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
     """Every row's prompt with the answer of the next row that has another prompt and fits into ``limit`` tokens.
 

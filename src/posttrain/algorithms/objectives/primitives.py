@@ -30,6 +30,11 @@ def log_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Tokens:
     )
 
 
+def is_clamped(logprobs: Tokens, old_logprobs: Tokens, mask: Tensor) -> Float[Tensor, "B T"]:
+    """1 at trained tokens whose log-ratio ``log_ratio`` clamps, 0 elsewhere."""
+    return (mask & ((logprobs - old_logprobs).abs() > MAX_LOG_RATIO)).to(logprobs.dtype)
+
+
 def row_sum(values: Tokens, mask: Tensor) -> Float[Tensor, " B"]:
     """The sum of each row over its trained tokens; what lies elsewhere (NaN too) does not count."""
     return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)

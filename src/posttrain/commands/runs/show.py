@@ -22,7 +22,7 @@ from posttrain.commands.console import (
     wants_json,
     write_json,
 )
-from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
+from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_number, sparkline
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.lineage import Link, families, find_links, find_links_around
@@ -305,7 +305,8 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
     for name in COURSES:
         series = [row.metrics[name] for row in rows if name in row.metrics]
         if series:
-            console.print(Text(f"{name:>12}  {series[0]:9.3f} {sparkline(series) or BARS[0]} {series[-1]:.3f}"))
+            first, last = show_number(series[0], ".3f"), show_number(series[-1], ".3f")
+            console.print(Text(f"{name:>12}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
     headline = ACCURACY if facts["problem"] else RunDirectory(folder).headline()
     for item in facts["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
@@ -491,7 +492,7 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     for metric, label, form in SHOWN:
         values = side_by_side.metrics.get(metric)
         if values is not None:
-            rows.append((label, ["–" if value is None else f"{value:{form}}" for value in values]))
+            rows.append((label, ["–" if value is None else show_number(value, form) for value in values]))
     rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
     return rows

@@ -6,7 +6,6 @@ Without it a few hundred connections that send a byte now and then are all that 
 from __future__ import annotations
 
 import asyncio
-import resource
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,6 +17,10 @@ BACKLOG = 128  # connections that are taken at a time
 
 def most_connections() -> int:
     """How many may be open at a time: three quarters of the files that this process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 256
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 16 if soft == resource.RLIM_INFINITY else max(1, soft * 3 // 4)
 

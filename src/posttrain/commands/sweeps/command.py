@@ -6,6 +6,7 @@ Only the standard library is imported here until one of them runs (see ``cli``).
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,12 +55,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
 
 
+# A value as YAML has it: a comma in quotes or brackets is its own.
+_VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
+
+
 def read_over(text: str) -> tuple[str, list[str]]:
     """``train.lr=1e-4,3e-4``: the key and its values."""
-    key, _, values = text.partition("=")
-    if not key.strip() or len(names(values)) < 2:
+    key, _, listed = text.partition("=")
+    values = [value.strip() for value in _VALUE.findall(listed)]
+    if not key.strip() or len(values) < 2 or not all(values):
         raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
-    return key.strip().removeprefix("--"), names(values)
+    return key.strip().removeprefix("--"), values
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,8 @@ from posttrain.types import Message
 
 MAX_REASONING = 2000  # characters that a judge is asked to stay below
 _THOUGHT = "</think>"
+_FENCE = re.compile(r"```(?:[A-Za-z0-9]{0,10})[ \t]*\n(.*?)\s*```", re.DOTALL)
+_NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 # What tokenizers of chats take for the marks of turns. A server looks for them in all that it is given, so an answer
 # that holds them could end its turn and speak for the judge.
@@ -67,23 +69,42 @@ class Question:
         return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
     def read(self, reply: str) -> float:
-        """What a reply is worth. What a model thought aloud before it (``</think>``) is left out.
+        """What a reply is worth. What a model thought aloud before it (``</think>``) and a code fence are left out.
+
+        A score may be a fraction, or a number in quotes; it lies on the scale.
 
         Raises:
             Unusable: it is not one JSON object of the schema and nothing else.
         """
+        said = reply.rpartition(_THOUGHT)[2].strip()
+        fenced = _FENCE.fullmatch(said)
         try:
-            told = json.loads(reply.rpartition(_THOUGHT)[2], object_pairs_hook=_without_twice)
+            told = json.loads(fenced[1] if fenced else said, object_pairs_hook=_without_twice)
         except (ValueError, RecursionError):
             raise Unusable(f"the reply is no JSON: {_shown(reply)}") from None
         if not isinstance(told, dict) or set(told) != set(self.schema["properties"]):
             raise Unusable(f"the reply is not an object of {' and '.join(self.schema['properties'])}: {_shown(reply)}")
         value = told[self.answer]
-        if type(value) not in (int, str) or value not in self.values:
+        worth = self._worth(value)
+        if worth is None:
             raise Unusable(f"the reply's {self.answer} is {_shown(repr(value))}, which is none that was asked for")
         if not isinstance(told["reasoning"], str):
             raise Unusable(f"the reply's reasoning is no text: {_shown(reply)}")
-        return self.values[value]
+        return worth
+
+    def _worth(self, value: Any) -> float | None:
+        """What a value is worth: by itself, or between the two nearest on a scale; None where it is none of them."""
+        if type(value) in (int, str) and value in self.values:
+            return self.values[value]
+        if not all(type(known) is int for known in self.values):
+            return None
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            value = float(value)
+        low, high = min(self.values), max(self.values)
+        if type(value) not in (int, float) or not low <= value <= high:
+            return None
+        first, last = self.values[low], self.values[high]
+        return first + (last - first) * (value - low) / (high - low)
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from posttrain.graders.grading import Measured
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.recipes.sections import Word
 from posttrain.registry import find, register
+from posttrain.store import posix
 from posttrain.store.durable import storage_errors
 from posttrain.store.reading import open_record
 from posttrain.store.rollouts import prompt_text
@@ -99,7 +99,7 @@ class Opinions:
             lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
             self.path.parent.mkdir(exist_ok=True)  # of a process beside the trainer's
             with storage_errors("what the judge said", self.path), open(self.path, "ab+") as file:
-                if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                if file.tell() and posix.read_at(file.fileno(), 1, file.tell() - 1) != b"\n":
                     lines = f"\n{lines}"  # a kill has torn the last line
                 file.write(lines.encode())
 

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 from posttrain.addresses import server_address
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_error, read_json
@@ -54,6 +55,7 @@ class HttpServer:
         self.headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if token:
             self.headers["Authorization"] = f"Bearer {token}"
+        self._secrets = [token, quote(token, safe="")] if token else []  # as it may come back
         self._closed = threading.Event()
         self._mine = threading.local()
         self._connections: set[http.client.HTTPConnection] = set()
@@ -98,16 +100,29 @@ class HttpServer:
             try:
                 status, content = self._exchange(method, path, body)
                 if status == 200:
-                    return _read(read, read_json(content))
-                failure = f"HTTP {status}: {read_error(content)}"
+                    return _read(read, self._without_secrets(read_json(content)))
+                said = self._without_secrets(read_error(content))
+                failure = f"HTTP {status}: {said}"
                 if status not in PASSING:
-                    raise Refused(status, read_error(content))
+                    raise Refused(status, said)
             except (OSError, http.client.HTTPException) as error:
                 self._hang_up()
-                failure = self._explain(error)
+                failure = self._without_secrets(self._explain(error))
             except Interrupted as error:
                 failure = str(error)
         raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
+
+    def _without_secrets(self, value: Any) -> Any:
+        """What a server says, without the key that it was sent: some write it into their errors and answers."""
+        if isinstance(value, str):
+            for secret in self._secrets:
+                value = value.replace(secret, "***")
+        elif isinstance(value, list):
+            return [self._without_secrets(item) for item in value] if self._secrets else value
+        elif isinstance(value, dict):
+            pairs = value.items() if self._secrets else ()
+            return {self._without_secrets(key): self._without_secrets(item) for key, item in pairs} or value
+        return value
 
     def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         connection = getattr(self._mine, "connection", None)

@@ -46,6 +46,7 @@ _BOUND = re.compile(r"\\(?:lim|sum|int|prod)(?![A-Za-z])|\\begin\{[vV]matrix\}")
 _FLIPPED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
 _INFINITY = Expression("\\infty")
 _MINUS_INFINITY = Expression("-\\infty")
+_ELLIPSIS = Expression("\\dots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def resolve(relation: Relation) -> Statement:
     name, said = "", None
     if not operators:
         said = read_form(sides[0])
+    elif set(operators) == {"="} and len(set(map(without_spaces, sides))) == 1:  # 1 = 1 gives nothing a value
+        pass
     elif set(operators) == {"="}:
         if is_name(sides[0]):
             name, said = plain_name(sides[0]), read_form(sides[-1])
@@ -150,7 +153,7 @@ _SIGN = re.compile(r"(?<=[\w)}])\s*[+-]")
 _COEFFICIENT = re.compile(r"^\d+\s*(?:\\cdot\s*)?(?=[A-Za-z])|\^\{\d+\}$")
 _INDEX = re.compile(r"_\d+$")
 _ONE_LETTER = re.compile(r"[A-Za-z]")
-_LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(\S.*)|([^{}]+)\})")
+_LABELLED = re.compile(r"\\text\{\(([A-E])\) ?(?:\} ?(?!or\b|and\b|[;,])(\S.*)|([^{}]+)\})")
 _CHOICE = re.compile(r"(?:\\text\{)?\(?([A-E])\)?\}?")
 # Spellings of words that stand for an answer.
 _SAME_WORDS = {"nosolutions": "nosolution", "norealsolutions": "norealsolution", "doesnotexist": "dne",
@@ -209,6 +212,8 @@ class Comparison:
             return True
         if isinstance(gold, Words) or isinstance(answer, Words):
             return "" not in (_letters(gold), _letters(answer)) and _letters(gold) == _letters(answer)
+        if gold == answer == _ELLIPSIS:
+            return True
         if isinstance(gold, Number) and isinstance(answer, Number):
             return self.same_number(gold.quantity, answer.quantity)
         return _same_expression(gold, answer)
@@ -231,6 +236,9 @@ class Comparison:
             return self._same_single(gold, answer)
         kinds = (gold.opening, answer.opening)
         if set(kinds) <= {"", "{"} or kinds == ("cases", "cases"):
+            gold, answer = _grouped(gold, answer), _grouped(answer, gold)
+            if _ELLIPSIS in (*gold.items, *answer.items):
+                return self._same_ordered(gold.items, answer.items)
             if kinds == ("", "") and _names_differ(gold, answer):
                 return self._same_ordered(gold.items, answer.items)
             return self._same_unordered(gold.items, answer.items)
@@ -238,7 +246,7 @@ class Comparison:
             return self._same_ordered(gold.items, answer.items)
         brackets = gold.opening == answer.opening and gold.closing == answer.closing
         if brackets and gold.opening == ":":
-            return self._same_ordered(gold.items, answer.items) or _same_expression(gold, answer)
+            return self._same_ordered(gold.items, answer.items) or _same_ratio(gold.items, answer.items)
         return brackets and self._same_ordered(gold.items, answer.items)
 
     def _same_single(self, gold: Form, answer: Form) -> bool:
@@ -308,6 +316,10 @@ class Comparison:
         pairs = list(zip(gold.sides, answer.sides, strict=True))
         if len(pairs) > 2 or gold.operators == ("in",):
             return all(self.same(read_form(one), read_form(other)) for one, other in pairs)
+        turned = zip(gold.sides, answer.sides[::-1], strict=True) if gold.operators[0] in ("=", "!=") else ()
+        for sides in filter(None, (pairs, list(turned))):
+            if all(self.same(read_form(one), read_form(other)) for one, other in sides):
+                return True
         for side in (*gold.sides, *answer.sides):
             parse_latex(side)  # in a difference, 0 times some words would be gone
         ratio = constant_ratio(*(parse_latex(f"({one.sides[0]}) - ({one.sides[1]})") for one in (gold, answer)))
@@ -331,6 +343,21 @@ def _letters_named(statement: Statement) -> set[str]:
     """The single letters that a chain of equations sets equal to one another, where there are two or more."""
     letters = {side.strip() for side in statement.sides if _ONE_LETTER.fullmatch(side.strip())}
     return letters if set(statement.operators) == {"="} and len(letters) > 1 and len(statement.sides) > 2 else set()
+
+
+def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+    """Compare 2:4:6 and 1:2:3: the same terms up to one factor that is not negative."""
+    if len(gold) != len(answer):
+        return False
+    nothing = rational(Fraction(0))
+    pairs = [(_value_of(one), _value_of(other)) for one, other in zip(gold, answer, strict=True)]
+    vanish = [[same_value(value, nothing) for value in pair] for pair in pairs]
+    if any(one != other for one, other in vanish) or all(one for one, _ in vanish):
+        return False
+    first, other = pairs[[one for one, _ in vanish].index(False)]
+    if first.is_number and other.is_number and first.is_negative != other.is_negative:
+        return False
+    return all(same_value(one * other, two * first) for one, two in pairs)
 
 
 def _is_whole(form: Form) -> bool:
@@ -376,6 +403,20 @@ def _names_differ(gold: Collection, answer: Collection) -> bool:
     return any(
         len(_names(named)) > 1 and not _names(other) for named, other in ((gold, answer), (answer, gold))
     )  # fmt: skip
+
+
+def _grouped(named: Collection, other: Collection) -> Collection:
+    """``p=5, q=2; p=7, q=2`` as (5, 2), (7, 2) where the other list has pairs and the names return in order."""
+    widths = {len(item.items) if isinstance(item, Collection) and item.opening == "(" else 0 for item in other.items}
+    if len(widths) != 1 or not (width := widths.pop()) or len(named.items) != width * len(other.items):
+        return named
+    read = [resolve(item) for item in named.items if isinstance(item, Relation)]
+    values = [one.said for one in read if one.said is not None and one.name]
+    names = [one.name for one in read]
+    if len(values) < len(named.items) or len(set(names)) != width or names != names[:width] * len(other.items):
+        return named
+    starts = range(0, len(values), width)
+    return replace(named, items=tuple(Collection("(", ")", tuple(values[at : at + width])) for at in starts))
 
 
 def _names(collection: Collection) -> set[str]:

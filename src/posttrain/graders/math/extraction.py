@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from posttrain.graders.answers import Box, final_response, find_boxes, last_boxed, last_number, parse_quantity
+from posttrain.graders.answers import NUMBER, Box, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
 MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
 MAX_BARE_CHARS = 400
@@ -41,14 +41,9 @@ _FORMULA = re.compile(
     r"\$\$(?P<a>[^$]{1,500})\$\$|(?<![\\$])\$(?P<b>[^$]{1,500})\$|\\\((?P<c>(?:[^\\]|\\[^()]){1,500})\\\)"
     r"|\\\[(?P<d>(?:[^\\]|\\[^\[\]]){1,800})\\\]"
 )
-# A number, or a fraction in LaTeX without delimiters.
-_VALUE = re.compile(
-    r"[-−]?\\[dt]?frac\s*\{[^{}]{1,50}\}\s*\{[^{}]{1,50}\}"
-    r"|(?:(?<![\w)\]])[-−])?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))(?:\.[0-9]+)?"
-    r"(?:\s?/\s?[0-9]+)?%?"
-)
 _AND = re.compile(r"\s*(?:,|,?\s*\b(?:and|or)\b)\s*")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\{[^{}]*matrix\}")
+_TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _SENTENCE = re.compile(
     r"(?:^|\s)(?:is|are|the|so|then|thus|therefore|hence|we|that|here|it)(?=[\s,.:;]|$)", re.IGNORECASE
@@ -136,11 +131,11 @@ def read_boxes(text: str) -> Boxes | None:
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
         contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
-    return Boxes(tuple(contents), boxes[-1].end + 1)
+    return Boxes(tuple(contents), boxes[-1].stop)
 
 
 def _joined(text: str, one: Box, other: Box) -> bool:
-    between = text[one.end + 1 : other.begin]
+    between = text[one.stop : other.begin]
     return len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
 
 
@@ -206,7 +201,7 @@ def is_bare(text: str) -> bool:
     """Whether a text is an answer by itself and no sentence: one line, few words outside of LaTeX commands."""
     if len(text) > MAX_BARE_CHARS or "\n\n" in text:
         return False
-    prose = _COMMAND.sub(" ", re.sub(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}", " ", text))
+    prose = _COMMAND.sub(" ", _TEXT.sub(" ", text))
     words = [word for word in _WORD.findall(prose) if not (word.isupper() or word in ("and", "or"))]
     if not any(character.isdigit() or character in "\\$=<>" for character in text):
         return len(words) <= 12
@@ -220,18 +215,24 @@ def is_bare(text: str) -> bool:
 def _first_value(text: str) -> str | None:
     """The first formula that is more than a name, or number."""
     formula = next((match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))), None)
-    number = _VALUE.search(text)
+    number = NUMBER.search(text)
     if formula is not None and (number is None or formula.start() <= number.start()):
         return _join_formulas(text, formula)
     return number[0] if number is not None else None
 
 
+def _is_formula(inner: str) -> bool:
+    """Exclude a name alone, and the prose between two amounts (``$5 and then pays $``)."""
+    words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", inner)))
+    return not _NAMES_ONLY.fullmatch(inner) and sum(word.islower() for word in words) < 2
+
+
 def _last_value(text: str) -> str | None:
     """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
-    formulas = [match for match in _FORMULA.finditer(text) if not _NAMES_ONLY.fullmatch(_inner(match))]
+    formulas = [match for match in _FORMULA.finditer(text) if _is_formula(_inner(match))]
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None
-    values = list(_VALUE.finditer(text, formulas[-1].end() if formulas else 0))
+    values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))
     if values or not formulas:
         return values[-1][0] if values else None
     first = len(formulas) - 1

@@ -31,7 +31,7 @@ _COLOURS = re.compile(
 _ROW_GAP = re.compile(r"(?<=\\\\)\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}")
 _ORDINAL = re.compile(r"(?<=\d) ?\^?\{? ?\\text\{(?:st|nd|rd|th)\} ?\}?")
-_DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}])")  # a backslash that was escaped once too often; a row break in a matrix
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z(){}$%])")  # a backslash that was escaped once too often; a row break in a matrix
 _BOLD = re.compile(r"^(?:\*\*|__)([^*_]+)(?:\*\*|__)(?=[.,]?$)")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?)\s*\{([^{}]*)\}"
@@ -57,6 +57,7 @@ _SPELLINGS = (
     (re.compile(r"\\neq?(?![a-zA-Z])|!=|\\not\s*="), r"\\ne "),
     (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
     (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"\\(?:[lch]?dots|dots[cbmio])(?![a-zA-Z])|…|(?<=[,;+<-])\s*\.\s?\.\s?\."), r"\\dots "),
     (re.compile(r"\\(?:lbrace)(?![a-zA-Z])"), r"\\{"),
     (re.compile(r"\\(?:rbrace)(?![a-zA-Z])"), r"\\}"),
     (re.compile(r"\\lbrack(?![a-zA-Z])"), "["),

@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions have the same value. Here alone sympy works.
+"""Whether two mathematical expressions have the same value. sympy works here and in ``magnitudes``.
 
 LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
 compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
@@ -23,6 +23,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy.core.function import AppliedUndef
 
 from posttrain.graders.answers import parse_quantity
+from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, same_beyond_digits
 from posttrain.graders.math.reading import NotUnderstood
 
 # Where two expressions are compared, and which of these points count.
@@ -36,7 +37,7 @@ from posttrain.graders.math.reading import NotUnderstood
 # whole numbers of all residues modulo 12, positive and negative, in several variables at all combinations of parities;
 # bars, floors and domains also on both sides of every number that stands in the expressions, far out and close to 0.
 
-DIGITS = 60  # of an evaluation; more for large numbers
+DIGITS = 60  # of an evaluation, besides those that lie between the terms (``digits_spanned``); more for large numbers
 CLOSE_DIGITS = 50  # two values that agree to this many decimals, and this many digits, are the same
 MAX_CANCELLED_DIGITS = 400
 BITS_PER_DIGIT = 3  # a little less than log2(10)
@@ -62,6 +63,7 @@ class PointComparison:
 
     def __init__(self, left: Any, right: Any, names: Sequence[Any], *, skip_zeros: bool = False) -> None:
         self.names, self.skip_zeros, self.is_decided = names, skip_zeros, False
+        self.span = digits_spanned(left, right) * (2 if skip_zeros else 1)  # a ratio changes by the square of that
         self.whole = self.uneven = False
         self.barred: set[Any] = set()
         self.gates: list[list[Any]] = [[], []]
@@ -112,11 +114,11 @@ class PointComparison:
         self.is_decided = counted >= (MIN_POINTS if self.names else 1)
 
     def _values(self, point: dict[Any, Any]) -> tuple[Any, Any] | None:
-        left = number_at(self.left, point, DIGITS)
-        right = number_at(self.right, point, DIGITS) if left is not None else None
+        left = number_at(self.left, point, DIGITS + self.span)
+        right = number_at(self.right, point, DIGITS + self.span) if left is not None else None
         if left is None or right is None or (self.skip_zeros and not left and not right):
             return None
-        if self.names and min(mpmath.mag(left), mpmath.mag(right)) > MAX_BITS:
+        if self.names and min(mpmath.mag(left), mpmath.mag(right)) > MAX_BITS + 4 * self.span:
             return None  # more digits than are compared
         return left, right
 
@@ -455,10 +457,11 @@ def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
         NotUnderstood: sympy cannot work with them.
     """
     with _understanding():
-        values = [number_at(_evaluated(side), {}, DIGITS) for side in (left, right)]
+        digits = DIGITS + digits_spanned(left, right)
+        values = [number_at(_evaluated(side), {}, digits) for side in (left, right)]
     if values[0] is None or values[1] is None:
         return False
-    with mpmath.workdps(DIGITS):
+    with mpmath.workdps(digits):
         limit = mpmath.mpf(tolerance.numerator) / tolerance.denominator
         return bool(abs(values[0] - values[1]) <= limit + mpmath.mpf(10) ** -CLOSE_DIGITS)
 
@@ -478,6 +481,8 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
         if _has_power_of_zero(left) != _has_power_of_zero(right):  # 0^n is no 0 but a question of n
             return False
+        if digits_spanned(left, right) > MAX_SPAN:
+            return same_beyond_digits(left, right, _same)
         return _same_at_points(left, right)
     return False
 
@@ -491,44 +496,44 @@ def _same_at_points(left: Any, right: Any) -> bool:
     names = sorted(left.free_symbols | right.free_symbols, key=str)
     comparison = PointComparison(left, right, names)
     for point, values in comparison:
-        if not _close(comparison.left, comparison.right, values, point):
+        if not _close(comparison, values, point):
             return False
     return comparison.is_decided
 
 
 def _constant_ratio(left: Any, right: Any) -> Any | None:
-    if left.free_symbols != right.free_symbols or not left.free_symbols:
+    if left.free_symbols != right.free_symbols or not left.free_symbols or digits_spanned(left, right) > MAX_SPAN:
         return None
     comparison = PointComparison(left, right, sorted(left.free_symbols, key=str), skip_zeros=True)
     first: Any = None
     for _, values in comparison:
         if not values[0] or not values[1]:
             return None  # one holds where the other does not
-        with mpmath.workdps(DIGITS):
-            ratio = values[0] / values[1]
-            if first is not None and abs(ratio / first - 1) > mpmath.mpf(10) ** -CLOSE_DIGITS:
+        with mpmath.workdps(DIGITS + comparison.span):
+            ratio, close = values[0] / values[1], mpmath.mpf(10) ** -(CLOSE_DIGITS + comparison.span)
+            if first is not None and abs(ratio / first - 1) > close:
                 return None
-            if abs(ratio.imag) <= abs(ratio.real) * mpmath.mpf(10) ** -CLOSE_DIGITS:
+            if abs(ratio.imag) <= abs(ratio.real) * close:
                 ratio = mpmath.mpc(ratio.real)
         first = ratio
     return first if comparison.is_decided else None
 
 
-def _close(left: Any, right: Any, values: Sequence[Any], point: dict[Any, Any]) -> bool:
+def _close(comparison: PointComparison, values: Sequence[Any], point: dict[Any, Any]) -> bool:
     """Agreement to ``CLOSE_DIGITS`` decimals and digits; large numbers are evaluated once more, to the end."""
     if not values[0] or not values[1]:
         return bool(values[0] == values[1])
-    magnitude = max(_magnitude(value) for value in values)
-    if not _agree(values, magnitude) or magnitude > MAX_MAGNITUDE:
+    span, magnitude = comparison.span, max(_magnitude(value) for value in values)
+    if not _agree(values, magnitude - span, span) or magnitude > MAX_MAGNITUDE + 2 * span:
         return False
-    if magnitude <= DIGITS - CLOSE_DIGITS:
+    if magnitude <= DIGITS + span - CLOSE_DIGITS:
         return True
-    again = [number_at(side, point, DIGITS + magnitude) for side in (left, right)]
-    return again[0] is not None and again[1] is not None and _agree(again, 0)
+    again = [number_at(side, point, DIGITS + span + magnitude) for side in (comparison.left, comparison.right)]
+    return again[0] is not None and again[1] is not None and _agree(again, 0, span)
 
 
-def _agree(values: Sequence[Any], magnitude: int) -> bool:
-    with mpmath.workdps(DIGITS + MAX_MAGNITUDE):
+def _agree(values: Sequence[Any], magnitude: int, span: int) -> bool:
+    with mpmath.workdps(DIGITS + MAX_MAGNITUDE + 3 * span):
         return bool(abs(values[0] - values[1]) <= mpmath.mpf(10) ** (magnitude - CLOSE_DIGITS))
 
 

@@ -17,7 +17,6 @@ import array
 import base64
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -26,6 +25,11 @@ import struct
 import sys
 import time
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows, where no supervisor is ever started
+    resource = None  # type: ignore[assignment]
 
 from posttrain.graders.sandbox import kernel
 

@@ -14,13 +14,17 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import signal
 import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows: no limit on memory
+    resource = None  # type: ignore[assignment]
 
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
 MAX_REASON_CHARS = 300
@@ -88,8 +92,7 @@ def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, A
 def _call(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -> str:
     """The function's result as JSON. A time limit that is passed ends this process: see ``workers.Limits``."""
     _limit_memory(settings["memory_bytes"])
-    signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
-    signal.setitimer(signal.ITIMER_REAL, settings["wall_seconds"])
+    _set_timers(settings["cpu_seconds"], settings["wall_seconds"])
     try:
         return json.dumps(function(item))
     except (MemoryError, RecursionError):
@@ -99,9 +102,15 @@ def _call(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -
     except SystemExit as error:
         raise ItemFailed("SystemExit") from error
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _set_timers(0, 0)
         _limit_memory(None)
+
+
+def _set_timers(cpu_seconds: float, wall_seconds: float) -> None:
+    """Have the kernel end this process; where there are no timers (Windows) the parent does, by elapsed time."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
 
 
 def _shown(error: Exception) -> str:
@@ -113,10 +122,12 @@ def _shown(error: Exception) -> str:
 def _take_pipes() -> tuple[int, int]:
     """Move the two pipes away from standard input and output, where a library might read or print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if hasattr(signal, "setitimer"):
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, results = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -126,6 +137,8 @@ def _take_pipes() -> tuple[int, int]:
 
 def _limit_memory(num_bytes: int | None) -> None:
     """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
+    if resource is None:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = hard
     size = _address_space()

@@ -42,6 +42,8 @@ from posttrain.world import local_size
 MAX_CHUNK = 32  # items that a worker has before it at most
 MAX_START_FAILURES = 3  # workers in a row that die before they are ready
 MAX_ATTEMPTS = 2
+# How a worker ends that passes its limit of computing or elapsed time; where there are no timers, its parent ends it.
+_TIMERS = tuple(-getattr(signal, name) for name in ("SIGPROF", "SIGALRM") if hasattr(signal, name)) or (None,)
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 READ_BYTES = 65536
@@ -184,8 +186,8 @@ class WorkerPool:
                 raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
         elif worker.assigned and not worker.retired:
             guilty = worker.assigned.popleft()
-            if worker.overdue or code in (-signal.SIGPROF, -signal.SIGALRM):
-                cpu = code == -signal.SIGPROF
+            if worker.overdue or code in _TIMERS:
+                cpu = code == _TIMERS[0]
                 limit = self.limits.cpu_seconds if cpu else self.limits.wall_seconds
                 batch.settle(
                     guilty, Result("timeout", reason=f"over {limit:g} s {'of CPU time' if cpu else 'elapsed'}")
@@ -243,6 +245,11 @@ class _Worker:
     """One process with its pipes and the items that were given to it and not answered yet."""
 
     def __init__(self, target: str, limits: Limits) -> None:
+        if sys.platform == "win32":
+            raise RunFailure(
+                f"a worker process for {target} waits for its pipes as POSIX systems do, and Windows does not; "
+                "run this under WSL, or choose a grader without workers (numeric, exact)"
+            )
         try:
             self.folder = tempfile.mkdtemp(prefix="posttrain-worker-")
         except OSError as error:

@@ -24,6 +24,7 @@ from typing import TypeGuard
 
 import torch
 
+from posttrain.store import posix
 from posttrain.store.locks import Held, hold
 from posttrain.store.reading import cache_folder
 
@@ -102,7 +103,7 @@ def _find() -> tuple[str, ctypes.CDLL | None, str]:
         path = folder / "kernels" / f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
         if not path.exists():
             _build(command, path)
-        if path.stat().st_uid != os.geteuid():
+        if path.stat().st_uid != posix.user_id():
             raise Unavailable(f"{path} is another user's")
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16], ctypes.CDLL(str(path)), ""
     except (Unavailable, OSError, ValueError) as error:  # ValueError: a quote in CXX that does not end

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.reports.charts.panels import Panel, Series, axis_range
+from posttrain.reports.charts.panels import LARGEST, Panel, Series, axis_range
 from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
@@ -135,7 +135,7 @@ def _further(headline: Headline) -> _Plan:
 
 
 def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:
-    points = [(row.step, row.metrics[name]) for row in rows if math.isfinite(row.metrics.get(name, math.nan))]
+    points = [(row.step, row.metrics[name]) for row in rows if abs(row.metrics.get(name, math.nan)) < LARGEST]
     if not points:
         return None
     return Series(label, [float(step) for step, _ in points], [value for _, value in points])
@@ -145,9 +145,12 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
     tasks = list(dict.fromkeys(e.name for e in evaluations if name in e.results))
     series = []
     for task in tasks:
-        points = sorted((e for e in evaluations if e.name == task and name in e.results), key=lambda e: e.step)
+        drawn = [e for e in evaluations if e.name == task and abs(e.results.get(name, math.nan)) < LARGEST]
+        points = sorted(drawn, key=lambda e: e.step)
+        if not points:
+            continue
         bounds = [e.results.get(f"{name}_{bound}", math.nan) for e in points for bound in ("low", "high")]
-        has_interval = all(map(math.isfinite, bounds))
+        has_interval = all(abs(bound) < LARGEST for bound in bounds)
         values, low, high = ([e.results[key] for e in points] if key == name or has_interval else []
                              for key in (name, f"{name}_low", f"{name}_high"))  # fmt: skip
         own = label if len(tasks) == 1 else f"{label} {task}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_POINTS = 400
+LARGEST = 1e100  # a value beyond has no place on an axis: not even its distance to another is a number
 NUM_COLORS = 8  # of lines that can be told apart; the style sheet has so many
 Range = tuple[float, float]
 Ticks = Sequence[tuple[float, str]]
@@ -34,7 +35,7 @@ class Series:
 
     def drawn(self) -> list[int]:
         """The points that are drawn: those with a number, and of a long line every so many and the last."""
-        finite = [i for i, value in enumerate(self.ys) if math.isfinite(value)]
+        finite = [i for i, value in enumerate(self.ys) if abs(value) < LARGEST]  # NaN is not below it either
         stride = 1 if self.is_points else max(1, -(-len(finite) // MAX_POINTS))
         return sorted({*finite[::stride], *finite[-1:]})
 
@@ -139,9 +140,9 @@ def axis_range(panel: Panel) -> Range:
     """
     values = [v for s in panel.series for v in s.ys]
     values += [value for _, value in panel.levels]
-    values = [value for value in values if math.isfinite(value)]
+    values = [value for value in values if abs(value) < LARGEST]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    bands = [v for s in panel.series for v in (*s.low, *s.high) if math.isfinite(v)]
+    bands = [v for s in panel.series for v in (*s.low, *s.high) if abs(v) < LARGEST]
     reach = panel.max_band * ((high - low) or 1.0)
     low = min([low, *(max(value, low - reach) for value in bands)])
     high = max([high, *(min(value, high + reach) for value in bands)])

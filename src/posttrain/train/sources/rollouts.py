@@ -452,7 +452,7 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence
             rollout.advantage = value
 
 
-def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> dict[str, float]:
+def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
     ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
@@ -473,7 +473,7 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str) -> 
     facts = {
         "reward": statistics.fmean(r.reward for r in rollouts),
         **({"accuracy": len(right) / len(graded)} if graded else {}),
-        "format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts),
+        **({"format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
         "num_tokens": statistics.fmean(lengths),
         "truncated": statistics.fmean(float(r.completion.is_truncated) for r in rollouts),
         "uniform_groups": statistics.fmean(float(len({r.reward for r in g}) == 1) for g in groups),

@@ -1,0 +1,76 @@
+"""The package where Python has no POSIX: modules, calls and signals are taken away, as on Windows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src"
+TAKE_AWAY = """
+import os, signal, sys
+import psutil, torch.distributed.elastic.timer  # choose by the name of the system, which stays the same
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in (
+    "fork forkpty killpg getpgrp getpgid setsid setuid getuid geteuid getgid umask chown fchown fchmod mkfifo "
+    "pread pwrite sysconf sched_getaffinity getloadavg statvfs O_DIRECTORY O_NOFOLLOW O_NONBLOCK O_CLOEXEC O_PATH"
+).split():
+    if hasattr(os, name):
+        delattr(os, name)
+kept = {"SIGINT", "SIGTERM", "SIGABRT", "SIGFPE", "SIGILL", "SIGSEGV", "SIG_DFL", "SIG_IGN"}
+for name in dir(signal):
+    if name.startswith("SIG") and name.isupper() and name not in kept:
+        delattr(signal, name)
+for name in ("setitimer", "pthread_sigmask", "pidfd_send_signal", "alarm", "siginterrupt"):
+    delattr(signal, name)
+"""
+IMPORT_ALL = """
+import importlib, pkgutil, posttrain
+failed = {}
+for module in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
+    if module.name.endswith(("__main__",)):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name in ("fcntl", "resource", "pwd", "grp", "termios"):
+            failed[module.name] = repr(error)
+    except Exception as error:
+        failed[module.name] = repr(error)
+assert not failed, failed
+"""
+RUN = """
+from posttrain.cli import main
+sys.exit(main(ARGUMENTS))
+"""
+
+
+def without_posix(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", TAKE_AWAY + code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_modules_without_posix_are_imported(tmp_path: Path) -> None:
+    done = without_posix(tmp_path, IMPORT_ALL)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes"],
+        ["train", "tiny/grpo", "--dry-run"],
+        ["train", "tiny/grpo", "--train.steps", "2", "--eval.every", "0", "--rollout.group", "2", "--run", "two-steps"],
+    ],
+)
+def test_command_without_posix_ends_well(tmp_path: Path, arguments: list[str]) -> None:
+    done = without_posix(tmp_path, RUN.replace("ARGUMENTS", repr(arguments)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "--run" in arguments:
+        lines = (tmp_path / "runs" / "two-steps" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if '"step": 2' in line or '"step":2' in line]
