@@ -49,8 +49,8 @@ test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning t
 	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow
 	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
 
-test-gpu: $(DEV) ## the tests that need CUDA
-	$(BIN)/python -m pytest -m gpu tests/gpu
+test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and tests that need CUDA (4 minutes)
+	PYTHON=$(BIN)/python tools/gpu/run.sh check
 
 test-vllm: $(DEV) $(VLLM_VENV)/installed-here ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
@@ -84,8 +84,8 @@ bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU 
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	$(TEST_ENV) $(BIN)/python benchmarks/cpu.py
 
-bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (long)
-	$(BIN)/python benchmarks/gpu.py
+bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (10 minutes)
+	PYTHON=$(BIN)/python tools/gpu/run.sh measure
 
 docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py

@@ -19,7 +19,8 @@ Their share is of the rate that this device reaches with products of 8,192 x 8,1
 row, and of 989 TFLOP/s, the data sheet's number for an H100 or H200, by which others divide.
 
 Each row is a process of its own; one that fails is kept with its error. Writes
-results/gpu-KIND.json, of which docs/reference.md has a table; ``--smallest`` writes smallest-gpu.json, which has none.
+results/gpu-KIND.json (or $OUT), of which docs/reference.md has a table; ``--smallest`` writes smallest-gpu.json, which
+has none.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import gc
 import json
 import logging
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -55,7 +57,7 @@ from posttrain.train.build import Parts
 from posttrain.train.step import accumulate, apply_update
 from posttrain.types import Batch, Sample, collate
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 Row = dict[str, Any]
 KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 VOCABULARY, GROUP = 151_936, 8

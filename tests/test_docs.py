@@ -190,15 +190,15 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
     update = {"work": "sft", "tokens_per_second": 26_001.4, "model_flops_per_second": 1.25e14, "peak_gib": 30.04}
     decode = {"work": "decode", "tokens_per_second": 9_000, "peak_gib": 5, "launches_per_step": 1.5}
     rows = {
-        "sft": update | {"share_of_measured_rate": 0.251},
-        "decode": decode | {"waits_per_step": 0.125, "vllm_tokens_per_second": 12_000, "ratio": 0.75},
+        "sft": update | {"share_of_measured_rate": 0.251, "share_of_data_sheet": 0.126},
+        "decode": decode | {"vllm_tokens_per_second": 12_000, "ratio": 0.75, "remark": "at first"},
         "rl": {"work": "rl", "failed": "OutOfMemoryError"},
     }
     (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "X", "versions": {"torch": "2.11"}, "rows": rows}))
     (text,) = tool.gpu_texts()
     assert text.splitlines()[-3:] == [
-        "| sft | 26,001 | 125.0 | 25% | 30.0 | – | – | – |",
-        "| decode | 9,000 | – | – | 5.0 | 1.50 | 0.12 | 12,000 (0.75 of it) |",
+        "| sft | 26,001 | 125.0 | 25% | 13% | 30.0 | – | – |",
+        "| decode (at first) | 9,000 | – | – | – | 5.0 | 2 | 12,000 (0.75 of it) |",
         "| rl | failed: OutOfMemoryError | – | – | – | – | – | – |",
     ]
     assert text.startswith("## Speed on one X\n")

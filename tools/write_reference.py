@@ -138,14 +138,24 @@ def gpu_texts() -> list[str]:
                 rows.append([row["work"], f"failed: {row['failed']}", *["–"] * 6])
                 continue
             tera = row.get("model_flops_per_second")
-            others = ("share_of_measured_rate", "peak_gib", "launches_per_step", "waits_per_step")
+            others = ("share_of_measured_rate", "share_of_data_sheet", "peak_gib", "launches_per_step")
             figures = [row["tokens_per_second"], None if tera is None else tera / 1e12, *map(row.get, others)]
-            forms = ("{:,.0f}", "{:.1f}", "{:.0%}", "{:.1f}", "{:.2f}", "{:.2f}")
+            forms = ("{:,.0f}", "{:.1f}", "{:.0%}", "{:.0%}", "{:.1f}", "{:.0f}")
             cells = ["–" if one is None else form.format(one) for form, one in zip(forms, figures, strict=True)]
             peer = row.get("vllm_tokens_per_second")
-            rows.append([row["work"], *cells, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"])
-        head = ["work", "tokens/s", "TFLOP/s", "of the measured rate", "GiB", "launches/step", "waits/step", "vLLM"]
-        about = f"`make bench-gpu`, torch {measured['versions']['torch']}."
+            remark = f" ({row['remark']})" if "remark" in row else ""
+            rows.append(
+                [row["work"] + remark, *cells, "–" if peer is None else f"{peer:,.0f} ({row['ratio']:.2f} of it)"]
+            )
+        head = ["work", "tokens/s", "TFLOP/s", "of the measured rate", "of 989", "GiB", "launches/step", "vLLM"]
+        about = f"`benchmarks/gpu.py`, torch {measured['versions']['torch']}, random weights."
+        if "ceilings" in measured:
+            told = measured["ceilings"]
+            about += (
+                f" Products of 8,192 × 8,192 matrices reach {told['tflops_bf16']:.0f} TFLOP/s in bf16, "
+                f"{told['tflops_tf32']:.0f} in TF32 and {told['tflops_fp32']:.0f} in fp32 there, copies "
+                f"{told['copy_tb_per_second']:.1f} TB/s."
+            )
         texts.append(f"## Speed on one {measured['gpu']}\n\n{about}\n\n{table(head, rows)}")
     return texts
 

@@ -270,8 +270,6 @@ class Call:
             )
             self.log.write(f"\n===== {name}: {result['state']}\n{output[-60_000:]}\n")
             self.log.flush()
-            for table in (ROOT / "benchmarks/results").glob("gpu-*.json"):
-                shutil.copy(table, OUT / table.name)
             (OUT / f"{self.name}.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
 
 
