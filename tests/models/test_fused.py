@@ -43,6 +43,31 @@ def test_values_worked_by_hand():
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "checkpointed"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_fused_layers_under_autocast_round_no_worse_than_the_modules(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU, where they are fused under autocast: gradients of both against those in fp32."""
+    model = random_model(family)
+    if kind == "lora":
+        model = add_adapter(model)
+    exact, batch = Forward(model), ragged_batch()
+    weighted_backward(exact, batch, [])
+    truth, errors = gradients(model), {}
+    for fused_on in (set[str](), {"cpu"}):
+        monkeypatch.setattr(fused, "AUTOCAST_FUSED_ON", fused_on)
+        model.zero_grad()
+        calls: list[str] = []
+        forward = Forward(model, precision="bf16")
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "Rotate", Counted(calls))
+            weighted_backward(forward, batch, [model] if kind == "checkpointed" else [])
+        assert bool(calls) == bool(fused_on)
+        errors[bool(fused_on)] = float((gradients(model) - truth).norm() / truth.norm())
+    assert 1e-3 < errors[True] < 1.1 * errors[False]
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "checkpointed"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_models_give_what_their_own_modules_give(family: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     """Gradients of all parameters within 1e-5 of the plain path, in fp32; with an adapter, and recomputed."""

@@ -3,9 +3,11 @@
 Between matrix products a layer of the Llama family is elementwise work, which autograd does one small step at a
 time, each a pass over memory, and keeps what it needs for each. Here each is one function: fewer passes, and only
 its inputs are kept. ``FusedLayers`` puts them into modules that it knows exactly, while a packed batch is computed;
-what it does not know, and what is not fp32, runs as it is. ``posttrain.models.forward.fused.ENABLED = False`` switches
-them off, for comparison. Against the plain path a gradient differs by fp32 rounding. With the native kernel
-(``models/kernel/layers.py``) the same functions are one pass each.
+what it does not know, and what is not fp32, runs as it is. So does autocast on a CPU; on a GPU fp32 weights under
+autocast are fused too: norms, rotary embedding and residuals in fp32, products and SwiGLU in autocast's type.
+``posttrain.models.forward.fused.ENABLED = False`` switches them off, for comparison. Against the plain path a
+gradient differs by fp32 rounding. With the native kernel (``models/kernel/layers.py``) the same functions are one
+pass each.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from posttrain.models.forward.attention import active_packing, attend, check_win
 from posttrain.models.forward.packing import Packing
 
 ENABLED = True
+AUTOCAST_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run under autocast
 HEAD_SIZES = 32  # of which the native kernel's attention takes multiples
 # The families whose modules are these: name of the module of transformers, prefix of its classes.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -198,6 +201,12 @@ def _is_fp32(x: Tensor, *weights: Tensor) -> bool:
     return same and not torch.is_autocast_enabled(x.device.type)
 
 
+def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
+    """Return whether fp32 weights under autocast are fused here."""
+    kind = x.device.type
+    return kind in AUTOCAST_FUSED_ON and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Functions:
     """What computes a layer's elementwise work: the functions above, or others of the same numbers.
@@ -247,6 +256,9 @@ def native_functions() -> Functions:
 
 
 def _rms_norm(functions: Functions, module: Any, hidden_states: Tensor) -> Tensor:
+    if _is_autocast_fused(hidden_states, module.weight):
+        size = (hidden_states.shape[-1],)
+        return F.rms_norm(hidden_states.float(), size, module.weight, module.variance_epsilon)
     if not _is_fp32(hidden_states, module.weight):
         plain: Tensor = type(module).forward(module, hidden_states)
         return plain
@@ -256,7 +268,10 @@ def _rms_norm(functions: Functions, module: Any, hidden_states: Tensor) -> Tenso
 
 def _mlp(functions: Functions, module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
-    inner = functions.swiglu(gate, up) if _is_fp32(gate, up) else module.act_fn(gate) * up
+    if _is_autocast_fused(x, module.gate_proj.weight):
+        inner = SwiGlu.apply(gate, up)
+    else:
+        inner = functions.swiglu(gate, up) if _is_fp32(gate, up) else module.act_fn(gate) * up
     out: Tensor = module.down_proj(inner)
     return out
 
@@ -287,7 +302,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     packing, (cos, sin) = active_packing(), position_embeddings
     knows = packing is not None and past_key_values is None and cos.shape[-1] == module.head_dim
-    if not knows or not _is_fp32(hidden_states, cos):
+    is_fused = _is_fp32(hidden_states, cos) or _is_autocast_fused(hidden_states, module.q_proj.weight)
+    if not knows or not is_fused:
         plain: tuple[Tensor, Tensor | None] = type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
