@@ -5,8 +5,7 @@
 
 Each row is a process of its own, in which ours and the peer's take turns on the same work (``training.py``,
 ``training_pairs.py``, ``engine.py``, ``dictionaries.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
-of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand, ``kernel`` ours
-with the native kernel (``train.native_kernel``, and ``rollout.engine.native_kernel`` where it samples). A row whose
+of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand. A row whose
 peer is not installed says so and has no ratio. Writes results/cpu-KIND.json, KIND being what the processor calls
 itself; docs/reference.md has a table of each such file.
 """
@@ -37,14 +36,13 @@ import training
 import training_pairs
 from training import Seconds, is_installed, kind_of_cpu
 
-from posttrain.models.kernel.build import OFF, usual_kernel
 from posttrain.models.load import load_tokenizer
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
-VARIANTS = {"plain_cpu_seconds": "plain", "kernel_cpu_seconds": "with the native kernel"}
+VARIANTS = {"plain_cpu_seconds": "plain"}
 
 
 def training_row(work: str, result: dict[str, Any]) -> Row:
@@ -54,7 +52,6 @@ def training_row(work: str, result: dict[str, Any]) -> Row:
         "peer": "trl",
         "our_cpu_seconds": result["our_cpu_seconds"],
         "plain_cpu_seconds": result.get("our_plain_cpu_seconds"),
-        "kernel_cpu_seconds": result.get("our_kernel_cpu_seconds"),
         "peer_cpu_seconds": result.get("trl_cpu_seconds"),
     }
 
@@ -76,7 +73,7 @@ def half_billion_sft(rounds: int, _steps: int, lora_rank: int | None = None) -> 
         model.save_pretrained(folder)
         load_tokenizer("tiny").save_pretrained(folder)
         del model
-        result = training.sft(rounds, 1, not is_installed("trl"), folder, rows=4, kernel=False, lora_rank=lora_rank)
+        result = training.sft(rounds, 1, not is_installed("trl"), folder, rows=4, lora_rank=lora_rank)
     adapter = "" if lora_rank is None else f", LoRA of rank {lora_rank} on all layers"
     return training_row(f"SFT step, 4 ragged rows, 494 million parameters{adapter}", result)
 
@@ -103,10 +100,6 @@ def ppo(rounds: int, steps: int) -> Row:
     training.our_steps(recipe, parts, 1, 2)
     ours = training.our_steps(recipe, parts, 3, rounds * steps)
     variants = {"plain": training.our_steps(recipe, parts, 3, rounds * steps, fused_layers=False)}
-    rollout = stated["rollout"] | {"engine": {"name": "native", "native_kernel": True}}
-    if (of_kernel := training.parts_with_kernel(stated | {"rollout": rollout})) is not None:
-        training.our_steps(*of_kernel, 1, 2)
-        variants["kernel"] = training.our_steps(*of_kernel, 3, rounds * steps)
     return training_row("PPO step with its critic, 64 × 64 tokens", training.report("ppo", ours, [], {}, variants)) | {
         "peer": None
     }
@@ -124,7 +117,7 @@ def sampling(
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
     shape, size = (engine.HALF_BILLION, ", 494 million parameters") if large else (engine.SHAPE, "")
     model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
-    ways = {name: options for name, options in engine.WAYS.items() if name in ("native", "native_kernel")}
+    ways = {name: options for name, options in engine.WAYS.items() if name == "native"}
     rates = engine.compare(model, engine.STOP_IDS if ragged else (), rounds, ways)
     ours, peer = rates["native"], rates["transformers_generate"]
     ends = ", answers that end at random" if ragged else ""
@@ -132,7 +125,6 @@ def sampling(
         "work": f"sampling, {8 * group} rows, 64 + {new_tokens} tokens{ends}{size}; per 1,000 tokens",
         "peer": "transformers",
         "our_cpu_seconds": 1e3 / ours["tokens_per_cpu_second"],
-        "kernel_cpu_seconds": 1e3 / rates["native_kernel"]["tokens_per_cpu_second"] if usual_kernel() != OFF else None,
         "peer_cpu_seconds": 1e3 / peer["tokens_per_cpu_second"],
         "ratio": ours["ratio_cpu"],
     }

@@ -10,8 +10,6 @@ as the model's distribution is nearly uniform, lengths are geometric with mean 4
 128). Rates count the tokens that belong to a completion: what ``generate`` computes for rows that have
 ended is not output.
 
-``native_kernel`` is ``native`` with its attention compiled (``rollout.engine.native_kernel``), given a compiler.
-
 One pair = one call of each side, one after the other; the figure is the median of the pairs' ratios.
 Wall time and CPU time are both given, since the machine may be shared. Writes results/engine.json.
 """
@@ -35,7 +33,6 @@ import transformers
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.models.kernel.build import usual_kernel
 from posttrain.randomness import derive_key
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"
@@ -115,7 +112,6 @@ def measure(work: Callable[[], int]) -> tuple[float, float]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "native": {},
-    "native_kernel": {"native_kernel": True},
     "native_modules_path": {"path": "modules"},
 }
 
@@ -163,7 +159,6 @@ def main() -> None:
         "pairs": arguments.pairs,
         "load_average_before": round(os.getloadavg()[0], 2),
         "path": NativeEngine(model).path,
-        "native_kernel": usual_kernel(),
         "runs": [],
     }
     for threads in arguments.threads:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 
 from posttrain.models.forward import fused
-from posttrain.models.kernel.build import OFF, usual_kernel
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ModelSection
@@ -39,13 +38,6 @@ PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64
 def our_parts(recipe: dict[str, Any]) -> tuple[Recipe, Parts]:
     resolved = validate_recipe(recipe).resolve()
     return resolved, prepare(resolved)
-
-
-def parts_with_kernel(recipe: dict[str, Any]) -> tuple[Recipe, Parts] | None:
-    """The same with the native kernel in the updates; None where there is none."""
-    if usual_kernel() == OFF:
-        return None
-    return our_parts(recipe | {"train": recipe["train"] | {"native_kernel": True}})
 
 
 def is_installed(package: str) -> bool:
@@ -120,19 +112,18 @@ def common_trl_options(folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def grpo_parts(prompt_tokens: int | None, native_kernel: bool) -> tuple[Recipe, Parts]:
+def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, Parts]:
     """What GRPO's step is made of; prompts are cut to one length where it is given."""
-    engine = {"name": "native", "native_kernel": native_kernel}
     recipe, parts = our_parts(
         {
             "model": {"name": "tiny"},
             "task": {"name": "stories", "size": 512},
             "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
             "rewards": ["training_reward:digits"],
-            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS, "engine": engine},
+            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS},
             "objective": "grpo",
             "aggregate": "token_mean",
-            "train": {"steps": 10_000, "lr": 1e-6, "native_kernel": native_kernel},
+            "train": {"steps": 10_000, "lr": 1e-6},
         }
     )
     source = parts.source
@@ -145,7 +136,7 @@ def grpo_parts(prompt_tokens: int | None, native_kernel: bool) -> tuple[Recipe, 
 
 def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = False) -> dict[str, Any]:
     """One GRPO step: generate, grade, update."""
-    recipe, parts = grpo_parts(prompt_tokens, False)
+    recipe, parts = grpo_parts(prompt_tokens)
     source = parts.source
     facts = {"prompt_tokens_mean": statistics.fmean(len(p) for p in source.prompts)}
     if ours_alone:
@@ -164,7 +155,6 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
     ours: list[Seconds] = []
     theirs: list[Seconds] = []
     plain: list[Seconds] = []
-    with_kernel: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         options = common_trl_options(folder, steps + 1)
         config = GRPOConfig(
@@ -176,9 +166,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             temperature=1.0,
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
         )
-        of_kernel = grpo_parts(prompt_tokens, True) if usual_kernel() != OFF else None
-        for made in filter(None, ((recipe, parts), of_kernel)):
-            our_steps(*made, 1, 2)
+        our_steps(recipe, parts, 1, 2)
         for round_index in range(rounds):
             clock = StepClock()
             trainer = GRPOTrainer(
@@ -193,9 +181,7 @@ def grpo(rounds: int, steps: int, prompt_tokens: int | None, ours_alone: bool = 
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
-            if of_kernel is not None:
-                with_kernel += our_steps(*of_kernel, 10 + round_index * steps, steps)
-    return report("grpo", ours, theirs, facts, {"plain": plain, "kernel": with_kernel})
+    return report("grpo", ours, theirs, facts, {"plain": plain})
 
 
 def sft(
@@ -204,11 +190,9 @@ def sft(
     ours_alone: bool = False,
     model: str = "tiny",
     rows: int = 16,
-    kernel: bool = True,
     lora_rank: int | None = None,
 ) -> dict[str, Any]:
-    """One SFT step on ragged rows; ``kernel``: also with the native kernel, in a second copy of model and optimizer.
-    ``lora_rank``: of an adapter on every linear layer, which alone is trained."""
+    """One SFT step on ragged rows; ``lora_rank``: of an adapter on every linear layer, which alone is trained."""
     adapter = {} if lora_rank is None else {"adapter": {"rank": lora_rank}}
     stated = {
         "model": {"name": model} | adapter,
@@ -236,12 +220,9 @@ def sft(
     ours: list[Seconds] = []
     theirs: list[Seconds] = []
     plain: list[Seconds] = []
-    with_kernel: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(**common_trl_options(folder, steps + 1), per_device_train_batch_size=rows, max_length=1024)
-        of_kernel = parts_with_kernel(stated) if kernel else None
-        for made in filter(None, ((recipe, parts), of_kernel)):
-            our_steps(*made, 1, 2)
+        our_steps(recipe, parts, 1, 2)
         for round_index in range(rounds):
             clock = StepClock()
             trainer = SFTTrainer(
@@ -257,14 +238,12 @@ def sft(
             theirs += clock.seconds[1:]
             ours += our_steps(recipe, parts, 10 + round_index * steps, steps)
             plain += our_steps(recipe, parts, 10 + round_index * steps, steps, fused_layers=False)
-            if of_kernel is not None:
-                with_kernel += our_steps(*of_kernel, 10 + round_index * steps, steps)
     tokens = rows * statistics.fmean(lengths)
     facts |= {
         "our_tokens_per_second": tokens / median(ours).wall,
         "trl_tokens_per_second": tokens / median(theirs).wall,
     }
-    return report("sft", ours, theirs, facts, {"plain": plain, "kernel": with_kernel})
+    return report("sft", ours, theirs, facts, {"plain": plain})
 
 
 def median(steps: Sequence[Seconds]) -> Seconds:
@@ -286,8 +265,7 @@ def report(
     facts: dict[str, float],
     variants: Mapping[str, Sequence[Seconds]] | None = None,
 ) -> dict[str, Any]:
-    """The medians, and their ratios; ``variants`` of our steps: ``plain`` without the hand-written layers, ``kernel``
-    with the native kernel."""
+    """The medians, and their ratios; ``variants`` of our steps: ``plain`` without the hand-written layers."""
     our, peer = median(ours), median(theirs) if theirs else None
     beside: dict[str, Any] = {}
     if peer is not None:

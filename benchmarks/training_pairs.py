@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training import RESULTS, Seconds, StepClock, common_trl_options, our_parts, our_steps, parts_with_kernel, report
+from training import RESULTS, Seconds, StepClock, common_trl_options, our_parts, our_steps, report
 
 PAIRS = 16
 
@@ -97,23 +97,16 @@ def compare(part: str, rounds: int, steps: int, pairs_file: str | None, precompu
     ours: list[Seconds] = []
     theirs: list[Seconds] = []
     plain: list[Seconds] = []
-    with_kernel: list[Seconds] = []
-    of_kernel = parts_with_kernel(our_recipe(part, pairs_file))
     with tempfile.TemporaryDirectory() as folder:
-        for made in filter(None, ((recipe, parts), of_kernel)):
-            our_steps(*made, 1, 2)
+        our_steps(recipe, parts, 1, 2)
         for index in range(rounds):
             clock = StepClock()
             trl_trainer(part, dataset, folder, steps + 1, clock, precompute).train()
             theirs += clock.seconds[1:]  # the first step warms up
             ours += our_steps(recipe, parts, 10 + index * steps, steps)
             plain += our_steps(recipe, parts, 10 + index * steps, steps, fused_layers=False)
-            if of_kernel is not None:
-                with_kernel += our_steps(*of_kernel, 10 + index * steps, steps)
     lengths = [len(row.ids) for unit in parts.source.units for row in unit]
-    result = report(
-        f"{part}_precomputed" if precompute else part, ours, theirs, {}, {"plain": plain, "kernel": with_kernel}
-    )
+    result = report(f"{part}_precomputed" if precompute else part, ours, theirs, {}, {"plain": plain})
     return result | {
         "our_pairs_per_second": PAIRS / result["our_seconds"],
         "trl_pairs_per_second": PAIRS / result["trl_seconds"],

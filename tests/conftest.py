@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,31 +54,6 @@ def template() -> Any:
     from posttrain import registry
 
     return registry.find("template", "r1_zero").bind({"preamble": ""})()
-
-
-@pytest.fixture(scope="session")
-def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tests keep what ``native_kernel`` builds: all test processes the same, for it takes a while."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernel"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture
-def native_kernel(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of this machine's native kernel, which the process has not chosen yet; skipped without a compiler."""
-    from posttrain.models.kernel import build
-
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        pytest.skip("there is no compiler for C++")
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_folder))
-    monkeypatch.setattr(build, "_in_use", None)
-    build._find.cache_clear()
-    assert build.usual_kernel() != build.OFF, build.why_none()
-    yield build.usual_kernel()
-    build._find.cache_clear()
 
 
 @pytest.fixture(scope="module")

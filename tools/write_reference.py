@@ -106,23 +106,19 @@ def speed_text() -> str:
         measured = read(path.name)
         rows = []
         for row in measured["rows"].values():
-            ours, plain, kernel, theirs = (
-                row.get(f"{side}_cpu_seconds") for side in ("our", "plain", "kernel", "peer")
-            )
-            costs = [ours, plain, kernel, theirs]
-            ratios = [theirs / one if theirs and one else None for one in (ours, kernel)]
+            ours, plain, theirs = (row.get(f"{side}_cpu_seconds") for side in ("our", "plain", "peer"))
+            ratio = theirs / ours if theirs and ours else None
             peer = "–" if theirs is None else f"{row['peer']} {measured['versions'][row['peer']]}"
-            written = ["–" if one is None else f"{one:.3f}" for one in costs]
-            written += ["–" if one is None else f"{one:.2f} ×" for one in ratios]
+            written = ["–" if one is None else f"{one:.3f}" for one in (ours, plain, theirs)]
+            written.append("–" if ratio is None else f"{ratio:.2f} ×")
             rows.append([row["work"], *written, peer])
-        head = ["work", "ours", "plain", "kernel", "the peer", "ratio", "ratio, kernel", "peer"]
+        head = ["work", "ours", "plain", "the peer", "ratio", "peer"]
         threads = sorted({row["threads"] for row in measured["rows"].values()})
         about = f"{measured['cpu']}, threads: {', '.join(map(str, threads))}; torch {measured['versions']['torch']}."
         tables.append(f"{about}\n\n{table(head, rows)}")
     intro = (
         "`make bench-cpu`: CPU-seconds, medians, ours and the peer's in turns in one process. `plain` is ours without "
-        "the layers whose backward passes are written by hand, `kernel` ours with `train.native_kernel: true`, and "
-        "`rollout.engine.native_kernel: true` where it samples."
+        "the layers whose backward passes are written by hand."
     )
     return "\n".join([f"## Speed on a CPU\n\n{intro}\n", *tables]) if tables else ""
 

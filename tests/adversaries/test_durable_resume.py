@@ -112,10 +112,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
     "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),
     "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
-    "other kernel": (
-        lambda f: change_state(f, native_kernel="0\x1b[2J1"),
-        r"native_kernel: '0\x1b[2J1' then, which is not to be had here; now '",
-    ),
     "other products": (
         lambda f: change_state(f, products="cu\x1b[2Jda"),
         r"library of products: 'cu\x1b[2Jda' then, which is not to be had here; now ",

@@ -11,14 +11,6 @@ from posttrain.engines.native.sampler import draw, first_beyond, truncate
 P = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
 
 
-@pytest.fixture(params=[False, True], ids=["torch", "kernel"])
-def native(request: pytest.FixtureRequest) -> bool:
-    """Whether the native kernel draws."""
-    if request.param:
-        request.getfixturevalue("native_kernel")
-    return request.param
-
-
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
@@ -43,8 +35,8 @@ def test_ties_at_the_top_k_border_keep_exactly_k_with_the_smaller_id():
 @pytest.mark.parametrize(
     ("u", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.7001, 3), (1 - 2**-53, 3)]
 )
-def test_the_token_whose_interval_holds_u(native, u, token):
-    ids, probability = draw(P.log(), torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1), native)
+def test_the_token_whose_interval_holds_u(u, token):
+    ids, probability = draw(P.log(), torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1))
     assert ids.tolist() == [token]
     torch.testing.assert_close(probability, P[0, token : token + 1])
 
@@ -58,52 +50,26 @@ def test_u_is_stretched_over_what_truncation_keeps_and_the_probability_is_the_fu
     assert ids.tolist() == [3]
 
 
-def test_a_token_without_probability_is_never_drawn(native):
+def test_a_token_without_probability_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     for u in (0.0, 0.5, 1 - 2**-53):
-        ids, _ = draw(logits, torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1), native)
+        ids, _ = draw(logits, torch.tensor([[u]], dtype=torch.float64), Sampling(max_tokens=1))
         assert ids.item() == (1 if u < 0.5 else 3)
 
 
-def test_frequencies_follow_the_distribution(native):
+def test_frequencies_follow_the_distribution():
     u = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
-    ids, _ = draw(P.log().expand(1000, 4), u, Sampling(max_tokens=1), native)
+    ids, _ = draw(P.log().expand(1000, 4), u, Sampling(max_tokens=1))
     assert torch.bincount(ids).tolist() == [100, 400, 200, 300]
 
 
-def test_temperature_scales_the_logits_and_greedy_does_not(native):
+def test_temperature_scales_the_logits_and_greedy_does_not():
     logits, zero = torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros((1, 1), dtype=torch.float64)
-    _, at_half = draw(logits, zero, Sampling(max_tokens=1, temperature=0.5), native)
+    _, at_half = draw(logits, zero, Sampling(max_tokens=1, temperature=0.5))
     torch.testing.assert_close(at_half, (logits / 0.5).softmax(-1)[:, 0])
-    ids, greedy = draw(logits, None, Sampling(max_tokens=1, temperature=0.0), native)
+    ids, greedy = draw(logits, None, Sampling(max_tokens=1, temperature=0.0))
     assert ids.tolist() == [1]
     torch.testing.assert_close(greedy, logits.softmax(-1)[:, 1])
-
-
-@pytest.mark.parametrize("size", [1, 7, 16, 487, 5003])
-def test_the_kernel_draws_what_torch_draws(native_kernel, size):
-    generator = torch.Generator().manual_seed(size)
-    logits = 4 * torch.randn((400, size), generator=generator)
-    logits[:, ::5] -= 200.0  # below float32's smallest number beside the others
-    logits[:100, ::3] = -torch.inf
-    logits[:, -1] = 1.0
-    u = torch.rand((400, 1), dtype=torch.float64, generator=generator)
-    ids, probability = draw(logits, u, Sampling(max_tokens=1), native=True)
-    expected, at = draw(logits, u, Sampling(max_tokens=1))
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    is_at_an_edge = ((cumulative - u).abs() < 1e-6).any(-1)  # where the last bits decide
-    assert is_at_an_edge.sum() <= 0.1 * len(ids)
-    assert torch.equal(ids[~is_at_an_edge], expected[~is_at_an_edge])
-    same = ids == expected
-    torch.testing.assert_close(probability[same], at[same], rtol=3e-6, atol=0)
-
-
-def test_logits_that_are_no_numbers_are_seen_by_the_probability(native):
-    logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 1.0], [-torch.inf] * 3, [0.0, 1.0, 2.0]])
-    u = torch.full((4, 1), 0.5, dtype=torch.float64)
-    ids, probability = draw(logits, u, Sampling(max_tokens=1), native)
-    assert probability.isnan().tolist() == [True, True, True, False]
-    assert ((ids >= 0) & (ids < 3)).all()
 
 
 @pytest.mark.parametrize("size", [8192, 8193, 12_000])

@@ -23,7 +23,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RewardFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent, count, standing
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop, machine
+from posttrain.train import loop
 from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
@@ -268,23 +268,6 @@ def test_a_process_beside_it_gives_the_same_bits_also_when_it_is_killed(
     for row in (timing[0], timing[4]):
         assert {"waited_seconds", "generate_seconds", "staleness_in_flight", "staleness_in_queue"} <= set(row)
     assert timing[4]["staleness_in_flight"] + timing[4]["staleness_in_queue"] == 1.0
-
-
-def test_a_process_beside_it_decodes_with_the_native_kernel_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernel: str
-) -> None:
-    """The run has chosen none, as where its first machine had no compiler; by itself the process would take it."""
-    engine = {"name": "native", "native_kernel": True}
-    recipe = stale_recipe(1, rollout=ROLLOUT | {"engine": engine}, train=TRAIN | {"steps": 2})
-    monkeypatch.setattr(machine, "usual_kernel", lambda: "off")
-    run(tmp_path / "beside", recipe)
-    with monkeypatch.context() as patch:
-        sample_inline(patch)
-        run(tmp_path / "off", recipe)
-        patch.setattr(machine, "usual_kernel", lambda: native_kernel)
-        run(tmp_path / "on", recipe)
-    assert recorded(tmp_path / "beside") == recorded(tmp_path / "off")
-    assert recorded(tmp_path / "on") != recorded(tmp_path / "off")
 
 
 def test_a_reward_that_fails_beside_it_is_one_message(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from posttrain.algorithms.objectives import primitives
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
-from posttrain.models.kernel import build
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop, machine
 from posttrain.train.build import prepare
@@ -98,27 +97,6 @@ def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monk
     assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
 
 
-@pytest.mark.parametrize("began", ["kernel", "off"])
-def test_a_resumed_run_keeps_the_native_kernel_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernel: str, began: str
-) -> None:
-    """Where a compiler came or went meanwhile, the other way to decode would be chosen: its bits are others."""
-    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 3})
-    first, second = (native_kernel, "off") if began == "kernel" else ("off", native_kernel)
-    monkeypatch.setattr(machine, "usual_kernel", lambda: first)
-    run(tmp_path / "whole", recipe)
-    run(tmp_path / "cut", recipe, stop_after=1)
-    monkeypatch.setattr(machine, "usual_kernel", lambda: second)
-    run(tmp_path / "cut", recipe, resume=True)
-    assert build.kernel() == first
-    state = json.loads((tmp_path / "cut" / "checkpoints" / "step-000003" / "state.json").read_text())
-    assert state["native_kernel"] == first
-    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
-    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
-    run(tmp_path / "other", recipe)
-    assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
-
-
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """Where a sum is cut into parts shows in its last bits."""
     recipe, events = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
@@ -168,38 +146,17 @@ def test_threads_are_taken_again_in_as_many_processes_alone() -> None:
         torch.set_num_threads(own)
 
 
-def test_a_rank_that_builds_another_native_kernel_is_refused(native_kernel: str) -> None:
-    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}})
-
-    def of_main(kernel: str) -> Any:
-        main = {"native_kernel": kernel}
+def test_chosen_by_main_products_that_this_rank_has_not_are_refused() -> None:
+    def of_main(products: str) -> Any:
+        main = {"library of products": products}
         return SimpleNamespace(rank=1, tell=lambda own, what: main.get(what, own))
 
-    for told in (native_kernel, "off"):
-        with machine.chosen_by_main(recipe, of_main(told)):
-            assert build.kernel() == told
-    refused = f"rank 1: native_kernel: '{native_kernel}' on this machine, and '00' on rank 0's, which is not to be had"
-    with pytest.raises(UsageError, match=refused), machine.chosen_by_main(recipe, of_main("00")):
+    own = linear.products()
+    with machine.chosen_by_main(of_main(own)):
+        assert linear.products() == own
+    refused = f"rank 1: library of products: '{linear.usual_products()}' on this machine, and 'cuda' on rank 0's"
+    with pytest.raises(UsageError, match=refused), machine.chosen_by_main(of_main("cuda")):
         pass
-    with machine.chosen_by_main(one_layer_recipe("grpo"), of_main("00")) as lines:  # nobody is asked
-        assert lines == []
-
-
-def test_a_run_says_that_it_has_no_native_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_in_use", None)
-    build._find.cache_clear()
-    recipe = one_layer_recipe("grpo", rollout={"engine": {"name": "native", "native_kernel": True}}, train={"steps": 1})
-    events = Events()
-    watched(tmp_path / "asked", recipe, events)
-    build._find.cache_clear()
-    told = [facts["message"] for facts in events.of("notice")]
-    assert "native_kernel: there is no compiler for C++ (no-such-compiler); torch's operations are used" in told
-    run(tmp_path / "plain", one_layer_recipe("grpo", train={"steps": 1}))
-    assert same_bits(saved_tensors(tmp_path / "asked", 1), saved_tensors(tmp_path / "plain", 1))
-    files = [tmp_path / name / "checkpoints" / "step-000001" / "state.json" for name in ("asked", "plain")]
-    states = [json.loads(file.read_text()) for file in files]
-    assert [state.get("native_kernel") for state in states] == ["off", None]
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

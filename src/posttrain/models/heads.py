@@ -58,31 +58,22 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _native_scores() -> Any:
-    from posttrain.models.kernel.layers import TokenScores
-
-    return TokenScores
-
-
 def score_logits(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
     entropy: str,
     candidates: Tensor | None = None,
-    *,
-    native: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and
     log-probabilities ``[M, K]`` of ``candidates [M, K]``; None where not asked for.
 
-    fp32, or float64 where the logits are. ``native``: by the native kernel, where they are fp32.
+    fp32, or float64 where the logits are.
     """
     scaled = _scaled(logits, temperature)
     if entropy != "differentiable":
         ids = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], dim=1)
-        scores = _native_scores() if native and scaled.dtype == torch.float32 else TokenScores
-        logprobs, entropies = scores.apply(scaled, ids, entropy == "detached")
+        logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
         return logprobs[:, 0], entropies, None if candidates is None else logprobs[:, 1:]
     table = scaled.log_softmax(dim=-1)
     # 0 · (−inf) is a token that cannot occur: it adds nothing.

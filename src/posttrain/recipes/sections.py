@@ -423,9 +423,6 @@ class TrainSection(Section):
     ``offload``: ``optimizer`` keeps a GPU's optimizer state in the machine's main memory; for each update it goes to
     the GPU and back, a tensor at a time. The same numbers with 8 bytes per trained weight less, and slower updates.
 
-    ``native_kernel``: on a CPU what stands between the products of layers in fp32 is compiled C++, where there is a
-    compiler: an update takes about a quarter less time, and its last bits are others.
-
     ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
     It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
 
@@ -445,7 +442,6 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     offload: Literal["none", "optimizer"] = "none"
-    native_kernel: bool = False
     compile: bool = False
     deterministic: bool = False
     epochs: int = Field(default=1, ge=1)

@@ -275,8 +275,7 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    native, compiled = recipe.train.native_kernel, recipe.train.compile
-    return Forward(model, temperature, precision=precision, native_kernel=native, compiled=compiled)
+    return Forward(model, temperature, precision=precision, compiled=recipe.train.compile)
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:

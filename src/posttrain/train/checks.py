@@ -184,8 +184,6 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.model.adapter and r.model.init, "model.adapter", base
     stands = ": a reward head always stands on the model that is trained; leave it out"
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
-    twice = ": compiled layers do not use the native kernel; leave one of train.compile and train.native_kernel out"
-    yield r.train.compile and r.train.native_kernel, "train.native_kernel", twice
     chosen = r.data.train_on if r.data else None
     judges = f": {chosen!r} is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges

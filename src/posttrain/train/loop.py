@@ -422,7 +422,7 @@ class Loop:
             "settings": decisive(self.recipe.dump()),
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
-            **choices_in_use(self.recipe),
+            **choices_in_use(),
             "best": self.best,
             "evaluations": self.evaluations,
             "steps": self.steps,
@@ -474,7 +474,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with _attention(recipe), chosen_by_main(recipe, world) as told:
+    with _attention(recipe), chosen_by_main(world):
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
@@ -486,7 +486,7 @@ def train(
             if resume:
                 loop.resume()
             observer("start", loop.beginning(resume, length))
-            for message in [*told, *describe_reach(parts.model), *parts.notices]:
+            for message in [*describe_reach(parts.model), *parts.notices]:
                 observer("notice", {"message": message})
             try:
                 return loop.run(should_stop)

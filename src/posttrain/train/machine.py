@@ -16,7 +16,6 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.linear import has_products, products, use_products, usual_products
-from posttrain.recipes.recipe import Recipe
 from posttrain.world import World
 
 MOST_THREADS = 1024  # that are believed of a checkpoint
@@ -31,9 +30,7 @@ class Choice:
         usual: what this machine takes by itself. has: whether it has one that somebody, a stranger perhaps, names.
         current: what this process uses. use: let it use another, one that it has.
         alike: how all machines of a run come to have the same.
-        asked: whether a recipe leaves it to the machine at all.
         by_size: taken again only in as many processes as before.
-        lack: a line about a choice that is less than what the recipe asks for.
     """
 
     key: str
@@ -43,37 +40,13 @@ class Choice:
     current: Callable[[], Any]
     use: Callable[[Any], None]
     alike: str
-    asked: Callable[[Recipe], bool] = lambda recipe: True
     by_size: bool = False
-    lack: Callable[[Any], str] = lambda chosen: ""
-
-
-def usual_kernel() -> str:
-    """As ``build.usual_kernel``; a run imports that only if its recipe asks for the kernel."""
-    return str(_kernels().usual_kernel())
-
-
-def asks_for_kernel(recipe: Recipe) -> bool:
-    """Whether updates or one of the recipe's engines are to use the native kernel."""
-    words = [recipe.eval.engine, None if recipe.rollout is None else recipe.rollout.engine]
-    return recipe.train.native_kernel or any(word is not None and word.options.get("native_kernel") for word in words)
 
 
 def use_threads(number: int) -> None:
     """Compute with so many threads. Setting what it is already would change how MKL takes them."""
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
-
-
-def _kernels() -> Any:
-    from posttrain.models.kernel import build
-
-    return build
-
-
-def _lacks_kernel(name: str) -> str:
-    missing = name == _kernels().OFF
-    return f"native_kernel: {_kernels().why_none()}; torch's operations are used" if missing else ""
 
 
 CHOICES = (
@@ -85,17 +58,6 @@ CHOICES = (
         current=products,
         use=use_products,
         alike="install the same build of torch on all machines",
-    ),
-    Choice(
-        key="native_kernel",
-        what="native_kernel",
-        usual=lambda: usual_kernel(),
-        has=lambda name: _kernels().has_kernel(name),
-        current=lambda: _kernels().kernel(),
-        use=lambda name: _kernels().use_kernel(name),
-        alike="the same compiler and kind of CPU are needed on all machines, or native_kernel: false",
-        asked=asks_for_kernel,
-        lack=_lacks_kernel,
     ),
     # Two threads are worth it where cores are idle: sampling is 1.2 to 1.5 times as fast, updates 1.4 to 1.5 times
     # (``benchmarks/results``, ``threads`` 1 and 2). Torch's default, or what the environment says.
@@ -113,14 +75,14 @@ CHOICES = (
 
 
 @contextmanager
-def chosen_by_main(recipe: Recipe, world: World) -> Iterator[list[str]]:
-    """In it every process computes with what the main one's machine chooses; lines about what that one lacks.
+def chosen_by_main(world: World) -> Iterator[None]:
+    """In it every process computes with what the main one's machine chooses.
 
     Raises:
         UsageError: another machine has not got it.
     """
-    num_threads, lines = torch.get_num_threads(), []
-    for choice in (choice for choice in CHOICES if choice.asked(recipe)):
+    num_threads = torch.get_num_threads()
+    for choice in CHOICES:
         chosen = world.tell(choice.usual(), choice.what)
         if not choice.has(chosen):
             raise UsageError(
@@ -128,16 +90,15 @@ def chosen_by_main(recipe: Recipe, world: World) -> Iterator[list[str]]:
                 f"which is not to be had here; {choice.alike}"
             )
         choice.use(chosen)
-        lines.append(choice.lack(chosen))
     try:
-        yield [line for line in lines if line]
+        yield
     finally:
         use_threads(num_threads)
 
 
-def choices_in_use(recipe: Recipe) -> dict[str, Any]:
+def choices_in_use() -> dict[str, Any]:
     """What this process computes with, by key: for a checkpoint, or for a process beside this one."""
-    current = {choice.key: choice.current() for choice in CHOICES if choice.asked(recipe)}
+    current = {choice.key: choice.current() for choice in CHOICES}
     return {key: chosen for key, chosen in current.items() if chosen is not None}
 
 

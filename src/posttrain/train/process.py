@@ -168,7 +168,7 @@ class BesideProcess:
             process.kill()
         assert process.stdin is not None
         settings = {"recipe": self.recipe.dump(), "trust_remote_code": trusts_remote_code()}
-        send(process.stdin, {**settings, **choices_in_use(self.recipe), **self.settings})
+        send(process.stdin, {**settings, **choices_in_use(), **self.settings})
         assert "ready" in self.receive()
         return process.stdin, True
 

@@ -21,11 +21,6 @@ class Decoder(Protocol):
     transposed: bool
     can_share: bool  # decode attends to ``cache.shared``
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether it computes with the native kernel."""
-        ...
-
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         """Keys and values of P prompts (ragged, none empty)."""
         ...

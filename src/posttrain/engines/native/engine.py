@@ -65,7 +65,6 @@ def native(
     path: Literal["auto", "lean", "modules"] = "auto",
     weights: Literal["copy", "merged"] | None = None,
     wait_steps: int = 0,
-    native_kernel: bool = False,
     cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
@@ -77,14 +76,12 @@ def native(
     memory again; it is filled before every rollout batch and compared with the model. ``weights: merged`` copies the
     matrices of the blocks alone, adapters added to them: sampling with an adapter costs what it does without, and q, k
     and v are one product then, as are gate and up. ``wait_steps``: of several turns, how many tokens the other rows
-    draw while a reply is made (by a slow tool, say), before one is waited for. ``native_kernel``: on a CPU and in fp32
-    the lean path's attention is one compiled operation, where there is a compiler for C++ (torch's operations
-    otherwise). Numbers differ by rounding, so a run keeps what it began with.
+    draw while a reply is made (by a slow tool, say), before one is waited for.
 
     ``cuda_graphs``: on a GPU of NVIDIA's the steps of the lean path are recorded, and replayed by one launch each. One
     answer of every batch is compared with the model's own forward pass.
     """
-    options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps, "native_kernel": native_kernel}
+    options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps}
     options["cuda_graphs"] = cuda_graphs
     check_native(options | {"weights": weights}, "engine")
     if weights == "copy":
@@ -108,14 +105,12 @@ class NativeEngine(Engine):
         slots: int = 64,
         path: Literal["auto", "lean", "modules"] = "auto",
         wait_steps: int = 0,
-        native_kernel: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
         self.wanted = path
         self.wait_steps = wait_steps
-        self.native_kernel = native_kernel
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self._told: set[str] = set()
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
@@ -269,10 +264,7 @@ class NativeEngine(Engine):
         return decoder
 
     def _bind_lean(self, reach: int) -> LeanDecoder | None:
-        decoder = LeanDecoder.bind(self.model, reach)
-        if decoder is not None and self.native_kernel:
-            decoder.take_kernel()
-        return decoder
+        return LeanDecoder.bind(self.model, reach)
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
         """The path for rows of ``reach`` tokens of the model as it is built now.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from posttrain.engines.native.decoder import pad_right
 from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
 from posttrain.engines.native.projection import Projection, multiply, rms_norm
 from posttrain.models.lora import low_rank_terms
-
-if TYPE_CHECKING:
-    from posttrain.engines.native.attention import NativeAttention
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -107,8 +104,6 @@ class LeanDecoder:
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
         self.max_positions = max_positions
         self._bind_rotary(base, max_positions)
-        self.native: NativeAttention | None = None
-        self.rms_norm, self.swiglu = rms_norm, _swiglu
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
 
@@ -126,23 +121,6 @@ class LeanDecoder:
         if (window := _window(inner.config)) is not None and max_positions > window:
             return None
         return LeanDecoder(base, head, max_positions)
-
-    def take_kernel(self) -> None:
-        """Decode with the native kernel of this process, if it has one and the model is in float32 on a CPU."""
-        if self.can_share and self.dtype == torch.float32 and self.cos.shape[-1] == self.head_dim:
-            from posttrain.engines.native.attention import NativeAttention
-
-            self.native = NativeAttention.make(self.num_queries, self.num_keys, self.head_dim, self.scale)
-            self.transposed = self.native is None
-        if self.has_kernel:
-            from posttrain.models.kernel import layers
-
-            self.rms_norm, self.swiglu = layers.rms_norm, layers.swiglu
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether the native kernel computes what stands between the products."""
-        return self.native is not None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
         tokens = pad_right(prompts, self.device)
@@ -168,8 +146,7 @@ class LeanDecoder:
         return Prefix(keys, values, [len(p) for p in prompts])
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        begin = self._attend_by_torch if self.native is None else self._attend_natively
-        return self.run(tokens, positions, lambda cos, sin: begin(cos, sin, cache))
+        return self.run(tokens, positions, lambda cos, sin: self._attend_by_torch(cos, sin, cache))
 
     def run(self, tokens: Tensor, positions: Tensor, begin: Callable[[Tensor, Tensor], Attend]) -> Tensor:
         """Logits ``[R, V]`` of one step; ``begin`` says how its layers attend, given cos and sin of the positions."""
@@ -178,12 +155,7 @@ class LeanDecoder:
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             hidden = self._block(index, layer, hidden, attend)
-        return multiply(self.rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
-
-    def _attend_natively(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
-        assert self.native is not None
-        attend = self.native.begin(cos, sin, cache)
-        return lambda index, layer, work: attend(index, work.whole, layer.head_norm, layer.head_eps)
+        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
 
     def _attend_by_torch(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
         bias = cache.mask()
@@ -235,7 +207,7 @@ class LeanDecoder:
     def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
-        x = self.rms_norm(hidden, layer.norm1, layer.eps)
+        x = rms_norm(hidden, layer.norm1, layer.eps)
         if layer.qkv is None:
             layer.q.into(x, work.q)
             layer.k.into(x, work.k)
@@ -243,11 +215,11 @@ class LeanDecoder:
         else:
             layer.qkv.into(x, work.whole)
         hidden = layer.o.add_to(hidden, attend(index, layer, work))
-        x = self.rms_norm(hidden, layer.norm2, layer.eps)
+        x = rms_norm(hidden, layer.norm2, layer.eps)
         if layer.gate_up is None:
-            gated = self.swiglu(layer.gate.apply(x), layer.up.apply(x))
+            gated = _swiglu(layer.gate.apply(x), layer.up.apply(x))
         else:
-            gated = self.swiglu(*layer.gate_up.apply(x).chunk(2, dim=1))
+            gated = _swiglu(*layer.gate_up.apply(x).chunk(2, dim=1))
         return layer.down.add_to(hidden, gated)
 
     def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

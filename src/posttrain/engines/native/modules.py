@@ -55,7 +55,6 @@ class ModulesDecoder:
     name = "modules"
     transposed = False
     can_share = False
-    has_kernel = False
 
     def __init__(self, model: Any, shapes: list[LayerShape] | None = None) -> None:
         self.model = model

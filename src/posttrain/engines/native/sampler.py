@@ -19,14 +19,13 @@ BLOCK = 128  # columns; a divisor of most vocabularies
 LEAST_COLUMNS_IN_BLOCKS = 8192
 
 
-def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling, native: bool = False) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
     Args:
         logits: ``[R, V]`` of any floating dtype.
         uniforms: ``float64 [R, 1]`` in [0, 1), on the CPU where the logits' device has no float64; None when greedy.
         sampling: temperature and truncation.
-        native: by the native kernel, which this process has, where nothing is truncated; logits are float32 on a CPU.
 
     Returns:
         ids ``int64 [R]`` and the probability ``float32 [R]`` (float64 where the logits are) of each in the full
@@ -36,10 +35,6 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling, native: bo
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     is_truncated = sampling.top_k is not None or sampling.top_p < 1.0
-    if native and uniforms is not None and not is_truncated:
-        from posttrain.models.kernel import layers
-
-        return layers.draw(logits, uniforms)
     probabilities = logits.softmax(-1)
     if uniforms is None:
         ids = logits.argmax(-1, keepdim=True)

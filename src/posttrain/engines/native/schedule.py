@@ -125,7 +125,7 @@ class Schedule:
         for _ in range(steps):
             logits = self.decoder.decode(tokens, counters[0], self.cache)
             uniform = None if draws is None else draws.gather(1, counters[1, :, None].to(draws.device))
-            tokens, probability = draw(logits, uniform, self.sampling, self.decoder.has_kernel)
+            tokens, probability = draw(logits, uniform, self.sampling)
             tokens = self._next(tokens)
             ids.append(tokens)
             probabilities.append(probability)

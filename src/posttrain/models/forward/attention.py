@@ -81,7 +81,7 @@ def note_kernel(name: str) -> None:
 
 
 def kernel_used() -> str:
-    """Return what the last packed stream attended with: ``varlen``, ``varlen_repeated``, ``native``, or ``mask``."""
+    """Return what the last packed stream attended with: ``varlen``, ``varlen_repeated`` or ``mask``."""
     return _used
 
 

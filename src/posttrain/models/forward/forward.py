@@ -118,7 +118,6 @@ class Forward:
         precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
             arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
-        native_kernel: on a CPU the layers' elementwise work goes through the native kernel, if this process has one.
         compiled: the layers run through ``torch.compile`` (``compiled.py``).
 
     Raises:
@@ -133,7 +132,6 @@ class Forward:
         reads: Reads = "before",
         scores_only: bool = False,
         precision: Precision = "fp32",
-        native_kernel: bool = False,
         compiled: bool = False,
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
@@ -144,8 +142,7 @@ class Forward:
         self.scores_only = scores_only
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
-        self.native_kernel = native_kernel and self.device.type == "cpu" and _is_kernel_used()
-        self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model), self.native_kernel)
+        self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model))
         self.compiled = False  # while it is probed
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         self.precision: Precision = precision
@@ -163,7 +160,7 @@ class Forward:
         self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
         """The pass over another model, or with a head, computed as this one is."""
-        how = (self.precision, self.native_kernel, self.compiled)
+        how = (self.precision, self.compiled)
         return Forward(model, self.temperature, head, reads, scores_only, *how)
 
     @property
@@ -375,7 +372,7 @@ class Forward:
         return per_token[0], None if entropy == "none" else per_token[1], of_candidates
 
     def _score(self, logits: Tensor, targets: Tensor, entropy: Entropy, *candidates: Tensor) -> Any:
-        return score_logits(logits, targets, self.temperature, entropy, *candidates, native=self.native_kernel)
+        return score_logits(logits, targets, self.temperature, entropy, *candidates)
 
     def _in_chunks(
         self,
@@ -550,12 +547,6 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
     assert scores.ndim == 2, "a value is one number per token"
     final = scores.gather(1, batch.lengths.to(scores.device)[:, None])[:, 0]
     return scores[:, :-1].masked_fill(~batch.mask.to(scores.device), 0.0), final
-
-
-def _is_kernel_used() -> bool:
-    from posttrain.models.kernel.build import is_kernel_used
-
-    return is_kernel_used()
 
 
 def _with_fast_linear(head: Any) -> Callable[[Tensor], Tensor]:

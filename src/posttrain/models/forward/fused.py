@@ -6,14 +6,12 @@ its inputs are kept. ``FusedLayers`` puts them into modules that it knows exactl
 what it does not know, and what is not fp32, runs as it is. So does autocast on a CPU; on a GPU fp32 weights under
 autocast are fused too: norms, rotary embedding and residuals in fp32, products and SwiGLU in autocast's type.
 ``posttrain.models.forward.fused.ENABLED = False`` switches them off, for comparison. Against the plain path a
-gradient differs by fp32 rounding. With the native kernel (``models/kernel/layers.py``) the same functions are one
-pass each.
+gradient differs by fp32 rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from posttrain.models.forward.attention import active_packing, attend, check_window, note_kernel
-from posttrain.models.forward.packing import Packing
+from posttrain.models.forward.attention import active_packing, attend
 
 ENABLED = True
 AUTOCAST_FUSED_ON = {"cuda"}  # kinds of device; elsewhere the modules' own steps run under autocast
-HEAD_SIZES = 32  # of which the native kernel's attention takes multiples
 # The families whose modules are these: name of the module of transformers, prefix of its classes.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -141,18 +137,14 @@ class FusedLayers:
     called as the modules that they are (an adapter, few bits). A recomputation in the backward pass must run inside of
     the context too. Behind the attention of a known last layer only what ``Packing.read`` names is computed, in any
     type (but for layers that are recomputed): of a reward model one token of a row, of supervised training the answers.
-
-    Args:
-        native: on a CPU the functions are those of the native kernel, which this process has.
     """
 
-    def __init__(self, model: Any, native: bool = False) -> None:
+    def __init__(self, model: Any) -> None:
         self.replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
-        functions = native_functions() if native else PLAIN
         for module in model.modules():
             forward = _fused_forward(module)
             if forward is not None:
-                self.replaced.append((module, partial(forward, functions, module)))
+                self.replaced.append((module, partial(forward, module)))
             last = _last_layer_of(module)
             if last is not None:
                 self.replaced.append((last, partial(_last_layer, last)))
@@ -207,71 +199,26 @@ def _is_autocast_fused(x: Tensor, weight: Tensor) -> bool:
     return kind in AUTOCAST_FUSED_ON and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """What computes a layer's elementwise work: the functions above, or others of the same numbers.
-
-    ``rotate`` takes x ``[N, H, D]``, cos, sin, and the module that norms the heads before, if there is one; ``attend``
-    what ``attention.attend`` takes.
-    """
-
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rotate: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    attend: Callable[..., Tensor]
-
-
 def _norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
     out: Tensor = Rotate.apply(x if norm is None else norm(x), cos[:, None], sin[:, None])
     return out
 
 
-PLAIN = Functions(RmsNorm.apply, _norm_and_rotate, SwiGlu.apply, attend)
-
-
-def native_functions() -> Functions:
-    """Those of the native kernel."""
-    from posttrain.models.kernel import layers
-
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-        ours = None if norm is None else norm.__dict__.get("forward")
-        is_known = isinstance(ours, partial) and ours.func is _rms_norm and _is_fp32(x, norm.weight)
-        if norm is not None and not is_known:
-            x, norm = norm(x), None
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        out: Tensor = layers.Rotate.apply(x, cos, sin, weight, eps)
-        return out
-
-    def attend_natively(
-        packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, window: int | None
-    ) -> Tensor:
-        if dropout or q.shape[-1] % HEAD_SIZES or not _is_fp32(q, k, v):
-            return attend(packing, q, k, v, scaling, dropout, window)
-        check_window(packing, window)
-        note_kernel("native")
-        out: Tensor = layers.PackedAttention.apply(q, k, v, packing.table, packing.num_tokens, scaling)
-        return out
-
-    return Functions(layers.RmsNorm.apply, rotate, layers.SwiGlu.apply, attend_natively)
-
-
-def _rms_norm(functions: Functions, module: Any, hidden_states: Tensor) -> Tensor:
+def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
     if _is_autocast_fused(hidden_states, module.weight):
         size = (hidden_states.shape[-1],)
         return F.rms_norm(hidden_states.float(), size, module.weight, module.variance_epsilon)
     if not _is_fp32(hidden_states, module.weight):
         plain: Tensor = type(module).forward(module, hidden_states)
         return plain
-    out: Tensor = functions.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+    out: Tensor = RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
     return out
 
 
-def _mlp(functions: Functions, module: Any, x: Tensor) -> Tensor:
+def _mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
-    if _is_autocast_fused(x, module.gate_proj.weight):
-        inner = SwiGlu.apply(gate, up)
-    else:
-        inner = functions.swiglu(gate, up) if _is_fp32(gate, up) else module.act_fn(gate) * up
+    is_fused = _is_fp32(gate, up) or _is_autocast_fused(x, module.gate_proj.weight)
+    inner = SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up
     out: Tensor = module.down_proj(inner)
     return out
 
@@ -292,7 +239,6 @@ def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _attention(
-    functions: Functions,
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -311,8 +257,8 @@ def _attention(
     assert packing is not None
     shape = (hidden_states.shape[1], -1, module.head_dim)
     q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
-    q = functions.rotate(q, cos[0], sin[0], getattr(module, "q_norm", None))
-    k = functions.rotate(k, cos[0], sin[0], getattr(module, "k_norm", None))
+    q = _norm_and_rotate(q, cos[0], sin[0], getattr(module, "q_norm", None))
+    k = _norm_and_rotate(k, cos[0], sin[0], getattr(module, "k_norm", None))
     dropout = module.attention_dropout if module.training else 0.0
-    mixed = functions.attend(packing, q, k, v, module.scaling, dropout, getattr(module, "sliding_window", None))
+    mixed = attend(packing, q, k, v, module.scaling, dropout, getattr(module, "sliding_window", None))
     return module.o_proj(mixed.reshape(*hidden_states.shape[:2], -1)), None

@@ -262,12 +262,6 @@ class Packing:
         """The runs without rectangles, those that fill the stream up among them."""
         return plan_spans(self.filled_runs, self.tokens.device)
 
-    @cached_property
-    def table(self) -> Tensor:
-        """``int64 [R, 4]``, on the CPU: start and length of each run that holds tokens, and of its prefix."""
-        rows = [(r.start, r.length, r.prefix_start, r.prefix_length) for r in self.runs if r.length]
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
-
     def pick(self, hidden: Tensor, at: Tensor) -> Tensor:
         """The rows of ``hidden`` that belong to stream indices ``at``; it is of the whole stream, or of ``read``."""
         if len(hidden) != len(self.tokens):
