@@ -36,6 +36,10 @@ from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 MOST_LETTERS = 100  # of a name that is compared with others, for the time of it grows with the square
+# Names that are no more, with what to use instead. A command is named with ``posttrain``.
+GONE = {
+    "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
+}
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")

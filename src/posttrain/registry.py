@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
-from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
+from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
@@ -65,7 +65,6 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "exact numeric",
         "posttrain.graders.math.grader": "math",
         "posttrain.graders.choice": "multiple_choice",
-        "posttrain.graders.knights": "knights_and_knaves",
         "posttrain.graders.ifeval": "ifeval",
         "posttrain.graders.grading": "any_answer",
         "posttrain.graders.code.grader": "code_tests",
@@ -84,7 +83,6 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.verifiable.ifeval": "ifeval",
-        "posttrain.tasks.verifiable.knights_and_knaves": "knights_and_knaves",
         "posttrain.tasks.jsonl": "jsonl",
         "posttrain.tasks.preferences.task": "preferences",
         "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
@@ -266,6 +264,8 @@ def find(kind: str, name: str, where: str = "") -> Entry:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
         place = f"{where}: " if where else ""
+        if name in GONE:
+            raise UnknownWord(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
         hint = suggest(name, known)
         if kind == "task" and name.endswith((".jsonl", ".jsonl.gz")):

@@ -58,10 +58,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "jsonl": ({"prompt": "1+1?", "answer": "2"}, ("prompt", "answer")),
     "judged_solutions": ({"question": "1+1?", "response": "It is 2.", "is_correct": True}, ("question", "response")),
-    "knights_and_knaves": (
-        {"quiz": "Who is who?", "names": ["Ann", "Bob"], "solution": [True, False]},
-        ("quiz", "names", "solution"),
-    ),
     "llmbar": ({"input": "Say yes.", "output_1": "yes", "output_2": "no", "label": 1}, ("input", "output_1", "label")),
     "math": (PROBLEM | {"level": "Level 1", "type": "Algebra"}, ("problem", "level")),
     "math500": (PROBLEM | {"level": 1, "subject": "Algebra"}, ("problem", "level")),

@@ -25,7 +25,6 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "ifeval": ("ifeval/ifeval", {}),
     "jsonl": ("gsm8k/gsm8k_test", {"split": "test", "prompt_key": "question", "answer_key": "final_answer"}),
     "judged_solutions": ("orm_math/qwen_math_cot_samples", {"split": "test"}),
-    "knights_and_knaves": ("kk_logic/test", {"split": "test"}),
     "llmbar": ("preference/llmbar", {}),
     "math": ("math/math_test", {"split": "test"}),
     "math500": ("math/math500", {}),
