@@ -83,6 +83,9 @@ def test_find_removed_name_says_what_to_use():
             UnknownWord, match=rf"^eval: the {kind} 'knights_and_knaves' was removed\. Use .*knights_knaves"
         ):
             registry.find(kind, "knights_and_knaves", "eval")
+    for name in ("llmbar", "pandalm", "mr_gsm8k", "prmbench", "sycophancy"):
+        with pytest.raises(UnknownWord, match=rf"^the task '{name}' was removed\. Use "):
+            registry.find("task", name)
 
 
 def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -39,6 +39,12 @@ MOST_LETTERS = 100  # of a name that is compared with others, for the time of it
 # Names that are no more, with what to use instead. A command is named with ``posttrain``.
 GONE = {
     "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
+    "llmbar": "preferences, with your file as task.path",
+    "pandalm": "preferences, with your file as task.path",
+    "mr_gsm8k": "prm800k or math_shepherd, or preferences with your file of steps",
+    "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
+    "sycophancy": "refusals, or jsonl with your questions",
+    "opinion": "numeric, exact or multiple_choice",
 }
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")

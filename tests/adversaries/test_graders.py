@@ -37,7 +37,7 @@ def test_every_grader_has_its_adversary() -> None:
     """A new grader needs a test here."""
     assert set(registry.entries("grader")) == {
         "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
-        "opinion", "refusal", "scored",
+        "refusal", "scored",
     }  # fmt: skip
 
 

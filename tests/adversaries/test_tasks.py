@@ -20,8 +20,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Example
 
 NUM_ROWS, NUM_EXAMPLES = 30, 2
-UNGRADED = ("hh_rlhf", "judged_solutions", "llmbar", "math_shepherd", "mr_gsm8k", "pandalm", "preferences",
-    "prm800k", "prmbench",
+UNGRADED = ("hh_rlhf", "judged_solutions", "math_shepherd", "preferences", "prm800k",
             "ultrafeedback")  # fmt: skip
 
 

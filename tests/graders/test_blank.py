@@ -32,7 +32,6 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
         "multiple_choice",
         "ifeval",
         "refusal",
-        "opinion",
         "code_tests",
     ):
         meta = {
@@ -59,5 +58,5 @@ def test_a_megabyte_is_looked_at_once() -> None:
 def test_all_graders_are_asked_here() -> None:
     assert set(registry.entries("grader")) == {
         "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
-        "opinion", "refusal", "scored",
+        "refusal", "scored",
     }  # fmt: skip
