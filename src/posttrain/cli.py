@@ -37,7 +37,7 @@ from posttrain.commands.options.argument_types import (
     shown,
 )
 from posttrain.consent import declare_from_command_line
-from posttrain.errors import INTERRUPTED, PosttrainError, UsageError, nearest
+from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
 from posttrain.untrusted import guard_output
 
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
@@ -240,7 +240,6 @@ _ASKED = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
-    "plan": Command("say what a recipe takes on GPUs: memory and seconds by part", "plan:run_plan", keys=ANY),
     "compare": Command("train several methods alike and tabulate them", "sweeps.command:run_compare", keys=ANY,
                        tables=True),
     "study": Command("see what becomes of reward models when they are optimized", "sweeps.command:run_study", keys=ANY,
@@ -372,6 +371,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
         if command not in known:
+            if (gone := f"posttrain {command}") in GONE:
+                raise UsageError(f"the command `{gone}` was removed. Use {GONE[gone]}.")
             hint = _suggest(command, known)
             raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
         name = " ".join(rest[start : start + 2])

@@ -45,6 +45,7 @@ GONE = {
     "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
     "sycophancy": "refusals, or jsonl with your questions",
     "opinion": "numeric, exact or multiple_choice",
+    "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
 }
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")

@@ -53,11 +53,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/extends.yaml", "--dry-run"],
         ["tiny/sft", "--model.name", "runs/evil", "--dry-run"],
     ],
-    "plan": [
-        ["runs/evil/recipe.yaml", "--gpus", "H100"],
-        ["own/link.yaml", "--gpus", "H100"],
-        ["tiny/sft", "--gpus", "H100", "--model.name", "runs/evil"],
-    ],
     "compare": [
         ["own/compare.yaml", "--dry-run"],
         ["runs/evil-compare/compare.yaml", "--dry-run"],

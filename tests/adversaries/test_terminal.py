@@ -29,7 +29,6 @@ ENDLESS = ("--help", "--traceback", "--browser")
 HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
-    ("plan",): ["honest.yaml", "--gpus", "2xH100"],
     ("compare",): ["compare/ppo-grpo-dpo", "--dry-run"],
     ("study",): ["study/over-optimization", "--dry-run"],
     ("pipeline",): ["pipeline/tiny", "--dry-run"],
