@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77721
+MAX_PACKAGE_LINES = 77585
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2635,
+    "ground": 2533,
     "recipes": 1315,
     "algorithms": 2050,
     "graders": 6678,
@@ -30,7 +30,7 @@ ROOMS: dict[str, int] = {
     "environments": 1775,
     "store": 2650,
     "models": 5210,
-    "engines": 8895,
+    "engines": 8362,
     "evals": 3020,
     "reward_models": 1634,
     "train": 7471,
