@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77585
+MAX_PACKAGE_LINES = 77495
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2533,
+    "ground": 2534,
     "recipes": 1315,
     "algorithms": 2050,
     "graders": 6678,
@@ -35,10 +35,10 @@ ROOMS: dict[str, int] = {
     "reward_models": 1634,
     "train": 7471,
     "interpret": 7352,
-    "runs": 3765,
+    "runs": 3736,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 8993,
+    "commands": 8932,
 }
 
 

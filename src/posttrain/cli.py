@@ -275,7 +275,6 @@ COMMANDS = {
            ("show", "show:run_show", "one run or comparison in full"),
            ("compare", "show:run_compare", "runs beside one another: where their recipes differ, and what came out"),
            ("tag", "change:run_tag", "give a run tags, or take them away"),
-           ("note", "change:run_note", "write down a remark about a run, or read what was written"),
            ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
            ("delete", "change:run_delete", "delete runs or comparisons"),
            ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
@@ -370,9 +369,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
-        if command not in known:
-            if (gone := f"posttrain {command}") in GONE:
+        for gone in (f"posttrain {command}", " ".join(["posttrain", *rest[start : start + 2]])):
+            if gone in GONE:
                 raise UsageError(f"the command `{gone}` was removed. Use {GONE[gone]}.")
+        if command not in known:
             hint = _suggest(command, known)
             raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
         name = " ".join(rest[start : start + 2])

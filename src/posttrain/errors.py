@@ -46,6 +46,7 @@ GONE = {
     "sycophancy": "refusals, or jsonl with your questions",
     "opinion": "numeric, exact or multiple_choice",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
+    "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
 }
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")

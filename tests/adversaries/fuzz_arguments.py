@@ -392,7 +392,7 @@ def output_cases(random: Random) -> list[Case]:
 def named_run_cases(random: Random) -> list[Case]:
     """Runs that are not there, by names that lead elsewhere; commands and words that there are not."""
     cases = []
-    for action in ("show", "compare", "tag", "note", "delete", "prune", "export", "resume"):
+    for action in ("show", "compare", "tag", "delete", "prune", "export", "resume"):
         for name in (
             LONG,
             "..",

@@ -85,7 +85,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "runs show": [["evil"], ["evil-compare"]],
     "runs compare": [["evil", "evil-sae"]],
     "runs tag": [["evil", "+seen"]],
-    "runs note": [["evil", "a remark"]],
     "runs prune": [["evil", "--keep", "last", "--yes"]],
     "runs delete": [["evil-sae", "--yes"]],
     "runs export": [["evil", "--to", "exported"]],

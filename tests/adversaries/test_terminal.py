@@ -48,7 +48,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("runs", "show"): ["honest"],
     ("runs", "compare"): ["honest", "evil"],
     ("runs", "tag"): ["evil"],
-    ("runs", "note"): ["evil"],
     ("runs", "prune"): ["evil", "--dry-run"],
     ("runs", "delete"): ["evil", "--dry-run"],
     ("runs", "export"): ["evil", "--to", "exported"],
@@ -172,7 +171,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     for name in ("evil", named, "runs/evil", "compare", "study", "broken/damaged"):
         seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
-        for action in (["tag"], ["note"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
+        for action in (["tag"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
         for command in (
