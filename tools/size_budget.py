@@ -17,10 +17,10 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77495
+MAX_PACKAGE_LINES = 77192
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
-    "ground": 2534,
+    "ground": 2539,
     "recipes": 1315,
     "algorithms": 2050,
     "graders": 6678,
@@ -30,15 +30,15 @@ ROOMS: dict[str, int] = {
     "environments": 1775,
     "store": 2650,
     "models": 5210,
-    "engines": 8362,
+    "engines": 8338,
     "evals": 3020,
     "reward_models": 1634,
     "train": 7471,
-    "interpret": 7352,
+    "interpret": 7117,
     "runs": 3736,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 8932,
+    "commands": 8890,
 }
 
 
