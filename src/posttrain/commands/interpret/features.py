@@ -27,9 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Which dictionary, over which rows, and what is shown of it."""
     parser.usage = "posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]"
     parser.epilog = EPILOG
-    parser.add_argument(
-        "dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, a folder, or a name on the hub"
-    )
+    parser.add_argument("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder")
     parser.add_argument("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)")
     parser.add_argument("--site", metavar="NAME", help="of these rows, such as resid.20 (default: the dictionary's)")
     parser.add_argument(
@@ -52,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def page_of(place: DictionaryPlace, name: str = PAGE) -> Path:
-    """Where the page of a dictionary is written; of one that lies in the hub's cache, the working directory."""
-    return (place.run or (Path() if place.fetched else place.folder)) / name
+    """Where the page of a dictionary is written."""
+    return (place.run or place.folder) / name
 
 
 def run_sae_features(arguments: argparse.Namespace) -> int:
