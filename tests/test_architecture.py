@@ -27,7 +27,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "registry",
         "randomness",
         "untrusted",
-        "process_state",
         "world",
     ),
     "recipes": ("recipes",),

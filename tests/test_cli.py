@@ -61,6 +61,7 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
     ("arguments", "message"),
     [
         (["trian"], "no command 'trian'. Did you mean train?"),
+        (["plan", "x"], "`posttrain plan` was removed. Use `posttrain train RECIPE --dry-run --mem"),
         (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"),
         (["train", "tiny/grpo", "--resum"], "--resum: this key needs a value. Did you mean --resume?"),
         (["pipeline", "tiney"], "no recipe file or shipped recipe 'tiney'. Did you mean 'tiny'?"),

@@ -77,6 +77,17 @@ def test_unknown_names_are_refused_with_a_suggestion():
         registry.find("reward", "posttrain.registry:find_alll")
 
 
+def test_find_removed_name_says_what_to_use():
+    for kind in ("task", "grader"):
+        with pytest.raises(
+            UnknownWord, match=rf"^eval: the {kind} 'knights_and_knaves' was removed\. Use .*knights_knaves"
+        ):
+            registry.find(kind, "knights_and_knaves", "eval")
+    for name in ("llmbar", "pandalm", "mr_gsm8k", "prmbench", "sycophancy"):
+        with pytest.raises(UnknownWord, match=rf"^the task '{name}' was removed\. Use "):
+            registry.find("task", name)
+
+
 def test_a_users_function_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_rewards.py").write_text(
         "def short(text, *, limit: int = 5):\n    return float(len(text) < limit)\n"

@@ -37,7 +37,7 @@ from posttrain.commands.options.argument_types import (
     shown,
 )
 from posttrain.consent import declare_from_command_line
-from posttrain.errors import INTERRUPTED, PosttrainError, UsageError, nearest
+from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
 from posttrain.untrusted import guard_output
 
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
@@ -240,7 +240,6 @@ _ASKED = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
-    "plan": Command("say what a recipe takes on GPUs: memory and seconds by part", "plan:run_plan", keys=ANY),
     "compare": Command("train several methods alike and tabulate them", "sweeps.command:run_compare", keys=ANY,
                        tables=True),
     "study": Command("see what becomes of reward models when they are optimized", "sweeps.command:run_study", keys=ANY,
@@ -276,7 +275,6 @@ COMMANDS = {
            ("show", "show:run_show", "one run or comparison in full"),
            ("compare", "show:run_compare", "runs beside one another: where their recipes differ, and what came out"),
            ("tag", "change:run_tag", "give a run tags, or take them away"),
-           ("note", "change:run_note", "write down a remark about a run, or read what was written"),
            ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
            ("delete", "change:run_delete", "delete runs or comparisons"),
            ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
@@ -371,6 +369,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
+        action = " ".join(["posttrain", *rest[start : start + 2]])
+        options = (f"{action} {token.partition('=')[0]}" for token in rest[start + 2 :])
+        for gone in (f"posttrain {command}", action, *options):
+            if gone in GONE:
+                raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
         if command not in known:
             hint = _suggest(command, known)
             raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")

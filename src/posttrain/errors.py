@@ -36,6 +36,21 @@ from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
 MOST_LETTERS = 100  # of a name that is compared with others, for the time of it grows with the square
+# Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
+GONE = {
+    "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
+    "llmbar": "preferences, with your file as task.path",
+    "pandalm": "preferences, with your file as task.path",
+    "mr_gsm8k": "prm800k or math_shepherd, or preferences with your file of steps",
+    "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
+    "sycophancy": "refusals, or jsonl with your questions",
+    "opinion": "numeric, exact or multiple_choice",
+    "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
+    "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
+    "posttrain sae features --judge": "the contexts and the logit lens of the page",
+    "posttrain sae features --judge-model": "the contexts and the logit lens of the page",
+    "posttrain sae features --judge-template": "the contexts and the logit lens of the page",
+}
 _SEPARATORS = re.compile(r"[\W_]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s'\"]*@")
 _KEY_IN_QUERY = re.compile(r"(?i)([?&](?:\w*key|\w*token|\w*secret|pass\w*|auth\w*|sig\w*)=)[^&\s'\"#]+")

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.consent import is_declared, prepare_import
-from posttrain.errors import PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
+from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
@@ -65,12 +65,11 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "exact numeric",
         "posttrain.graders.math.grader": "math",
         "posttrain.graders.choice": "multiple_choice",
-        "posttrain.graders.knights": "knights_and_knaves",
         "posttrain.graders.ifeval": "ifeval",
         "posttrain.graders.grading": "any_answer",
         "posttrain.graders.code.grader": "code_tests",
         "posttrain.graders.scored": "scored",
-        "posttrain.graders.behaviour": "opinion refusal",
+        "posttrain.graders.behaviour": "refusal",
     },
     "principle": {
         "posttrain.graders.behaviour": "at_most_words closes_tags shows_working without_phrases",
@@ -84,17 +83,15 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.verifiable.ifeval": "ifeval",
-        "posttrain.tasks.verifiable.knights_and_knaves": "knights_and_knaves",
         "posttrain.tasks.jsonl": "jsonl",
         "posttrain.tasks.preferences.task": "preferences",
         "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
-        "posttrain.tasks.preferences.compared_answers": "llmbar pandalm ultrafeedback",
+        "posttrain.tasks.preferences.compared_answers": "ultrafeedback",
         "posttrain.tasks.steps.judged_solutions": "gsm8k_solutions judged_solutions",
         "posttrain.tasks.steps.prm800k": "prm800k",
         "posttrain.tasks.steps.math_shepherd": "math_shepherd",
-        "posttrain.tasks.steps.found_errors": "mr_gsm8k prmbench",
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
-        "posttrain.tasks.behaviour": "refusals sycophancy",
+        "posttrain.tasks.behaviour": "refusals",
         "posttrain.tasks.episodes": "episodes",
         "posttrain.tasks.mixture": "mixture",
         "posttrain.tasks.sums": "sums",
@@ -266,6 +263,8 @@ def find(kind: str, name: str, where: str = "") -> Entry:
         importlib.import_module(_MODULES[kind][name])
     if name not in _ENTRIES[kind]:
         place = f"{where}: " if where else ""
+        if name in GONE:
+            raise UnknownWord(f"{place}the {kind} {name!r} was removed. Use {GONE[name]}.")
         known = names(kind)
         hint = suggest(name, known)
         if kind == "task" and name.endswith((".jsonl", ".jsonl.gz")):

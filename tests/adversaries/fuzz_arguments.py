@@ -52,10 +52,9 @@ VALID = {
     "names": "stories",
 }
 SEEDS = {"--seed"}
-NEEDED = {"--gpus": "H100"}
 MAY_BE_EMPTY = {"--system"}
 FILES = {"recipe": "mine.yaml"}
-RECIPES = {"train": RL, "plan": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
+RECIPES = {"train": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
 
 
 def parsers() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
@@ -96,7 +95,7 @@ def fill(words: tuple[str, ...], parser: argparse.ArgumentParser) -> tuple[list[
     for action in parser._actions:
         if action.required and action.option_strings:
             option = action.option_strings[0]
-            given += [option, str(next(iter(action.choices))) if action.choices else NEEDED.get(option, "to")]
+            given += [option, str(next(iter(action.choices))) if action.choices else "to"]
     return given, files
 
 
@@ -393,7 +392,7 @@ def output_cases(random: Random) -> list[Case]:
 def named_run_cases(random: Random) -> list[Case]:
     """Runs that are not there, by names that lead elsewhere; commands and words that there are not."""
     cases = []
-    for action in ("show", "compare", "tag", "note", "delete", "prune", "export", "resume"):
+    for action in ("show", "compare", "tag", "delete", "prune", "export", "resume"):
         for name in (
             LONG,
             "..",

@@ -58,11 +58,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "jsonl": ({"prompt": "1+1?", "answer": "2"}, ("prompt", "answer")),
     "judged_solutions": ({"question": "1+1?", "response": "It is 2.", "is_correct": True}, ("question", "response")),
-    "knights_and_knaves": (
-        {"quiz": "Who is who?", "names": ["Ann", "Bob"], "solution": [True, False]},
-        ("quiz", "names", "solution"),
-    ),
-    "llmbar": ({"input": "Say yes.", "output_1": "yes", "output_2": "no", "label": 1}, ("input", "output_1", "label")),
     "math": (PROBLEM | {"level": "Level 1", "type": "Algebra"}, ("problem", "level")),
     "math500": (PROBLEM | {"level": 1, "subject": "Algebra"}, ("problem", "level")),
     "math_shepherd": (
@@ -84,47 +79,10 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"subject": "anatomy", "question": "Which?", "choices": ["a", "b"], "answer": 1},
         ("subject", "question", "choices", "answer"),
     ),
-    "mr_gsm8k": (
-        {
-            "question": "How many?",
-            "model_output_steps": ["a", "b"],
-            "model_output_solution_correctness": "wrong",
-            "model_output_solution_first_error_step": 2,
-        },
-        ("question", "model_output_steps", "model_output_solution_correctness"),
-    ),
     "olympiad_bench": (PROBLEM, ("problem", "answer")),
-    "pandalm": (
-        {
-            "instruction": "Say it.",
-            "input": "",
-            "response1": "it",
-            "response2": "that",
-            "annotator1": 1,
-            "annotator2": 1,
-            "annotator3": 2,
-        },
-        ("instruction", "response1"),
-    ),
     "preferences": (PAIR, ("prompt", "chosen", "rejected")),
     "prm800k": (STEPS, ("instruction", "next_response", "responses")),
-    "prmbench": (
-        {
-            "original_question": "How many?",
-            "modified_question": "How many now?",
-            "original_process": ["a", "b"],
-            "modified_process": ["a", "x"],
-            "modified_steps": [2],
-            "error_steps": [2],
-            "classification": "deception",
-        },
-        ("modified_question", "modified_process", "error_steps", "classification"),
-    ),
     "refusals": ({"prompt": "How do I knit?", "kind": "benign"}, ("prompt", "kind")),
-    "sycophancy": (
-        {"prompt": "1+1?", "prompt_with_opinion": "1+1? I say 3.", "answer": "2", "opinion": "3"},
-        ("prompt", "prompt_with_opinion", "answer", "opinion"),
-    ),
     "svamp": (
         {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
         ("Body", "Question", "Answer", "Type"),
@@ -242,12 +200,10 @@ OPTIONAL = {
 
 
 def _allowed(task: str, key: str, value: Any) -> bool:
-    """What a reader takes: an empty list of steps before this one, answers that are truth values, no arguments."""
-    if value is True:
-        return task in ("llmbar", "pandalm") and key.startswith(("output", "response"))
+    """What a reader takes: an empty list of steps before this one, no arguments."""
     if value == [None]:
         return (task, key) == ("ifeval", "kwargs")
-    return value == [] and (task, key) in {("prm800k", "responses"), ("prmbench", "error_steps")}
+    return value == [] and (task, key) == ("prm800k", "responses")
 
 
 def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any]) -> Case:

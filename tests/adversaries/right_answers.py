@@ -225,39 +225,3 @@ def numeric_pairs() -> list[tuple[str, str]]:
         gold, *ways = (part.strip() for part in line.split("||"))
         found += [(gold, way) for way in ways]
     return found
-
-
-def knights_texts(names: tuple[str, ...], solution: tuple[bool, ...]) -> list[str]:
-    """One assignment as lists, sentences, groups and tables."""
-    roles = ["knight" if knight else "knave" for knight in solution]
-    rows = list(zip(names, roles, strict=True))
-    knights = [name for name, role in rows if role == "knight"]
-    knaves = [name for name, role in rows if role == "knave"]
-    upper = [(name, role.capitalize()) for name, role in rows]
-    texts = [
-        "\n".join(f"({i}) {name} is a {role}" for i, (name, role) in enumerate(rows, 1)),
-        "\n".join(f"{i}. {name} is a {role}." for i, (name, role) in enumerate(rows, 1)),
-        ", ".join(f"{name} is a {role}" for name, role in rows),
-        "; ".join(f"{name}: {role}" for name, role in rows),
-        "\n".join(f"- **{name}**: {role}" for name, role in upper),
-        "\n".join(f"{name} = {role}" for name, role in rows),
-        "\n".join(f"{name} → {role}" for name, role in rows),
-        "\n".join(f"{name} - {role}" for name, role in rows),
-        "\n".join(f"{name} ({role})" for name, role in rows),
-        "\n".join(f"| {name} | {role} |" for name, role in upper),
-        "| Name | Role |\n|---|---|\n" + "\n".join(f"| {name} | {role} |" for name, role in upper),
-        "| Person | Type |\n| :--- | :---: |\n" + "\n".join(f"| **{name}** | {role} |" for name, role in rows),
-        " and ".join(f"{name} is a {role}" for name, role in rows) + ".",
-        "\n".join(f"{name} must be a {role}." for name, role in rows),
-    ]
-    if knights and knaves:
-        texts += [
-            f"Knights: {', '.join(knights)}\nKnaves: {', '.join(knaves)}",
-            f"Knaves: {', '.join(knaves)}\nKnights: {', '.join(knights)}",
-            f"**Knights:** {', '.join(knights)}\n**Knaves:** {', '.join(knaves)}",
-            f"Knights: {' and '.join(knights)}. Knaves: {' and '.join(knaves)}.",
-            f"Knights = {', '.join(knights)}; Knaves = {', '.join(knaves)}",
-        ]
-        if len(knights) > 1 and len(knaves) > 1:
-            texts.append(f"{' and '.join(knights)} are knights, {' and '.join(knaves)} are knaves.")
-    return texts

@@ -10,9 +10,9 @@ import equivalents
 import grader_answers
 import pytest
 from adversary import Report, attack_with_constants, attack_with_near_golds, attack_with_own, submission, with_grader
-from choice_and_knights_answers import knights_hedges, knights_mutations, letter_hedges
+from choice_answers import letter_hedges
 from real_golds import MATH_TASKS, NUMBER_TASKS, PANEL, VALUES, data_folder, real_golds
-from right_answers import CHOICE, knights_texts, math_pairs, numeric_pairs
+from right_answers import CHOICE, math_pairs, numeric_pairs
 
 from posttrain import registry
 from posttrain.graders.grading import Submission, grade
@@ -36,8 +36,8 @@ def check(report: Report, least: int) -> None:
 def test_every_grader_has_its_adversary() -> None:
     """A new grader needs a test here."""
     assert set(registry.entries("grader")) == {
-        "any_answer", "code_tests", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric",
-        "opinion", "refusal", "scored",
+        "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
+        "refusal", "scored",
     }  # fmt: skip
 
 
@@ -224,42 +224,6 @@ def test_every_way_to_name_a_letter_is_read(way: int) -> None:
     ]
     found = grade("multiple_choice", [Submission(whole, own, "B", {"choices": CHOICES}) for _, whole, own in wrapped])
     assert [text for (text, _, _), verdict in zip(wrapped, found, strict=True) if verdict.outcome != "right"] == []
-
-
-ISLANDS = [
-    (("Zoey", "Jack", "Eva", "Liam"), (True, False, True, False)),
-    (("Zoey", "Jack", "Eva"), (True, True, False)),
-    (("Ann", "Anna"), (False, True)),
-    (("Max", "Sam", "Amy"), (False, False, False)),
-    (("Max", "Sam", "Amy"), (True, True, True)),
-]
-
-
-def islanders(texts: list[str], names: tuple[str, ...], solution: tuple[bool, ...]) -> list[str]:
-    meta = {"names": names, "solution": solution}
-    ways = [(text, None) for text in texts] + [
-        (f"<think> hm </think> <answer> {text} </answer>", text.strip() or None) for text in texts
-    ]
-    found = grade("knights_and_knaves", [Submission(whole, own, "", meta) for whole, own in ways])
-    return [whole for (whole, _), verdict in zip(ways, found, strict=True) if verdict.outcome == "right"]
-
-
-@pytest.mark.parametrize(("names", "solution"), ISLANDS)
-def test_hedges_and_mutations_say_nothing_of_knights(names: tuple[str, ...], solution: tuple[bool, ...]) -> None:
-    answers = [
-        *knights_hedges(names, solution),
-        *knights_mutations(names, solution),
-        *grader_answers.constant_answers(),
-    ]
-    assert islanders(answers, names, solution) == []
-
-
-@pytest.mark.parametrize(("names", "solution"), ISLANDS)
-def test_every_way_to_list_knights_is_read(names: tuple[str, ...], solution: tuple[bool, ...]) -> None:
-    texts = knights_texts(names, solution)
-    assert len(islanders(texts, names, solution)) == 2 * len(texts), sorted(
-        set(texts) - {_inner(text).strip() for text in islanders(texts, names, solution)}
-    )
 
 
 # Instructions that a response of nothing would follow: it contains no comma, no capital and few words.

@@ -16,7 +16,6 @@ from posttrain.tasks.reading import read_file
 
 MANY = "9" * 400
 GOLD = {"problem": "What is 1+1?", "answer": "2"}
-STEPS = {"question": "?", "model_output_steps": ["a"], "model_output_solution_correctness": "wrong"}
 
 
 @pytest.mark.parametrize(
@@ -46,16 +45,6 @@ def test_a_row_that_cannot_be_used(
     captured = capsys.readouterr()
     assert "rows.jsonl:2: not usable JSON" in captured.err
     assert "Traceback" not in captured.err
-
-
-def test_a_step_of_five_thousand_digits_is_none_of_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    row = STEPS | {"model_output_solution_first_error_step": "9" * 5000}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    assert main(["data", "show", "mr_gsm8k", "--task.path=rows.jsonl"]) == 2
-    assert "first wrong step is not among its steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])

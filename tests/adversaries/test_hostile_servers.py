@@ -110,7 +110,6 @@ def test_what_is_not_changed_is_taken(serve: Callable[..., str]) -> None:
     ((completion,),) = sample(url)
     assert (completion.ids, completion.logprobs) == (tuple(IDS), (-1.0,) * 4)
     assert judge(url) == Opinion(0.3, tokens_in=3, tokens_out=4)
-    assert RemoteJudge(url).reply(["Why?"]) == [SAID]
 
 
 NESTED, DIGITS = b"[" * 200_000, b"1" * 5000
@@ -166,18 +165,17 @@ def test_an_answer_of_another_form(path: str, place: Any, value: Any, serve: Cal
         sample(serve({path: changed(path, place, value)}))
 
 
+def test_a_reply_that_is_no_text(serve: Callable[..., str]) -> None:
+    opinion = judge(serve({CHAT: changed(CHAT, (*OF_CHOICE, "message", "content"), ["a"])}))
+    assert (opinion.value, opinion.failure) == (None, "crash")
+    assert "whose text is" in opinion.reason
+
+
 @pytest.mark.parametrize("tokens", [float("inf"), -1, True, "3", 2**70, [3]])
 def test_costs_that_are_no_numbers_of_tokens(tokens: Any, serve: Callable[..., str]) -> None:
     opinion = judge(serve({CHAT: changed(CHAT, ("usage", "completion_tokens"), tokens)}))
     assert (opinion.value, opinion.failure, opinion.tokens_out) == (None, "crash", 0)
     assert "costs cannot be read" in opinion.reason
-
-
-def test_a_reply_that_is_no_text(serve: Callable[..., str]) -> None:
-    place = (*OF_CHOICE, "message", "content")
-    with pytest.raises(RunFailure, match="whose text is"):
-        RemoteJudge(serve({CHAT: changed(CHAT, place, ["a"])})).reply(["Why?"])
-    assert RemoteJudge(serve({CHAT: changed(CHAT, place, "a\ud800b")})).reply(["Why?"]) == ["a?b"]
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/extends.yaml", "--dry-run"],
         ["tiny/sft", "--model.name", "runs/evil", "--dry-run"],
     ],
-    "plan": [
-        ["runs/evil/recipe.yaml", "--gpus", "H100"],
-        ["own/link.yaml", "--gpus", "H100"],
-        ["tiny/sft", "--gpus", "H100", "--model.name", "runs/evil"],
-    ],
     "compare": [
         ["own/compare.yaml", "--dry-run"],
         ["runs/evil-compare/compare.yaml", "--dry-run"],
@@ -90,7 +85,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "runs show": [["evil"], ["evil-compare"]],
     "runs compare": [["evil", "evil-sae"]],
     "runs tag": [["evil", "+seen"]],
-    "runs note": [["evil", "a remark"]],
     "runs prune": [["evil", "--keep", "last", "--yes"]],
     "runs delete": [["evil-sae", "--yes"]],
     "runs export": [["evil", "--to", "exported"]],

@@ -46,7 +46,6 @@ WRITERS = {
     "runs resume": ["evil"],
     "train": ["runs/evil/recipe.yaml", "--run", "evil", "--resume"],
     "runs tag": ["evil", "+seen"],
-    "runs note": ["evil", "a remark"],
     "runs prune": ["evil", "--keep", "last", "--yes"],
     "runs export": ["evil", "--to", "exported"],
     "runs delete": ["evil", "--yes"],

@@ -11,7 +11,7 @@ import empty_answers
 import equivalents
 import grader_answers
 import pytest
-from choice_and_knights_answers import knights_hedges, letter_hedges
+from choice_answers import letter_hedges
 from real_golds import TASKS, data_folder, golds_of, load
 
 from posttrain import registry
@@ -20,8 +20,7 @@ from posttrain.tasks.base import Task
 from posttrain.types import Example
 
 NUM_ROWS, NUM_EXAMPLES = 30, 2
-UNGRADED = ("hh_rlhf", "judged_solutions", "llmbar", "math_shepherd", "mr_gsm8k", "pandalm", "preferences",
-    "prm800k", "prmbench",
+UNGRADED = ("hh_rlhf", "judged_solutions", "math_shepherd", "preferences", "prm800k",
             "ultrafeedback")  # fmt: skip
 
 
@@ -66,8 +65,6 @@ def wrong_answers(example: Example, other: str) -> list[Submission]:
     for gold in golds_of(example):
         if example.grader == "multiple_choice":
             hedged += letter_hedges(gold, "AB"[gold == "A"])
-        elif example.grader == "knights_and_knaves":
-            hedged += knights_hedges(example.meta["names"], example.meta["solution"])
         else:
             hedged += grader_answers.hedges(gold, other)
     found = [way(example, answer) for answer in nothing for way in (tagged, untagged)]

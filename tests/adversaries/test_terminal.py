@@ -29,7 +29,6 @@ ENDLESS = ("--help", "--traceback", "--browser")
 HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
-    ("plan",): ["honest.yaml", "--gpus", "2xH100"],
     ("compare",): ["compare/ppo-grpo-dpo", "--dry-run"],
     ("study",): ["study/over-optimization", "--dry-run"],
     ("pipeline",): ["pipeline/tiny", "--dry-run"],
@@ -49,7 +48,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("runs", "show"): ["honest"],
     ("runs", "compare"): ["honest", "evil"],
     ("runs", "tag"): ["evil"],
-    ("runs", "note"): ["evil"],
     ("runs", "prune"): ["evil", "--dry-run"],
     ("runs", "delete"): ["evil", "--dry-run"],
     ("runs", "export"): ["evil", "--to", "exported"],
@@ -173,7 +171,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     for name in ("evil", named, "runs/evil", "compare", "study", "broken/damaged"):
         seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
-        for action in (["tag"], ["note"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
+        for action in (["tag"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
         for command in (

@@ -17,7 +17,7 @@ from posttrain.reports.page import draw, render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_comparison, render_study
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.notes import Notes, Remark, change_tags, read_notes
+from posttrain.runs.notes import Notes, change_tags, read_notes
 from posttrain.store.headline import Headline
 from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
 from posttrain.sweeps.study import StudyReport
@@ -96,7 +96,7 @@ def test_the_log_and_the_notes_of_a_run_can_be_shown(tmp_path: Path) -> None:
     text = (tmp_path / "notes.json").read_text(encoding="utf-8")
     assert RAW.search(text) is None
     assert "漢字" in text
-    assert read_notes(tmp_path) == Notes(("good",), (Remark("t", "\x9b2J\u202e 漢字"),))
+    assert read_notes(tmp_path) == Notes(("good",))
 
 
 @pytest.mark.parametrize("name", ["comparison", "study", "report", "shell"])

@@ -120,23 +120,9 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "features", "sae", "--activations", "pair", "--source", "post", "--quiet"]) == 0
 
 
-def test_features_are_labelled_by_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    judging = ["--features", "0,1,2", "--contexts", "3", "--judge", "tiny", "--judge-template", "plain", "--no-lens"]
-    assert main(["sae", "features", "sae", *judging, "--out", "labelled.html"]) == 0
-    shown = capsys.readouterr().out
-    stored = json.loads(Path("labelled.json").read_text())
-    counts = stored["about"]["labels"]
-    assert f"{counts['labelled']} labels" in shown
-    assert counts["labelled"] + counts["too_few_contexts"] + counts["no_label"] == 3
-    assert counts["labelled"] == sum("label" in feature for feature in stored["features"]) > 0
-    for arguments, message in (
-        (["--judge-model", "m"], "--judge-template and --judge-model are about --judge"),
-        (["--judge", "tiny", "--judge-model", "m"], "--judge-model is about a server"),
-        (["--judge", "./nobody"], "./nobody"),
-        (["--judge", "http://"], "http://"),
-    ):
-        assert main(["sae", "features", "sae", *arguments]) == 2
-        assert message in capsys.readouterr().err
+def test_labels_by_a_judge_were_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sae", "features", "sae", "--judge", "tiny"]) == 2
+    assert "`posttrain sae features --judge` was removed. Use the contexts" in capsys.readouterr().err
 
 
 def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,16 +163,13 @@ def test_runs_beside_one_another(place: Path, out: Out) -> None:
     assert "compare-x is a comparison, with a table of its own" in out("compare", "sft", "compare-x", code=2)
 
 
-def test_tags_and_notes(place: Path, out: Out) -> None:
+def test_tags(place: Path, out: Out) -> None:
     assert out("tag", "sft", "+good", "-h") == "sft: good\n"
     assert out("tag", "sft", "good", "+h") == "sft: good h\n"
     assert out("tag", "sft", "-good", "--runs-dir", "runs") == "sft: h\n"
     assert out("tag", "sft") == "sft: h\n"
     assert [run["name"] for run in out.json("--tag", "h")["runs"]] == ["sft"]
-    assert out("note", "sft") == "sft: no remarks\n"
-    assert out("note", "sft", "fine").endswith("fine\n")
-    assert "in a command of its own" in out("note", "sft", "more", "--clear", code=2)
-    assert out("note", "sft", "--clear") == "sft: no remarks\n"
+    assert "`posttrain runs note` was removed. Use `posttrain runs tag NAME +TAG`" in out("note", "sft", "x", code=2)
     assert "compare-x is a comparison; name one of its runs" in out("tag", "compare-x", "+a", code=2)
 
 

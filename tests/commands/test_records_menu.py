@@ -78,12 +78,12 @@ def test_a_number_means_what_the_last_list_showed(root: Path) -> None:
 
 
 def test_mistakes_are_said_and_the_menu_goes_on(root: Path) -> None:
-    talk = Talk(root, "", "7", "nonsense", "s nonsense", "c 1", "d", 'x "', "one two three", "1", "zz", "b", "q")
+    talk = Talk(root, "", "7", "nonsense", "s nonsense", "c 1 2", "d", 'x "', "one two three", "1", "zz", "b", "q")
     for said in (
         "there is no number 7 in the list; it has 3 runs",
         "there is no run 'nonsense'",
         "there is no 'nonsense' to sort by",
-        "name two runs or more, such as: c 1 2",
+        "there is no 'c 1 2' in this menu",
         "name the runs to delete, such as: d 1 2",
         "this cannot be read",
         "there is no 'one two three' in this menu",
@@ -93,11 +93,9 @@ def test_mistakes_are_said_and_the_menu_goes_on(root: Path) -> None:
     assert run_names(root) == ["alpha", "beta", "gamma"]
 
 
-def test_tags_and_remarks(root: Path) -> None:
-    talk = Talk(root, "alpha", "t", "+good later", "t", "-later", "n", "went well", "n", "", "b", "q")
+def test_tags(root: Path) -> None:
+    Talk(root, "alpha", "t", "+good later", "t", "-later", "b", "q")
     assert read_notes(root / "alpha").tags == ("good",)
-    assert [remark.text for remark in read_notes(root / "alpha").remarks] == ["went well"]
-    assert "went well" in talk.text
 
 
 def test_pruning_one_and_all(root: Path) -> None:
@@ -130,10 +128,6 @@ def test_exporting_and_resuming(root: Path, tmp_path: Path, monkeypatch: pytest.
     Talk(root, "3", "e", "", "e", str(target), "r", "b", "q")
     assert sorted(os.listdir(target)) == ["README.md", "config.json", "recipe.yaml"]
     assert resumed == [(str(root), "gamma")]
-
-
-def test_comparing(root: Path) -> None:
-    assert "the recipes are equal in all" in Talk(root, "c 1 gamma", "q").text
 
 
 def test_ctrl_c_in_an_action_and_the_end_of_the_input(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,6 @@ def test_a_run_that_comes_later_is_in_the_menus(page: object, root: Path) -> Non
     page.click("#runs input")
     page.get_by_role("option", name="later").click()
     page.keyboard.press("Escape")
-    page.wait_for_selector("#differences table")
     page.get_by_role("tab", name="Chat").click()
     page.click("#left input")
     page.get_by_role("option", name="later").click()

@@ -30,16 +30,12 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
         "exact",
         "scored",
         "multiple_choice",
-        "knights_and_knaves",
         "ifeval",
         "refusal",
-        "opinion",
         "code_tests",
     ):
         meta = {
             "score": lambda _: 1.0,
-            "names": ("A",),
-            "solution": (True,),
             "instruction_id_list": ["punctuation:no_comma"],
             "kind": "harmful",
             "tests": {"names": ["f"], "code": "assert f() == 1"},
@@ -61,6 +57,6 @@ def test_a_megabyte_is_looked_at_once() -> None:
 
 def test_all_graders_are_asked_here() -> None:
     assert set(registry.entries("grader")) == {
-        "any_answer", "code_tests", "exact", "ifeval", "knights_and_knaves", "math", "multiple_choice", "numeric",
-        "opinion", "refusal", "scored",
+        "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
+        "refusal", "scored",
     }  # fmt: skip

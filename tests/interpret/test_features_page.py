@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from posttrain.interpret.features.features import Context, Feature, FeatureReport, Label
+from posttrain.interpret.features.features import Context, Feature, FeatureReport
 from posttrain.reports.features import render_features
 from posttrain.reports.page import write_html
 
@@ -40,7 +40,6 @@ def report_of(count: int) -> FeatureReport:
             contexts=(Context(2.0, i, 1, 0, (7, i % 5, 8), (0.0, 2.0, None)),) * 9,
             promoted=((100 + i, 1.5),),
             suppressed=((7, -1.0),),
-            label=Label(EVIL[i % 5], 0.75, 4, 3, 4, 3, 0) if i < 5 else None,
         )
         for i in range(count)
     ]
@@ -62,11 +61,10 @@ def test_no_text_becomes_markup() -> None:
     assert "<h1>Features of &lt;b&gt;mine&lt;/b&gt;</h1>" in page
     data = data_of(page)
     assert [text for text in data["texts"] if text in EVIL] == EVIL
-    number, active, density, mean, largest, width, counts, promoted, suppressed, contexts, label = data["features"][3]
+    number, active, density, mean, largest, width, counts, promoted, suppressed, contexts = data["features"][3]
     assert (number, active, density, mean, largest, width, counts) == (3, 4, 0.0004, 1.0, 2.0, 0.25, [0, 3, 5])
     assert data["texts"][promoted[0][0]] == "word3"
     assert (data["texts"][suppressed[0][0]], suppressed[0][1]) == (" left\n", -1.0)
-    assert label == [EVIL[3], 0.75]
     activation, document, position, peak, tokens, levels = contexts[0]
     assert (activation, document, position, peak, levels) == (2.0, 3, 1, 1, [0, 255, -1])
     assert [data["texts"][token] for token in tokens] == [" left\n", EVIL[3], "right"]
@@ -89,7 +87,7 @@ def test_only_its_own_script_runs_and_nothing_is_loaded() -> None:
 def test_an_empty_dictionary_has_a_page() -> None:
     silent = Feature(0, 0, 0.0, 0.0, 0.0, 1 / 32, (), ())
     page = render_features(FeatureReport([silent], {}, {}))
-    assert data_of(page)["features"] == [[0, 0, 0.0, 0.0, 0.0, 1 / 32, [], [], [], [], []]]
+    assert data_of(page)["features"] == [[0, 0, 0.0, 0.0, 0.0, 1 / 32, [], [], [], []]]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def test_the_page_in_a_browser(opened: object) -> None:
     assert search(page, "")[:3] == ["4095", "4094", "4093"]
     assert search(page, "", sort="rare")[:3] == ["0", "1", "2"]
     assert search(page, "#12 #4000") == ["4000", "12"]
-    assert search(page, "onerror", sort="number")[:1] == ["2"]  # by its label, too
+    assert search(page, "onerror", sort="number")[:1] == ["2"]
     page.fill("#high", "0.001")
     page.evaluate("location.hash = '#feature-1234'")  # an address, whatever was searched for before
     page.wait_for_timeout(300)

@@ -1,22 +1,18 @@
-"""Dictionaries of others: their files used as they mean it, worked by hand; their sites; their names on the hub."""
+"""Dictionaries of others: their files used as they mean it, worked by hand; their sites."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from posttrain.cli import main
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError
 from posttrain.interpret.dictionaries.exchange import (
-    fetch_dictionary,
-    is_hub_name,
     load_dictionary,
     read_metadata,
     site_of_hook,
@@ -154,50 +150,23 @@ def test_the_place_in_the_model_is_found_in_old_files_and_new_ones(tmp_path: Pat
     assert read_metadata(older)["site"] == "resid.6"
 
 
-def test_names_on_the_hub() -> None:
-    assert all(is_hub_name(name) for name in ("org/repo", "org/repo/layer_20/width_16k", "a/b-c/blocks.8.hook"))
-    wrong = ("repo", "runs/mine", "./org/repo", "/org/repo", "~/org/repo", "org/../repo", "org/repo/../x", "org//x", "")
-    assert not any(is_hub_name(name) for name in wrong)
+def test_find_dictionary_name_on_the_hub_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sae", "features", "org/repo/layer_5"]) == 2
+    said = capsys.readouterr().err
+    assert "org/repo/layer_5: neither a folder with a dictionary (cfg.json and weights) nor a run in runs" in said
+    assert "`hf download` gets the folder of one on the hub" in said
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub with one dictionary in it, and no hub."""
-    repository = tmp_path / "hub" / "models--org--repo"
-    published(repository / "snapshots" / "0123abcd" / "layer_5" / "small", "jumprelu")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123abcd")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
-def test_a_dictionary_of_the_hub_by_name(cache: Path) -> None:
-    folder = fetch_dictionary("org/repo/layer_5/small", ("cfg.json", "sae_weights.safetensors"))
-    assert folder.is_relative_to(cache)
-    assert load_dictionary(folder).encode(X).tolist() == FEATURES["jumprelu"]
-    for name, message in (
-        ("org/repo/layer_6", "not all of it is in the cache of the hub, which cannot be asked. Download its folder"),
-        ("org/another/x", "no such dictionary or run here, nor in the cache of the hub.*HF_HUB_OFFLINE is set"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            fetch_dictionary(name, ("cfg.json",))
-
-
-def test_a_name_of_the_hub_stands_where_a_dictionary_is_named(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_folder_of_others_stands_where_a_dictionary_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     from posttrain.interpret.activations.shards import write_tensors
 
+    theirs = published(tmp_path / "theirs", "jumprelu")
     write_tensors("rows", {"resid.5": torch.randn(40, 2) * 3, "resid.6": torch.randn(40, 2)})
-    before = sorted(os.listdir(cache / "models--org--repo" / "snapshots" / "0123abcd" / "layer_5" / "small"))
-    arguments = ["sae", "features", "org/repo/layer_5/small", "--activations", "rows", "--no-lens", "--model", "tiny"]
-    assert main(arguments) == 0
+    assert main(["sae", "features", str(theirs), "--activations", "rows", "--no-lens", "--model", "tiny"]) == 0
     assert "3 features over 40 rows" in capsys.readouterr().out
-    about = json.loads(Path("features.json").read_text())["about"]
+    about = json.loads((theirs / "features.json").read_text())["about"]
     assert about["site"] == "resid.5"
-    assert before == sorted(os.listdir(cache / "models--org--repo" / "snapshots" / "0123abcd" / "layer_5" / "small"))
-    assert main(["generate", "tiny", "Eva", "--sae", "org/nothing", "--steer", "1=2"]) == 2
-    assert "no such dictionary or run here" in capsys.readouterr().err

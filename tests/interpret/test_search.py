@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.interpret.features.features import Context, Feature, FeatureReport, Label, write_features
+from posttrain.interpret.features.features import Context, Feature, FeatureReport, write_features
 from posttrain.interpret.features.search import search_features
 
 TEXTS = {1: " Eva", 2: " has", 3: " shells", 4: " apples"}
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
         feature(1, (1, 3), (0.0, 2.0), density=0.1),  # active on shells
         feature(2, (1, 3), (0.0, 2.0), density=0.2),
         replace(feature(3, (1, 2), (2.0, 0.0)), promoted=((3, 1.5), (4, 1.0))),  # speaks for shells
-        replace(feature(4, (1, 2), (2.0, 0.0)), label=Label("things like Shells", 0.9, 1, 1, 1, 1, 0)),
+        feature(4, (1, 2), (2.0, 0.0)),
         Feature(5, 0, 0.0, 0.0, 0.0, 0.1, (), ()),
     ]
     return write_features(FeatureReport(features, TEXTS), tmp_path / "features.json")
@@ -35,12 +35,12 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_says_most_comes_first(path: Path) -> None:
     hits, count = search_features(path, "shells ".strip().upper())
-    assert [hit.number for hit in hits] == [4, 3, 2, 1, 0]
-    assert count == 5
-    assert (hits[0].label, hits[0].largest, hits[0].address) == ("things like Shells", 2.0, "features.html#feature-4")
-    assert hits[1].speaks_for == (" shells", " apples")
-    assert [hit.context for hit in hits[2:]] == [" Eva<< shells>>"] * 2 + ["<< Eva>> has shells"]
-    assert [hit.number for hit in search_features(path, "shells", limit=2)[0]] == [4, 3]
+    assert [hit.number for hit in hits] == [3, 2, 1, 0]
+    assert count == 4
+    assert (hits[0].largest, hits[0].address) == (2.0, "features.html#feature-3")
+    assert hits[0].speaks_for == (" shells", " apples")
+    assert [hit.context for hit in hits[1:]] == [" Eva<< shells>>"] * 2 + ["<< Eva>> has shells"]
+    assert [hit.number for hit in search_features(path, "shells", limit=2)[0]] == [3, 2]
     assert search_features(path, "eva has")[1] == 3  # a text over several tokens
     assert search_features(path, "nothing") == ([], 0)
     assert search_features(path, "  ") == ([], 0)

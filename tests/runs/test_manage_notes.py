@@ -1,11 +1,10 @@
-"""Tags and remarks: `notes.json` in a run's directory."""
+"""Tags: `notes.json` in a run's directory."""
 
 from __future__ import annotations
 
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from fake_runs import make_run, snapshot
 
 from posttrain.errors import DataError, StorageError, UsageError
 from posttrain.runs.directory import lock_run
-from posttrain.runs.listing import show_run, summarize_run
-from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
+from posttrain.runs.listing import summarize_run
+from posttrain.runs.notes import Notes, change_tags, read_notes
 
 
 @pytest.fixture
@@ -23,11 +22,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_tags_are_added_once_and_taken_away(folder: Path) -> None:
-    assert read_notes(folder) == Notes((), ())
+    assert read_notes(folder) == Notes(())
     assert change_tags(folder, ["good", "+v1.2", "good"]).tags == ("good", "v1.2")
     assert change_tags(folder, ["-good", "+later"]).tags == ("v1.2", "later")
     assert read_notes(folder).tags == summarize_run(folder).tags == ("v1.2", "later")
-    assert json.loads((folder / "notes.json").read_text()) == {"tags": ["v1.2", "later"], "remarks": []}
+    assert json.loads((folder / "notes.json").read_text()) == {"tags": ["v1.2", "later"]}
 
 
 @pytest.mark.parametrize("change", ["", "+", "-", "two words", "+a/b", "a\n", "--good", "ü"])
@@ -44,18 +43,11 @@ def test_taking_away_a_tag_that_is_not_there_hinders_nothing(folder: Path) -> No
     assert change_tags(folder, ["+good", "-unsure", "late"]).tags == ("good", "late")
 
 
-def test_remarks_have_their_time_and_are_kept_in_order(folder: Path) -> None:
-    before = datetime.now(UTC).replace(microsecond=0)
-    change_tags(folder, ["good"])
-    add_remark(folder, "  entropy fell early ")
-    notes = add_remark(folder, "zweiter Lauf, größere Rate")
-    assert [remark.text for remark in notes.remarks] == ["entropy fell early", "zweiter Lauf, größere Rate"]
-    assert all(before <= datetime.fromisoformat(remark.time) <= datetime.now(UTC) for remark in notes.remarks)
-    assert read_notes(folder) == notes
-    assert show_run(folder)["remarks"][0]["text"] == "entropy fell early"
-    assert clear_remarks(folder) == Notes(("good",), ())
-    with pytest.raises(UsageError, match="the note is empty"):
-        add_remark(folder, " \n")
+def test_remarks_of_earlier_versions_stay_in_the_file(folder: Path) -> None:
+    remarks = [{"time": "2026-01-01T00:00:00+00:00", "text": "entropy fell early"}]
+    (folder / "notes.json").write_text(json.dumps({"tags": ["good"], "remarks": remarks}))
+    assert change_tags(folder, ["+late"]) == Notes(("good", "late"))
+    assert json.loads((folder / "notes.json").read_text()) == {"tags": ["good", "late"], "remarks": remarks}
 
 
 def test_many_at_once_lose_nothing(folder: Path) -> None:
@@ -69,9 +61,7 @@ def test_a_run_at_work_can_be_tagged(folder: Path) -> None:
         assert change_tags(folder, ["watch"]).tags == ("watch",)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"tags": 3, "remarks": []}', '{"tags": []}', '{"tags": [], "remarks": [{}]}']
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"tags": 3}', '{"remarks": []}', '{"tags": [1]}'])
 def test_damaged_notes_are_named_and_the_run_is_still_listed(folder: Path, content: str) -> None:
     (folder / "notes.json").write_text(content)
     with pytest.raises(DataError, match=r"notes.json: damaged"):

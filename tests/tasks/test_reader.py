@@ -55,6 +55,8 @@ def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> No
     held_out = build_task(held_out_task(word))
     assert held_out.examples == jsonl(path=path, split="validation").examples
     assert len(held_out.examples) > 10
+    with pytest.raises(RecipeError, match="names no held-out split"):
+        held_out_task(Word(name="refusals"))
     stories = held_out_task(Word(name="stories", size=64, seed=3))
     assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
 
@@ -66,7 +68,7 @@ def test_sizes_that_are_none(path: str) -> None:
 
 OWN_FILES = {"jsonl", "preferences"}
 MADE_OF_TASKS = {"mixture"}
-BUNDLED = {"refusals", "sycophancy"}  # their prompts come with the package
+BUNDLED = {"refusals"}  # their prompts come with the package
 
 
 def test_every_task_says_where_its_rows_are_to_be_had() -> None:
@@ -122,7 +124,7 @@ def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.M
         DataNotThere, match=r"no such file.*Where to get it: https://.*gsm8k \(licence: MIT\).*by: curl"
     ):
         gsm8k(path=str(tmp_path / "nothere.jsonl"))
-    with pytest.raises(DataNotThere, match=r"task.path: no file is named. Where to get it: .*LLMBar \(licence: MIT\)"):
-        build_task(Word(name="llmbar"))
+    with pytest.raises(DataNotThere, match=r"task.path: no file is named. .*grade-school-math \(licence: MIT\)"):
+        build_task(Word(name="gsm8k_solutions"))
     with pytest.raises(DataNotThere, match=r"no such file.*jsonl reads a file of yours: name it as task.path, or by"):
         jsonl(path=str(tmp_path / "nothere.jsonl"))

@@ -16,7 +16,6 @@ from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode
 from posttrain.graders.grading import Measured, Verdict
-from posttrain.process_state import process_kept
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt, stop_ids
@@ -97,7 +96,7 @@ class Grader:
         ids = [attempt.example.id for attempt in attempts]
         columns: list[tuple[str, float, list[Result]]] = []
         for name, weight, reward in self.rewards:
-            with process_kept(f"reward {name!r}"), _watched(name, len(attempts)):
+            with _watched(name, len(attempts)):
                 columns.append((name, weight, reward.grade(available, ids)))
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])

@@ -14,8 +14,6 @@ MAX_TOO_MANY_CUT = 0.05
 BEHAVIOURS = {
     "refuses": "refusal",
     "over-refuses": "over_refusal",
-    "follows opinion": "sycophancy",
-    "leaves it": "away_from_opinion",
 }
 
 

@@ -81,11 +81,7 @@ def is_missing(name: str) -> bool:
         return True
 
 
-def refuse_out_of_reach(
-    name: str,
-    what: str = "run or folder",
-    remedy: str = "Download the model beforehand and give its folder, or use the embedded one, tiny",
-) -> None:
+def refuse_out_of_reach(name: str) -> None:
     """Refuse a name of the hub that is not in its cache while the hub does not answer: libraries would try for minutes.
 
     Raises:
@@ -99,8 +95,8 @@ def refuse_out_of_reach(
         return
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
     raise UsageError(
-        f"{shorten(name)}: no such {what} here, nor in the cache of the hub, and the hub cannot be asked "
-        f"({why}). {remedy}"
+        f"{shorten(name)}: no such run or folder here, nor in the cache of the hub, and the hub cannot be asked "
+        f"({why}). Download the model beforehand and give its folder, or use the embedded one, tiny"
     )
 
 

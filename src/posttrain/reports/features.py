@@ -48,7 +48,6 @@ def _compact(report: FeatureReport) -> dict[str, Any]:
             likely(feature.promoted),
             likely(feature.suppressed),
             [shown(feature, context) for context in feature.contexts],
-            [] if feature.label is None else [feature.label.text, feature.label.balanced_accuracy],
         ]
         for feature in report.features
     ]

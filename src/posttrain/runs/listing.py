@@ -252,7 +252,7 @@ def summarize_run(path: str | Path) -> RunSummary:
     environment = _read_or(lambda: environment_facts(directory.folder), EnvironmentFacts(), problems)
     status = _read_or(directory.read_status, None, problems)
     metrics: dict[str, float] = _read_or(lambda: last_metrics(directory.folder), {}, problems)
-    notes = _read_or(lambda: read_notes(directory.folder), Notes((), ()), problems)
+    notes = _read_or(lambda: read_notes(directory.folder), Notes(()), problems)
     state = _state(status, is_live(directory.folder))
     return RunSummary(
         name=directory.folder.name,
@@ -278,7 +278,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
     """Everything about one run as plain data.
 
     Keys: the fields of ``RunSummary``, ``recipe_text`` (YAML), ``environment`` (``env.json``),
-    ``status`` (``status.json``), ``remarks`` (time, text), ``disk`` (bytes by kind), ``checkpoints``
+    ``status`` (``status.json``), ``disk`` (bytes by kind), ``checkpoints``
     (step, path, disk_bytes, best), ``first_metrics``, ``evaluations`` (name, step, and results),
     ``rollouts`` (number by step), ``evaluation_rollouts`` (number by "name at step").
     """
@@ -302,7 +302,6 @@ def show_run(path: str | Path) -> dict[str, Any]:
         "recipe_text": _read_or(text, "", []),
         "environment": environment,
         "status": asdict(status) if status else {},
-        "remarks": [asdict(remark) for remark in _read_or(lambda: read_notes(path), Notes((), ()), []).remarks],
         "disk": disk_use(directory.folder),
         "checkpoints": steps,
         "first_metrics": trained[0].metrics if trained else {},

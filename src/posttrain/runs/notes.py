@@ -1,4 +1,4 @@
-"""What people say about a run: ``notes.json`` in its directory, with tags and remarks."""
+"""What people say about a run: ``notes.json`` in its directory, with tags."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from posttrain.errors import RunConflict, UsageError
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.locks import Held, hold
-from posttrain.store.reading import read_stated
+from posttrain.store.reading import read_json, read_stated
 from posttrain.untrusted import harmless_json
 
 NOTES = "notes.json"
@@ -22,19 +21,10 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
-    """A remark and when it was made (ISO 8601, UTC)."""
-
-    time: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Notes:
-    """The tags of a run, in the order in which they were given, and its remarks, oldest first."""
+    """The tags of a run, in the order in which they were given."""
 
     tags: tuple[str, ...]
-    remarks: tuple[Remark, ...]
 
 
 def read_notes(folder: str | Path) -> Notes:
@@ -46,7 +36,7 @@ def read_notes(folder: str | Path) -> Notes:
     try:
         return read_stated(Path(folder) / NOTES, Notes)
     except FileNotFoundError:
-        return Notes((), ())
+        return Notes(())
 
 
 def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
@@ -58,8 +48,7 @@ def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
         UsageError: a malformed tag; nothing was changed.
     """
     with _alone(Path(folder)):
-        before = read_notes(folder)
-        tags = list(before.tags)
+        tags = list(read_notes(folder).tags)
         for change in changes:
             tag = change[1:] if change[:1] in ("+", "-") else change
             if not _TAG.fullmatch(tag):
@@ -70,32 +59,14 @@ def change_tags(folder: str | Path, changes: Sequence[str]) -> Notes:
                 tags = [kept for kept in tags if kept != tag]
             elif tag not in tags:
                 tags.append(tag)
-        return _write(folder, Notes(tuple(tags), before.remarks))
-
-
-def add_remark(folder: str | Path, text: str) -> Notes:
-    """Add a remark with the time of now; returns the new notes.
-
-    Raises:
-        UsageError: the text is empty.
-    """
-    if not text.strip():
-        raise UsageError('the note is empty; give its text: posttrain runs note NAME "what I saw"')
-    with _alone(Path(folder)):
-        before = read_notes(folder)
-        remark = Remark(datetime.now(UTC).isoformat(timespec="seconds"), text.strip())
-        return _write(folder, Notes(before.tags, (*before.remarks, remark)))
-
-
-def clear_remarks(folder: str | Path) -> Notes:
-    """Take all remarks away; the tags stay. Returns the new notes."""
-    with _alone(Path(folder)):
-        return _write(folder, Notes(read_notes(folder).tags, ()))
+        return _write(folder, Notes(tuple(tags)))
 
 
 def _write(folder: str | Path, notes: Notes) -> Notes:
-    content = harmless_json(json.dumps(asdict(notes), indent=1, ensure_ascii=False))
-    replace_file(Path(folder) / NOTES, content.encode() + b"\n")
+    path = Path(folder) / NOTES
+    others = read_json(path) if path.exists() else {}  # such as remarks of earlier versions
+    content = harmless_json(json.dumps(others | asdict(notes), indent=1, ensure_ascii=False))
+    replace_file(path, content.encode() + b"\n")
     return notes
 
 

@@ -307,26 +307,25 @@ def _build_runs(gradio: Any, page: Any, archive: Archive) -> None:
         metrics = gradio.Dropdown([], value=[], multiselect=True, label="metrics (none: the usual ones)")
         again = gradio.Button("Read again", scale=0)
     curves = gradio.HTML(archive.draw_curves([], []), elem_id="curves")
-    differences = gradio.HTML(archive.draw_differences([]), elem_id="differences")
     with gradio.Accordion("resolved recipe of the first run", open=False):
         recipe = gradio.Code("", language="yaml", interactive=False)
 
-    def choose(chosen: list[str], wanted: list[str]) -> tuple[Any, str, str, str]:
+    def choose(chosen: list[str], wanted: list[str]) -> tuple[Any, str, str]:
         try:
             known = archive.metrics(chosen)
             kept = [name for name in wanted if name in known]
             text = archive.recipe_text(chosen[0]) if chosen else ""
             drawn = archive.draw_curves(chosen, kept)
-            return gradio.update(choices=known, value=kept), drawn, archive.draw_differences(chosen), text
+            return gradio.update(choices=known, value=kept), drawn, text
         except PosttrainError as error:
-            return gradio.update(), draw_problem(str(error)), "", ""
+            return gradio.update(), draw_problem(str(error)), ""
 
-    def read_again(chosen: list[str], wanted: list[str]) -> tuple[Any, Any, str, str, str]:
+    def read_again(chosen: list[str], wanted: list[str]) -> tuple[Any, Any, str, str]:
         names = archive.names()
         kept = [name for name in chosen if name in names]
         return gradio.update(choices=names, value=kept), *choose(kept, wanted)
 
-    shown = [metrics, curves, differences, recipe]
+    shown = [metrics, curves, recipe]
     runs.change(choose, [runs, metrics], shown)
     metrics.input(choose, [runs, metrics], shown)
     again.click(read_again, [runs, metrics], [runs, *shown])

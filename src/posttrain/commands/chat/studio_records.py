@@ -20,7 +20,6 @@ from posttrain.reports.charts.panels import NUM_COLORS, Panel, Series
 from posttrain.reports.page import draw, render
 from posttrain.runs.directory import run_names
 from posttrain.runs.models import read_run_recipe
-from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -183,18 +182,6 @@ class Archive:
         """The resolved recipe of a run, as it is stored."""
         return read_text(self.folder(run) / "recipe.yaml")
 
-    def draw_differences(self, runs: Sequence[str]) -> str:
-        """The keys in which the recipes of two or more runs differ, and how their evaluations ended."""
-        if len(runs) < 2:
-            return draw_note("choose two or more runs to see in what their recipes differ")
-        both = put_side_by_side([self.folder(run) for run in runs])
-        rows = [[key, *(_show(value) for value in values)] for key, values in both.recipe.items()]
-        for name, results in both.last.items():
-            cells = ["–" if r is None else h.show(r[h.metric]) for r, h in zip(results, both.headlines, strict=True)]
-            metrics = ", ".join(dict.fromkeys(headline.metric for headline in both.headlines))
-            rows.append([f"{metrics}, {name}", *cells])
-        return draw_table([f"{both.num_equal_keys} keys are equal", *runs], rows)
-
     def evaluations(self, run: str) -> list[str]:
         """What the rollouts of a run belong to: training, and its evaluations."""
         with self._store(run) as store:
@@ -287,11 +274,8 @@ def draw_found_features(dictionary: str, query: str, runs_dir: str | Path) -> st
     hits, count = search_features(page.with_suffix(".json"), query)
     if not hits:
         return draw_note("no feature fits")
-    head = ["feature", "label", "speaks for", "strongest context", "active on", "largest"]
-    rows = [
-        [str(x.number), x.label, " ".join(x.speaks_for), x.context, f"{x.density:.2%}", f"{x.largest:.3g}"]
-        for x in hits
-    ]
+    head = ["feature", "speaks for", "strongest context", "active on", "largest"]
+    rows = [[str(x.number), " ".join(x.speaks_for), x.context, f"{x.density:.2%}", f"{x.largest:.3g}"] for x in hits]
     first = hits[0]
     note = f"{len(hits)} of {count} that fit. To try one: {first.number}={first.largest:.3g}, or {first.number}=off. "
     return draw_note(f"{note}All of it: {page}#feature-{first.number}") + draw_table(head, rows)
@@ -317,7 +301,3 @@ def _whole(rows: Sequence[RecordedRollout], wanted: Sequence[tuple[int, int, int
     """Of the rows of one step, the wanted groups with all of their samples."""
     kept = sorted((row for row in rows if _group_of(row) in wanted), key=lambda r: (_group_of(r), r.rollout_index))
     return [list(group) for _, group in groupby(kept, key=_group_of)]
-
-
-def _show(value: Any) -> str:
-    return "–" if value is ABSENT else str(value)

@@ -11,17 +11,12 @@ from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
     from posttrain.commands.interpret.steering import DictionaryPlace
-    from posttrain.interpret.features.features import FeatureReport
-    from posttrain.interpret.features.labels import Judge
 
 EPILOG = """\
 one page that needs nothing else, and the same as JSON beside it:
   posttrain sae features runs/tiny-sae
   posttrain sae features runs/tiny-sae --features 3,17 --contexts 40 --out features/two.html
   posttrain sae features some-dictionary --activations activations/stories --model runs/tiny-grpo
-labelled by a model or by a server, with a score of each label:
-  posttrain sae features runs/tiny-sae --judge Qwen/Qwen3-4B --contexts 20
-  posttrain sae features runs/tiny-sae --judge http://localhost:8000 --features 3,17
 a feature that looks interesting can be tried out:
   posttrain generate tiny --sae runs/tiny-sae --steer 3=4 --ablate 17
 """
@@ -32,9 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Which dictionary, over which rows, and what is shown of it."""
     parser.usage = "posttrain sae features RUN_OR_DICTIONARY_FOLDER [options]"
     parser.epilog = EPILOG
-    parser.add_argument(
-        "dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, a folder, or a name on the hub"
-    )
+    parser.add_argument("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder")
     parser.add_argument("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)")
     parser.add_argument("--site", metavar="NAME", help="of these rows, such as resid.20 (default: the dictionary's)")
     parser.add_argument(
@@ -53,42 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page (default: features.html beside the dictionary, or features-some.html for --features)",
     )
-    judging = parser.add_argument_group("labels, and how well they tell where a feature is active")
-    judging.add_argument("--judge", metavar="MODEL_OR_URL", help="who labels the features: a model or run, or a server")
-    judging.add_argument("--judge-template", metavar="NAME", help="in which a model is asked (default: chat)")
-    judging.add_argument("--judge-model", metavar="NAME", help="which model of the server (default: its only one)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
 def page_of(place: DictionaryPlace, name: str = PAGE) -> Path:
-    """Where the page of a dictionary is written; of one that lies in the hub's cache, the working directory."""
-    return (place.run or (Path() if place.fetched else place.folder)) / name
-
-
-def _judge(arguments: argparse.Namespace) -> Judge | None:
-    from posttrain.engines.models import open_model
-    from posttrain.interpret.features.labels import model_judge, remote_judge
-    from posttrain.recipes.sections import Word
-    from posttrain.runs.models import find_source
-
-    if arguments.judge is None:
-        if arguments.judge_template or arguments.judge_model:
-            raise UsageError("--judge-template and --judge-model are about --judge; give it as well")
-        return None
-    if "://" in arguments.judge:
-        return remote_judge(arguments.judge, arguments.judge_model)
-    if arguments.judge_model:
-        raise UsageError("--judge-model is about a server; of a model or run, --judge is the name itself")
-    source = find_source(arguments.judge, arguments.runs_dir)
-    return model_judge(open_model(source, Word(name=arguments.judge_template or "chat")))
-
-
-def _show_labels(report: FeatureReport) -> str:
-    counts = report.about["labels"]
-    scores = [x.label.balanced_accuracy for x in report.features if x.label and x.label.balanced_accuracy is not None]
-    mean = f", which tell their contexts from others in {sum(scores) / len(scores):.1%} on average" if scores else ""
-    left = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.items() if count][1:]
-    return f"{counts['labelled']:,} labels{mean}" + (f" ({', '.join(left)})" if left and counts["labelled"] else "")
+    """Where the page of a dictionary is written."""
+    return (place.run or place.folder) / name
 
 
 def run_sae_features(arguments: argparse.Namespace) -> int:
@@ -126,7 +89,6 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
         tokens=arguments.top,
         lens=not arguments.no_lens,
     )
-    judge = _judge(arguments)
     with Progress(console=console, transient=True, disable=arguments.quiet or not console.is_terminal) as progress:
         guard_output()
         bar = progress.add_task("reading", total=None)
@@ -134,7 +96,6 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
             asked,
             lambda name: find_source(name, arguments.runs_dir).path,
             lambda done, total: progress.update(bar, completed=done, total=total),
-            judge,
         )
     written = write_features(report, page.with_suffix(".json"))
     write_html(render_features(report), page)
@@ -146,7 +107,5 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
             f"{about['features_shown']:,} features over {about['rows']:,} rows: {about['active_per_row']:.3g} active "
             f"at a token, {about['silent']:,} silent"
         )
-        if "labels" in about:
-            console.print(_show_labels(report))
         console.print(f"page: {page}\njson: {written}", soft_wrap=True)
     return 0

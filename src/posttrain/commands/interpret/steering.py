@@ -26,9 +26,7 @@ OFF = "off"
 def add_steering_options(parser: argparse.ArgumentParser) -> None:
     """A dictionary whose features change what the model computes."""
     group = parser.add_argument_group("steered by features of a sparse autoencoder")
-    group.add_argument(
-        "--sae", metavar="FOLDER", help="a run of `sae train`, a dictionary's folder, or org/repo/folder on the hub"
-    )
+    group.add_argument("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder")
     group.add_argument(
         "--steer",
         type=read_changes,
@@ -59,20 +57,19 @@ def read_changes(text: str) -> dict[int, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class DictionaryPlace:
-    """The folder of a dictionary, and the run that trained it where there is one; ``fetched``: in the hub's cache."""
+    """The folder of a dictionary, and the run that trained it where there is one."""
 
     folder: Path
     run: Path | None
-    fetched: bool = False
 
 
 def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
-    """A dictionary by its folder, by the name or path of the run that trained it, or by a name on the hub.
+    """A dictionary by its folder, or by the name or path of the run that trained it.
 
     Raises:
         UsageError: there is none.
     """
-    from posttrain.interpret.dictionaries.exchange import CONFIG, WEIGHTS, fetch_dictionary, is_hub_name
+    from posttrain.interpret.dictionaries.exchange import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
     path = Path(name)
@@ -80,11 +77,9 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
         run = path.resolve().parent
         return DictionaryPlace(path, run if (run / "recipe.yaml").is_file() else None)
     if not (path / "recipe.yaml").is_file() and name not in run_names(runs_dir):
-        if is_hub_name(name) and not path.exists():
-            return DictionaryPlace(fetch_dictionary(name, (CONFIG, WEIGHTS)), None, fetched=True)
         raise UsageError(
             f"{name}: neither a folder with a dictionary ({CONFIG} and weights) nor a run in {runs_dir}; "
-            "`posttrain sae train` makes one, and org/repo/folder names one on the hub"
+            "`posttrain sae train` makes one, and `hf download` gets the folder of one on the hub, to be named here"
         )
     run = find_run(runs_dir, name)
     if not has_dictionary(run):

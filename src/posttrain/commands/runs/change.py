@@ -1,4 +1,4 @@
-"""``posttrain runs tag | note | prune | delete | export | resume``: what changes a run, asked for where it deletes."""
+"""``posttrain runs tag | prune | delete | export | resume``: what changes a run, asked for where it deletes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.runs.export import Weights, export_run
 from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import Filter, check_states, disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
-from posttrain.runs.notes import Notes, add_remark, change_tags, clear_remarks, read_notes
+from posttrain.runs.notes import change_tags, read_notes
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
 from posttrain.runs.removal import (
     Prune,
@@ -47,27 +47,6 @@ def run_tag(arguments: argparse.Namespace) -> int:
     notes = change_tags(place.path, arguments.tags) if arguments.tags else read_notes(place.path)
     print(f"{place.name}: {' '.join(notes.tags) or 'no tags'}")
     return 0
-
-
-def run_note(arguments: argparse.Namespace) -> int:
-    """Add a remark, or take all away, then show them."""
-    place = locate_run(arguments.runs_dir, arguments.name)
-    if arguments.clear and arguments.text is not None:
-        raise UsageError("--clear takes all remarks away; give a new one in a command of its own")
-    if arguments.clear:
-        clear_remarks(place.path)
-    elif arguments.text is not None:
-        add_remark(place.path, arguments.text)
-    print_notes(open_console(), place.name, read_notes(place.path))
-    return 0
-
-
-def print_notes(console: Console, name: str, notes: Notes) -> None:
-    """Every remark with its time."""
-    for remark in notes.remarks:
-        say(console, f"{remark.time[:16].replace('T', ' ')}  {remark.text}")
-    if not notes.remarks:
-        say(console, f"{name}: no remarks")
 
 
 def run_prune(arguments: argparse.Namespace) -> int:

@@ -15,30 +15,26 @@ from posttrain.commands.runs.change import (
     delete_runs,
     export_to,
     locate_run,
-    print_notes,
     prune_runs,
     resume,
 )
 from posttrain.commands.runs.show import (
     NUM_LISTED,
     ancestors,
-    find_runs,
     print_comparisons,
     print_run,
     print_runs,
-    print_side_by_side,
     show_bytes,
 )
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.runs.lineage import find_links, find_links_around
 from posttrain.runs.listing import RunSummary, list_comparisons, list_runs, sort_runs
-from posttrain.runs.notes import add_remark, change_tags, read_notes
+from posttrain.runs.notes import change_tags, read_notes
 from posttrain.runs.paths import Place, locate, locate_all
 from posttrain.runs.removal import parse_keep
-from posttrain.runs.side_by_side import put_side_by_side
 
-TOP = "NUMBER open · c 1 2 compare · f TEXT filter · s KEY sort · p prune all · d 1 2 delete · l list · q quit"
-ONE = "t tag · n note · p prune · e export · r resume · d delete · s show · b back"
+TOP = "NUMBER open · f TEXT filter · s KEY sort · p prune all · d 1 2 delete · l list · q quit"
+ONE = "t tag · p prune · e export · r resume · d delete · s show · b back"
 KEEP = "best,last"
 
 
@@ -109,11 +105,6 @@ class Menu:
         elif command == "f":
             self.pattern = rest[0] if rest else ""
             self.list()
-        elif command == "c":
-            names = [self._name(word) for word in rest]
-            if len(names) < 2:
-                raise UsageError("name two runs or more, such as: c 1 2")
-            print_side_by_side(self.console, put_side_by_side(find_runs(self.root, names)), names)
         elif command == "p":
             self.prune(locate_all(self.root, [run.name for run in self.runs]))
         elif command == "d":
@@ -148,11 +139,6 @@ class Menu:
             )
             notes = change_tags(place.path, changes.split())
             self._say(f"{place.name}: {' '.join(notes.tags) or 'no tags'}")
-        elif line == "n":
-            print_notes(self.console, place.name, read_notes(place.path))
-            text = self.read("new remark (empty: none)> ")
-            if text.strip():
-                add_remark(place.path, text)
         elif line == "p":
             self.prune([place])
         elif line == "e":

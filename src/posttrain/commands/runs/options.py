@@ -58,12 +58,6 @@ def add_tag_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
 
 
-def add_note_options(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="the remark; without it: show")
-    parser.add_argument("--clear", action="store_true", help="take all remarks away")
-
-
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
     parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")

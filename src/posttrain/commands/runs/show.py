@@ -314,8 +314,6 @@ def print_run(console: Console, folder: Path, name: str, links: Sequence[Link]) 
         console.print(Text(show_evaluation(about | {"results": results})))
     for line in _last_episode(folder) if not facts["problem"] else []:
         say(console, line, "dim")
-    for remark in facts["remarks"]:
-        say(console, f"{remark['time'][:16].replace('T', ' ')}  {remark['text']}")
     say(console, f"\nsee {folder / 'report.html'}", "dim")
 
 

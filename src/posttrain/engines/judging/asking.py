@@ -16,7 +16,7 @@ from posttrain.addresses import LOOPBACK, key_for, server_address
 from posttrain.engines.rollout import Sampler
 from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
 from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
-from posttrain.errors import RunFailure, UsageError
+from posttrain.errors import UsageError
 from posttrain.option_types import LARGEST_COUNT
 from posttrain.render import encode_prompt
 from posttrain.types import Message
@@ -322,30 +322,6 @@ class RemoteJudge(Judge):
             model = self.model or self._model_there(server)
             with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
                 return list(pool.map(lambda question: self._ask(server, model, question), questions))
-
-    def reply(self, texts: Sequence[str]) -> list[str]:
-        """What it writes to each text, in order.
-
-        Raises:
-            UsageError: nobody answers, or the server refuses.
-            RunFailure: a reply without a text.
-        """
-
-        def ask(text: str) -> str:
-            turns = [{"role": "user", "content": text}]
-            return server.call("POST", "/v1/chat/completions", self._settings(model, turns), read=_text_of)
-
-        try:
-            with self._open() as server:
-                model = self.model or self._model_there(server)
-                with ThreadPoolExecutor(max(1, min(self.concurrency, len(texts))), "judge") as pool:
-                    return list(pool.map(ask, texts))
-        except Unanswered as error:
-            raise self._silence(error) from None
-        except Refused as error:
-            raise self._refusal(error) from None
-        except Unreadable as error:
-            raise RunFailure(f"{self.url}: {error}") from None
 
     def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]

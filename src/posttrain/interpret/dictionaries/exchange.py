@@ -23,21 +23,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError
 from posttrain.interpret.activations.sites import read_site
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.dictionaries.rows import BOTH, DIFFERENCE, StoreRows
-from posttrain.models.sources import refuse_out_of_reach
-from posttrain.option_types import shorten
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
-# Dictionaries that others published: fetched by a name on the hub, and the site that their files mean.
-
-# A repository, and the folder of the dictionary in it: org/repo/layer_20/width_16k.
-_HUB_NAME = re.compile(r"(?!runs/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.=+-]*)*")
-REMEDY = "Download its folder beforehand (hf download) and give that"
 # What other tools call a place in the block with index n, and ours: the layer is n, or n + 1 for what a block gives.
 _THEIR_HOOKS = {
     "hook_resid_pre": ("resid", 0),
@@ -65,36 +58,6 @@ def site_of_hook(hook: object) -> str | None:
         return None
     place, offset = _THEIR_HOOKS[match[2]]
     return f"{place}.{int(match[1]) + offset}"
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether this can be a repository of the hub, with or without a folder in it."""
-    return _HUB_NAME.fullmatch(name) is not None
-
-
-def fetch_dictionary(name: str, files: tuple[str, ...]) -> Path:
-    """The folder, in the hub's cache, of a dictionary called ``org/repo/folder``; only its ``files`` are downloaded.
-
-    Raises:
-        UsageError: the hub does not answer (at once, without retries), or has no such repository or file.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    owner, repository, *inside = name.split("/")
-    refuse_out_of_reach(f"{owner}/{repository}", "dictionary or run", REMEDY)
-    try:
-        paths = [Path(hf_hub_download(f"{owner}/{repository}", "/".join([*inside, file]))) for file in files]
-    except LocalEntryNotFoundError:
-        raise UsageError(
-            f"{shorten(name)}: not all of it is in the cache of the hub, which cannot be asked. {REMEDY}"
-        ) from None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UsageError(
-            f"{shorten(name)}: neither a folder here nor a dictionary on the hub ({type(error).__name__}): it wants "
-            f"{' and '.join(files)} in that folder of a repository, org/repo/folder"
-        ) from None
-    return paths[0].parent
 
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -269,23 +269,6 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """What a judge says a feature stands for, and how that fared at detection (``labels``).
-
-    ``balanced_accuracy``: None where no context is silent; of ``active`` contexts ``recognized``, of ``silent`` ones
-    ``rejected``; ``unreadable`` answers count as wrong.
-    """
-
-    text: str
-    balanced_accuracy: float | None
-    active: int
-    recognized: int
-    silent: int
-    rejected: int
-    unreadable: int
-
-
-@dataclass(frozen=True, slots=True)
 class Feature:
     """One feature over recorded rows.
 
@@ -304,7 +287,6 @@ class Feature:
     contexts: tuple[Context, ...]
     promoted: tuple[Likely, ...] = ()
     suppressed: tuple[Likely, ...] = ()
-    label: Label | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +448,6 @@ def write_features(report: FeatureReport, path: str | Path) -> Path:
 def _plain(feature: Feature, texts: dict[int, str]) -> dict[str, Any]:
     return {
         "feature": feature.number,
-        **({} if feature.label is None else {"label": asdict(feature.label)}),
         "active": feature.active,
         "density": rounded(feature.density),
         "mean": rounded(feature.mean),

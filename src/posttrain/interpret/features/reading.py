@@ -17,8 +17,7 @@ from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.interpret.dictionaries.rows import StoreRows
 from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
-from posttrain.interpret.features.labels import Judge, draw_windows, label_features
-from posttrain.interpret.features.logit_lens import Lens, load_lens, show_tokens
+from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection
 
@@ -29,7 +28,6 @@ class FeaturesRequest:
 
     ``name``: what the dictionary is called, ``folder`` where it is, ``activations`` the folder of the rows. ``site``,
     ``source``, ``model``: None is the dictionary's own. ``lens``: with the logit lens, for which the model is loaded.
-    ``seed``: of the silent contexts that labels are scored on.
     """
 
     name: str
@@ -42,24 +40,21 @@ class FeaturesRequest:
     contexts: int = 10
     tokens: int = 10
     lens: bool = True
-    seed: int = 0
 
 
 def read_features(
     asked: FeaturesRequest,
     resolve: Callable[[str], str],
     observe: Callable[[int, int], None] | None = None,
-    judge: Judge | None = None,
 ) -> FeatureReport:
     """One pass over all rows; ``about["notices"]`` says what a reader should know of rows of another model.
 
     Args:
         resolve: what is loaded for the name of a model.
         observe: told how many rows are read, of how many.
-        judge: labels the features, of which half of the contexts are shown to it.
 
     Raises:
-        UsageError: no such feature, site, source or model (needed by a judge), or one with other tokens than the rows'.
+        UsageError: no such feature, site, source or model, or one with other tokens than the rows'.
     """
     dictionary, metadata = load_dictionary(asked.folder), read_metadata(asked.folder)
     check_features(dictionary, asked.features)
@@ -84,10 +79,8 @@ def read_features(
         "layer_convention": store.index.layer_convention,
         "notices": notices,
     }
-    if judge is not None and tokenizer is None:
-        raise UsageError("--judge: no model is known, so contexts have no texts; name it with --model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = describe_features(
+    return describe_features(
         dictionary.to(device),
         store,
         site=site,
@@ -100,11 +93,6 @@ def read_features(
         about=about,
         observe=observe,
     )
-    if judge is None:
-        return report
-    windows = draw_windows(dictionary, StoreRows(store, site, source), asked.seed)
-    texts = report.texts | show_tokens(tokenizer, [index for ids in windows.ids for index in ids])
-    return label_features(report, windows, texts, judge, asked.seed)
 
 
 def default_activations(folder: Path, run: Path | None) -> str:

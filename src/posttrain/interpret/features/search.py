@@ -1,4 +1,4 @@
-"""Features found in ``features.json``: by label, token that they are active on or speak for, context, or number."""
+"""Features found in ``features.json``: by token that they are active on or speak for, context, or number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Hit:
     """
 
     number: int
-    label: str
     speaks_for: tuple[str, ...]
     context: str
     density: float
@@ -32,15 +31,15 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A feature with what is searched, in lower case: label, tokens it speaks for, active tokens, whole contexts."""
+    """A feature with what is searched, in lower case: tokens it speaks for, active tokens, whole contexts."""
 
     hit: Hit
     haystacks: tuple[str, ...]
 
 
 def search_features(path: Path, query: str, limit: int = 20) -> tuple[list[Hit], int]:
-    """The features that fit, those first whose label has the text, then those that speak for it, are active on it, or
-    have it in a context; and how many there are in all. ``#3 #17`` are numbers.
+    """The features that fit, those first that speak for the text, then those that are active on it, or have it in
+    a context; and how many there are in all. ``#3 #17`` are numbers.
 
     Raises:
         DataError: no such file, or not one that `posttrain sae features` wrote.
@@ -75,7 +74,6 @@ def _read(path: Path, written: int) -> tuple[_Entry, ...]:
 
 
 def _entry(feature: dict[str, Any]) -> _Entry:
-    label = str(feature["label"]["text"]) if feature.get("label") else ""
     speaks_for = tuple(str(token) for token, *_ in feature["promoted"])
     contexts = [
         ([str(token) for token in context["tokens"]], [bool(x) for x in context["activations"]])
@@ -86,12 +84,11 @@ def _entry(feature: dict[str, Any]) -> _Entry:
     marked = [f"<<{token}>>" if on else token for token, on in zip(*contexts[0], strict=True)] if contexts else []
     hit = Hit(
         number=int(feature["feature"]),
-        label=label,
         speaks_for=speaks_for[:NUM_TOKENS],
         context="".join(marked),
         density=float(feature["density"]),
         largest=float(feature["max"]),
         address=str(feature["address"]),
     )
-    searched = ([label], speaks_for, active, texts)
+    searched = (speaks_for, active, texts)
     return _Entry(hit, tuple("\0".join(parts).lower() for parts in searched))

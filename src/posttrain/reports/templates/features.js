@@ -4,8 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const texts = data.texts;
 const features = data.features.map(f => ({
   number: f[0], active: f[1], density: f[2], mean: f[3], max: f[4], width: f[5], counts: f[6],
-  promoted: f[7], suppressed: f[8], label: f[10].length ? f[10][0] : "", score: f[10].length ? f[10][1] : null,
-  contexts: f[9].map(c => ({activation: c[0], document: c[1], position: c[2], peak: c[3], tokens: c[4], levels: c[5]})),
+  promoted: f[7], suppressed: f[8], contexts: f[9].map(c => ({activation: c[0], document: c[1], position: c[2], peak: c[3], tokens: c[4], levels: c[5]})),
 }));
 const LEVELS = 255, BATCH = 24, FIRST_CONTEXTS = 6;
 const list = document.getElementById("features"), sentinel = document.getElementById("sentinel");
@@ -33,7 +32,7 @@ const join = tokens => tokens.map(t => texts[t]).join("");
 const lensOf = f => [...f.promoted, ...f.suppressed].map(p => texts[p[0]]).join("\u0000");
 const activeOf = f => f.contexts.map(c => c.tokens.filter((t, i) => c.levels[i] > 0).map(t => texts[t]).join("\u0000"))
   .join("\u0000");
-const anyOf = f => f.contexts.map(c => join(c.tokens)).join("\u0000") + "\u0000" + lensOf(f) + "\u0000" + f.label;
+const anyOf = f => f.contexts.map(c => join(c.tokens)).join("\u0000") + "\u0000" + lensOf(f);
 const haystacks = {any: anyOf, active: activeOf, lens: lensOf}, prepared = {any: [], active: [], lens: []};
 function haystack(index, where) {
   const kept = prepared[where];
@@ -82,9 +81,9 @@ function drawFeature(f) {
   const name = element("h2"), link = element("a", "", "#" + f.number);
   link.href = "#" + card.id;
   name.append(link);
-  head.append(name, ...(f.label ? [element("b", "", f.label)] : []), element("span", "", "density " + percent(f.density)), element("span", "", "mean " + short(f.mean)),
+  head.append(name, element("span", "", "density " + percent(f.density)), element("span", "", "mean " + short(f.mean)),
     element("span", "", "largest " + short(f.max)),
-    ...(f.score === null ? [] : [element("span", "", "label right " + percent(f.score))]), element("span", "", f.active.toLocaleString("en") + " rows"));
+    element("span", "", f.active.toLocaleString("en") + " rows"));
   const sides = element("div", "sides"), left = element("div"), right = element("div", "contexts");
   left.append(drawCounts(f), drawLens(f));
   f.contexts.slice(0, FIRST_CONTEXTS).forEach(c => right.append(drawContext(f, c)));

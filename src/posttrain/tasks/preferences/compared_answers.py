@@ -1,97 +1,17 @@
-"""Two answers to an instruction, compared by people (LLMBar, PandaLM) or by a model (UltraFeedback)."""
+"""Two answers to an instruction, compared by a model (UltraFeedback)."""
 
 from __future__ import annotations
 
-from collections import Counter
-from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences.rows import read_pair, read_prompt, require
-from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
-from posttrain.tasks.reading import Row, read_file, read_source
-from posttrain.types import Example, Message, Response
-
-ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-
-
-@register("task")
-@reads_rows
-def llmbar(*, path: str) -> Task:
-    """LLMBar from a local file: pairs of which one follows the instruction; the other often reads better.
-
-    Zeng et al. (2023), "Evaluating large language models at evaluating instruction following". Keys: ``input`` (the
-    instruction), ``output_1``, ``output_2``, ``label`` (1 or 2: the better one) and maybe ``subset``, kept in meta.
-    There is one split. Dropped and counted: equal or blank outputs.
-    """
-
-    def read(row: Row) -> Example:
-        label = row.data.get("label")
-        if label not in (1, 2) or isinstance(label, bool):
-            raise row.fail(f"'label' must be 1 or 2; got {label!r}")
-        return Example(
-            id=f"llmbar/{row.line}",
-            messages=(Message("user", row.text("input").strip()),),
-            responses=compared(row, ("output_1", "output_2"), label),
-            meta={"subset": row.text("subset")} if row.has("subset") else {},
-        )
-
-    return collect(read_file(path), read, path).as_task("llmbar", path)
-
-
-@register("task")
-@reads_rows
-def pandalm(*, path: str) -> Task:
-    """PandaLM's human test set from a local file: answers of small models, compared by three annotators.
-
-    Wang et al. (2023), "PandaLM: an automatic evaluation benchmark for LLM instruction tuning optimization". Keys:
-    ``instruction``, ``input`` (may be blank), ``response1``, ``response2``, ``annotator1`` to ``annotator3`` (1 or 2:
-    the better one; 0: a tie) and maybe ``motivation_app``, kept in meta as ``source``. The better answer is the one
-    that at least two annotators named. An answer that is a number or a truth value stands for its text, as the
-    published file has a few. There is one split. Dropped and counted: ties, no majority, equal or blank answers.
-    """
-
-    def read(row: Row) -> Example:
-        votes: list[Any] = [row.data.get(key) for key in ANNOTATORS]
-        if any(vote not in (0, 1, 2) or isinstance(vote, bool) for vote in votes):
-            raise row.fail(f"{', '.join(ANNOTATORS)} must each be 0, 1 or 2; got {votes}")
-        verdict, count = Counter(votes).most_common(1)[0]
-        if count == 1:
-            raise Dropped("no two annotators agree")
-        if verdict == 0:
-            raise Dropped("a tie")
-        return Example(
-            id=f"pandalm/{row.line}",
-            messages=read_prompt(row),
-            responses=compared(row, ("response1", "response2"), verdict),
-            meta={"source": row.text("motivation_app")} if row.has("motivation_app") else {},
-        )
-
-    return collect(read_file(path), read, path).as_task("pandalm", path)
-
-
-def compared(row: Row, keys: tuple[str, str], better: int) -> tuple[Response, Response]:
-    """The better answer (the first or the second, counted from 1) with score 1, then the other with score 0.
-
-    Raises:
-        Dropped: one is missing or blank, or both are the same.
-        DataError: one is neither text nor a number nor a truth value.
-    """
-    for key in keys:
-        require(row, key)
-        if isinstance(row.data[key], float) and not isfinite(row.data[key]):
-            raise row.fail(f"{key!r} must be text, a number or a truth value; got {row.data[key]!r}")
-    first, second = (
-        str(row.data[key]) if isinstance(row.data[key], bool | int | float) else row.text(key) for key in keys
-    )
-    if first == second:
-        raise Dropped("both answers are the same")
-    chosen, rejected = (first, second) if better == 1 else (second, first)
-    return Response(chosen, 1.0), Response(rejected, 0.0)
-
+from posttrain.tasks.preferences.rows import read_pair, require
+from posttrain.tasks.reader import Split, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
+from posttrain.types import Example
 
 SCORES = ("score_chosen", "score_rejected")
 

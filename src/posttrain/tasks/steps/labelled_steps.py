@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from posttrain.errors import UsageError
-from posttrain.tasks.preferences.rows import is_blank, require
-from posttrain.tasks.reader import Dropped
-from posttrain.tasks.reading import Row
 from posttrain.types import Response
 
 NumClasses = Literal[2, 3]
@@ -63,21 +59,3 @@ def classes_of(ratings: Sequence[int | None], classes: Mapping[int, int]) -> lis
 def first_error(ratings: Sequence[int | None], wrong: int = -1) -> int | None:
     """The 0-based index of the first step rated ``wrong``; None where no step is."""
     return next((index for index, rating in enumerate(ratings) if rating == wrong), None)
-
-
-def read_step_texts(row: Row, key: str) -> list[str]:
-    """The steps under ``key``: a list, or a text of lines that begin with ``Step 1:``, ``Step 2:``, ...
-
-    Raises:
-        Dropped: missing, empty, or a blank step.
-        DataError: of the wrong type.
-    """
-    require(row, key)
-    steps = row.data[key]
-    if isinstance(steps, str):
-        steps = re.split(r"\n(?=Step \d+:)", steps.strip())
-    if not isinstance(steps, list):
-        raise row.fail(f"{key!r} must be a list of steps; got {steps!r}"[:200])
-    if any(step is None or is_blank(step) for step in steps):
-        raise Dropped("a blank step")
-    return [row.checked(step, f"{key} {number}").strip() for number, step in enumerate(steps, start=1)]
