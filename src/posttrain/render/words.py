@@ -14,7 +14,7 @@ from posttrain.graders.grading import is_blank
 from posttrain.registry import register
 from posttrain.render.encoding import Piece
 from posttrain.render.template import Template
-from posttrain.render.turns import assistant_pieces, chat_pieces, check_messages, spell
+from posttrain.render.turns import chat_pieces, check_messages, spell
 from posttrain.types import Example, Message
 
 # Where the answer stands in a graded text. One rule per template; each says None when there is none.
@@ -293,8 +293,8 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            said, boxed_already = assistant_pieces(example.demonstration), boxed_answer(example.demonstration)
-            return said if boxed_already or example.answer is None else [*said, *_box("\n", example.answer)]
+            said, boxed_already = _theirs(example.demonstration), boxed_answer(example.demonstration)
+            return [said] if boxed_already or example.answer is None else [said, *_box("\n", example.answer)]
         answer = _answer_of(example)
         if not example.solution:
             return _box("", answer)
@@ -354,7 +354,7 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            return assistant_pieces(example.demonstration)
+            return [_theirs(example.demonstration)]
         if example.answer is None and example.solution:
             return [_theirs(example.solution)]
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
@@ -412,14 +412,15 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
         return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
 
     def response(example: Example) -> list[Piece]:
-        return [_ours(" "), _theirs(example.demonstration or example.solution or _answer_of(example))]
+        text = example.demonstration or example.solution or _answer_of(example)
+        return [_ours("" if text[0].isspace() else " "), _theirs(text)]
 
     frame = (f"{separator}{user}: ", f"{separator}{assistant}:")
 
     def extract(text: str) -> str | None:
         return None if is_blank(text) else text.strip()
 
-    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote)
+    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote, space=" ")
 
 
 @register("template")

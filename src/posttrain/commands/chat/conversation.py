@@ -13,6 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.render import encode_prompt, stop_ids
+from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import TextStream
 from posttrain.types import Finish, Message
 
@@ -58,6 +59,7 @@ class Conversation:
     num_replies: int = 0
     num_before: int = 0  # messages that there were before the last question, which may not have been remembered
     steering: Steering | None = None
+    opening: str = ""  # of the last reply: the block of thinking that its prompt opened
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -93,7 +95,8 @@ class Conversation:
         ends = stop_ids(sampler.tokenizer, template)
         text = TextStream(sampler.tokenizer)
         key = derive_key(self.controls.seed, "chat", self.num_replies)
-        said: list[str] = [template.opening]
+        self.opening = opening_of(sampler.tokenizer, template, prompt)
+        said: list[str] = [self.opening]
         tokens = stream(sampler.model, prompt, key, self._sampling(ends), num_likely=NUM_LIKELY)
         try:
             for token in _steered(tokens, self.steering):

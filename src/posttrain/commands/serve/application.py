@@ -27,6 +27,7 @@ from posttrain.commands.serve.wire import ChatForm, CompletionForm, Form, Genera
 from posttrain.engines.base import Sampling
 from posttrain.errors import PosttrainError
 from posttrain.render import Piece, stop_ids
+from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import encode_pieces, markers_of
 
 MAX_BODY_BYTES = 4 << 20
@@ -177,7 +178,7 @@ class Api:
         self._check_model(asked.model)
         limit = asked.max_completion_tokens or asked.max_tokens
         prompt = await self._beside(self.conversations.encode, asked.messages, asked.offered)
-        order = self._order(asked, [prompt], limit, self.template.opening)
+        order = self._order(asked, [prompt], limit, opening_of(self.tokenizer, self.template, prompt))
         if asked.offered:
             order = replace(order, call_tag=self.conversations.call_tag)
         num_likely = (asked.top_logprobs or 0) if asked.logprobs else None
