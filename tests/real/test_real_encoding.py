@@ -91,3 +91,25 @@ def test_sampled_ids_read_as_data_are_the_same_ids(tmp_path: Path, name: str, te
         for text in (decode_response(tokenizer, made, ids, prompt), tokenizer.decode(ids)):
             found = entries(tmp_path, name, made, text)
             assert found == dict.fromkeys(found, ids), text
+
+
+@pytest.mark.parametrize("name", ["chat", "boxed", "as_is"])
+def test_answer_within_thinking_that_the_prompt_opened_is_none(name: str) -> None:
+    tokenizer = tokenizer_of("qwen3-opens-thinking")
+    template = registry.find("template", name).bind({"chat": True} if name == "boxed" else {})()
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
+    )
+    prompt = encode_prompt(tokenizer, template, (Message("user", rendered),) if name == "as_is" else PROMPT)
+    for said, answer in (("It may be 41, \\boxed{41}", None), ("41\n</think>\n\nIt is \\boxed{42}", "42")):
+        ids = tokenizer.encode(said, add_special_tokens=False)
+        text = decode_response(tokenizer, template, ids, prompt)
+        assert text == f"<think>\n{said}"
+        assert template.extract(text) == answer
+
+
+def test_user_who_ends_with_the_tag_opens_no_thinking() -> None:
+    for name, template in (("qwen3", "plain"), ("chatml", "plain"), ("chatml", "chat"), ("qwen3", "chat")):
+        tokenizer, made = tokenizer_of(name), template_of(template)
+        prompt = encode_prompt(tokenizer, made, (Message("user", "Say it <think>\n"),))
+        assert decode_response(tokenizer, made, tokenizer.encode("42"), prompt) == "42"
