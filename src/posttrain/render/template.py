@@ -103,7 +103,7 @@ def encode_prompt(
 
 
 def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
-    """Ids that end a completion: the tokenizer's end token and, in a chat, the end of the turn.
+    """Ids that end a completion: the end tokens of tokenizer and model, and, in a chat, the end of the turn.
 
     Raises:
         UsageError: the tokenizer has no end token.
@@ -111,7 +111,16 @@ def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
     stops = {end_id(tokenizer, template)}
     if tokenizer.eos_token_id is not None:
         stops.add(tokenizer.eos_token_id)
-    return frozenset(stops)
+    return frozenset(stops) | getattr(tokenizer, "generation_end_ids", frozenset())
+
+
+def further_ends(tokenizer: Any, template: Template) -> list[str]:
+    """A line on the end tokens that only the model's ``generation_config.json`` names; none where there are none."""
+    own = {tokenizer.eos_token_id, end_id(tokenizer, template)}
+    named = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template) - own)]
+    trained = tokenizer.convert_ids_to_tokens(end_id(tokenizer, template))
+    line = f"answers also end at {', '.join(named)}, by the model's generation_config.json; {trained} is trained"
+    return [line] if named else []
 
 
 def end_id(tokenizer: Any, template: Template) -> int:
