@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Sampling, num_tokens_of
 from posttrain.engines.models import OpenedModel
 from posttrain.engines.native.stream import StreamedToken, stream
 from posttrain.errors import UsageError
@@ -112,7 +112,14 @@ class Conversation:
 
     def _sampling(self, ends: frozenset[int]) -> Sampling:
         chosen, longest = self.controls, self.controls.max_tokens or self.sampler.source.max_tokens
-        return Sampling(longest, chosen.temperature, chosen.top_k, chosen.top_p, ends)
+        return Sampling(
+            longest,
+            chosen.temperature,
+            chosen.top_k,
+            chosen.top_p,
+            ends,
+            num_tokens=num_tokens_of(self.sampler.tokenizer),
+        )
 
     def _spoken(self, token: StreamedToken, added: str) -> SpokenToken:
         decode = self.sampler.tokenizer.decode
