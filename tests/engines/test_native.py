@@ -604,3 +604,28 @@ def test_the_word_in_a_recipe(tiny_random):
         )
     with pytest.raises(UsageError, match="slots: 0"):
         registry.find("engine", "native").bind({"slots": 0})(model, None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("path", ["lean", "modules"])
+def test_native_with_padded_embeddings_never_samples_ids_beyond_the_tokenizer(
+    tiny_random, small_tokenizer, path, temperature
+):
+    model = tiny_random("qwen3")
+    size = len(small_tokenizer)
+    model.resize_token_embeddings(size + 600, mean_resizing=False)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(0))
+    prompts, keys = make_prompts(), make_keys(4, 8)
+    free = NativeEngine(model, path=path)
+    sampling = Sampling(12, temperature=temperature)
+    beyond = [i for group in ids_of(free.generate(prompts, keys, sampling)) for ids in group for i in ids if i >= size]
+    assert len(beyond) > 30
+    engine = registry.find("engine", "native").bind({"path": path}, "engine")(model, small_tokenizer)
+    completions = engine.generate(prompts, keys, sampling)
+    assert max(i for group in ids_of(completions) for ids in group for i in ids) < size
+    assert worst_difference(model, prompts, completions) < 1e-4, "log-probabilities are those of all ids"
+    said = [line for line in engine.take_notices() if "never sampled" in line]
+    assert said == [
+        f"the model has {size + 600:,} ids and its tokenizer text for {size:,}; the others are never sampled"
+    ]
+    assert not engine.take_notices()

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from posttrain.errors import UsageError, first_line
-from posttrain.models.load import load_model
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, base_of, resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
+from posttrain.render import decode_response, end_id, plain, stop_ids
+from posttrain.render.template import further_ends
 from posttrain.store.checkpoint_files import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])
@@ -217,3 +220,20 @@ def test_first_line_of_an_error_with_a_heading_has_the_reason():
     assert first_line(error) == "Error(s) in loading state_dict for Model: size mismatch for w: [3] and [4]"
     assert first_line(ValueError("a\nb")) == "a"
     assert first_line(ValueError()) == "ValueError"
+
+
+def test_end_tokens_of_the_generation_config_all_stop_and_the_templates_own_is_trained(folder, small_tokenizer):
+    small_tokenizer = AutoTokenizer.from_pretrained(folder)
+    small_tokenizer.add_tokens(["<end_of_turn>", "<other>"], special_tokens=True)
+    small_tokenizer.save_pretrained(folder)
+    turn, other = small_tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<other>"])
+    for stated, further in (([small_tokenizer.eos_token_id, turn, 100], {turn}), (turn, {turn}), (None, set())):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+        tokenizer = load_tokenizer(str(folder))
+        assert stop_ids(tokenizer, plain()) == {small_tokenizer.eos_token_id} | further
+        assert end_id(tokenizer, plain()) == small_tokenizer.eos_token_id
+        said = further_ends(tokenizer, plain())
+        assert [line.startswith("answers also end at <end_of_turn>,") for line in said] == [True] * bool(further)
+        text = decode_response(tokenizer, plain(), [*tokenizer.encode("Tom"), *further])
+        assert text == "Tom"
+        assert other not in stop_ids(tokenizer, plain())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain import registry
 from posttrain.render import boxed, chat, document, plain, r1_zero, xml_reasoning
 
 
@@ -64,3 +65,15 @@ def test_a_megabyte_of_answer_tags_is_linear() -> None:
     text = "<think></think>" + "</answer>" * 100_000 + "<answer>" * 100_000
     assert r1_zero().extract(text) is None
     assert r1_zero().extract(text + "5</answer>") == "5"
+
+
+@pytest.mark.parametrize("name", ["chat", "boxed", "as_is", "plain", "dialogue"])
+@pytest.mark.parametrize("text", ["<think>\n41 or \\boxed{40} or", "a <think>1</think> 2 <think> \\boxed{3} or"])
+def test_thought_that_never_ends_has_no_answer(name: str, text: str) -> None:
+    extract = registry.find("template", name).bind({})().extract
+    assert extract(text) is None
+    ended = extract(f"{text} so</think> It is \\boxed{{42}}")
+    assert ended is not None
+    assert ended.endswith("42") or name == "dialogue"
+    assert extract("[THINK]41") is None
+    assert extract("<|channel|>analysis<|message|>41 \\boxed{41}") is None

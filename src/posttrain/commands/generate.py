@@ -46,13 +46,15 @@ def run_generate(arguments: argparse.Namespace) -> int:
         console.print(Text(f"steered at {change}", style="dim"))
     console.print(Text("\n".join(message.content for message in example.messages), style="bold"))
     for completion in completions:
-        _print_completion(console, sampler, example, completion)
+        _print_completion(console, sampler, example, completion, prompt)
     return 0
 
 
-def _print_completion(console: Console, sampler: OpenedModel, example: Example, completion: Completion) -> None:
+def _print_completion(
+    console: Console, sampler: OpenedModel, example: Example, completion: Completion, prompt: list[int]
+) -> None:
     template = sampler.grader.template
-    text = decode_response(sampler.tokenizer, template, completion.ids)
+    text = decode_response(sampler.tokenizer, template, completion.ids, prompt)
     extracted = template.extract(text)
     facts = [f"{len(completion.ids)} tokens", "cut off" if completion.finish == "length" else "ended by itself"]
     if completion.logprobs:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain.engines.conversation import Conversation, Groups, Respondent, begin, converse_by_generating
 from posttrain.errors import UsageError
@@ -26,7 +27,8 @@ class Sampling:
     truncation by ``top_k`` or ``top_p``. Generation
     ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
     a prompt and its completion together have no more than these, and a longer prompt has no room. ``max_turn_tokens``:
-    of several turns, how long each may be; ``max_tokens`` are then those of all turns and replies.
+    of several turns, how long each may be; ``max_tokens`` are then those of all turns and replies. ``num_tokens``: ids
+    from here on are never drawn, because the tokenizer has no text for them.
     """
 
     max_tokens: int
@@ -36,6 +38,7 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     max_total_tokens: int | None = None
     max_turn_tokens: int | None = None
+    num_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
@@ -44,6 +47,12 @@ class Sampling:
     def within(self, context: int) -> int:
         """How long a prompt and its completion may be together in a model of ``context`` tokens."""
         return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
+
+
+def num_tokens_of(tokenizer: Any) -> int | None:
+    """How many ids a tokenizer has text for; models often have more, to fill up their embeddings."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 class Engine(ABC):

@@ -93,6 +93,7 @@ class _Actor:
     """A completion under way, with its session."""
 
     session: Session
+    prompt: Sequence[int]  # what the next turn stands behind
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     last: int | None = None
@@ -111,7 +112,7 @@ class Cast:
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
         """Read the calls of a turn, and begin the first of them."""
         actor = self.actors[prompt, sample]
-        actor.text = decode_response(self.tokenizer, self.stage.template, turn)
+        actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
         actor.last = turn[-1] if len(turn) else None
         actor.requests, actor.tool, actor.job, actor.finish = [], None, None, None
         if finish == "stop":  # of a turn that was cut off nothing may be what was meant
@@ -144,7 +145,8 @@ class Cast:
             return Reply(finish=actor.finish)
         frame, template = self.stage.frame, self.stage.template
         results, tags = [call.result for call in calls], RESULT_TAGS[self.stage.form]
-        return Reply(tuple(frame.encode(self.tokenizer, template, results, tags, actor.last)))
+        actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
+        return Reply(actor.prompt)
 
     def _begin(self, actor: _Actor, request: Request) -> None:
         """Begin a call, where it is one."""
@@ -239,7 +241,7 @@ class Episodes:
         actors, of_place = {}, {}
         for n, (i, samples) in enumerate(rows.items()):
             for k, g in enumerate(samples):
-                actors[n, k] = of_place[i, g] = _Actor(sessions[i, g])
+                actors[n, k] = of_place[i, g] = _Actor(sessions[i, g], prompts[i, g])
         said = self.engine.converse(
             [prompts[i, samples[0]] for i, samples in rows.items()],
             [[keys[i][g] for g in samples] for i, samples in rows.items()],

@@ -281,7 +281,7 @@ def _text(sampler: Sampler, episode: Episode) -> str:
     """What is graded of a completion."""
     if episode.turns:
         return episode.turns[-1].text
-    return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids)
+    return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids, episode.prompt)
 
 
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from posttrain.consent import trusts_remote_code
@@ -168,7 +168,22 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
         raise TypeError(
             f"tokenizer_config.json: model_max_length is {shorten(repr(tokenizer.model_max_length))}, no number"
         )
+    tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
+
+
+def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
+    """The end tokens of a model's ``generation_config.json``, of which some models have several.
+
+    An id that is an ordinary token of the tokenizer comes from a default of the architecture, and is none.
+    """
+    while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
+        source = base_of(source)
+    stated = None
+    with suppress(OSError):  # it has none
+        stated = GenerationConfig.from_pretrained(source).eos_token_id
+    ids = stated if isinstance(stated, list | tuple) else [stated]
+    return frozenset(index for index in ids if isinstance(index, int) and index in tokenizer.added_tokens_decoder)
 
 
 @contextmanager

@@ -4,15 +4,9 @@ Nothing here reads a file. A prompt is a list of pieces, trusted (written by us 
 untrusted (from the data); only trusted pieces can become special tokens.
 """
 
+from posttrain.render.assistant import decode_response, encode_response
 from posttrain.render.encoding import Piece, encode_plain
-from posttrain.render.template import (
-    Template,
-    decode_response,
-    encode_prompt,
-    encode_response,
-    end_id,
-    stop_ids,
-)
+from posttrain.render.template import Template, encode_prompt, end_id, stop_ids
 from posttrain.render.words import boxed, chat, document, plain, r1_zero, xml_reasoning
 
 __all__ = [

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import UsageError
+from posttrain.render.assistant import behind_prompt
 from posttrain.render.encoding import Piece, encode_pieces, markers_of
+from posttrain.render.tags import drop_text
 from posttrain.render.template import Template, end_id, prompt_pieces
-from posttrain.render.turns import as_row_texts, assistant_pieces, render_pieces, with_reasoning
+from posttrain.render.turns import as_row_texts, render_pieces, with_reasoning
 from posttrain.types import Example, Message, Turn
 
 UNTRAINED = "no message that is trained (weight 0 or train: false)"
@@ -108,6 +110,14 @@ def conversation_rows(
     turns = {
         i: Part(_turn(tokenizer, template, conversation[: i + 1], variables, prompts[i]), i in trained) for i in places
     }
+    last = len(conversation) - 1
+    if last in turns:
+        written = _as_written(tokenizer, template, example.conversation[last], variables, prompts[last])
+        # white space that a template writes before every answer is its own
+        if written is not None and (
+            written.text[0].isspace() or turns[last].text.removesuffix(written.text).strip() != ""
+        ):
+            turns[last] = replace(written, is_trained=turns[last].is_trained)
     rows = [_joined(conversation, places, prompts, turns, train_on)]
     if rows[0] is None:
         if train_on == "all" and len(trained) < len(places):
@@ -134,9 +144,23 @@ def _joined(
             return None
         # what tools return is never trained, what users say only with all
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
-        parts += [Part(_behind(prompts[i].pieces, len(said)), is_trained), turns[i]]
+        parts += [Part(drop_text(prompts[i].pieces, len(said)), is_trained), turns[i]]
         said = prompts[i].text + turns[i].text
     return parts
+
+
+def _as_written(
+    tokenizer: Any, template: Template, message: Message, variables: Mapping[str, Any], prompt: Part
+) -> Part | None:
+    """The last message with its white space as the row has it; None of one with calls or with reasoning apart.
+
+    No prompt shows it again, so that what the chat template would make of it does not matter.
+    """
+    if message.calls or message.reasoning is not None:
+        return None
+    content, before = [Piece(message.content, trusted=False)], encode_pieces(tokenizer, prompt.pieces)
+    end = Piece(tokenizer.decode([end_id(tokenizer, template)]), trusted=True)
+    return Part([*behind_prompt(tokenizer, template, content, before, variables), end], True)
 
 
 def _turn(
@@ -151,23 +175,12 @@ def _turn(
         if message.calls or message.reasoning is not None:
             what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
             raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
-        return [*assistant_pieces(message.content), Piece(end, trusted=True)]
-    pieces = _behind(whole, len(prompt.text))
+        content, before = [Piece(message.content, trusted=False)], encode_pieces(tokenizer, prompt.pieces)
+        return [*behind_prompt(tokenizer, template, content, before, variables), Piece(end, trusted=True)]
+    pieces = drop_text(whole, len(prompt.text))
     if message.reasoning is None and pieces and pieces[0].trusted:
         pieces[0] = Piece(_EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
-    said = (message.content, message.content.strip())
-    spelled = (assistant_pieces(p.text) if not p.trusted and p.text in said else [p] for p in pieces)
-    return _up_to(tokenizer, [piece for several in spelled for piece in several], end)
-
-
-def _behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
-    """The pieces behind the first ``length`` characters."""
-    rest = []
-    for piece in pieces:
-        if length < len(piece.text):
-            rest.append(Piece(piece.text[length:], piece.trusted))
-        length = max(0, length - len(piece.text))
-    return rest
+    return _up_to(tokenizer, pieces, end)
 
 
 def _up_to(tokenizer: Any, pieces: Sequence[Piece], end: str) -> list[Piece]:

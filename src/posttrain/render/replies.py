@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import UsageError
+from posttrain.render.assistant import behind_prompt
 from posttrain.render.encoding import Piece, encode_pieces
 from posttrain.render.template import Template, end_id
 from posttrain.render.turns import RESULT_TAGS, Form, call_pieces, mark, render_history, turn_end
@@ -64,7 +65,7 @@ def call_form(tokenizer: Any, template: Template) -> Form:
 
 
 def encode_turns(
-    tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool
+    tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
 ) -> tuple[list[int], list[bool]]:
     """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
 
@@ -78,7 +79,7 @@ def encode_turns(
     ids: list[int] = []
     own: list[bool] = []
     for turn in turns:
-        written = encode_turn(tokenizer, template, turn, form)
+        written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids])
         heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], written[-1])
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
@@ -86,14 +87,14 @@ def encode_turns(
     return ids[:length], own[:length]
 
 
-def encode_turn(tokenizer: Any, template: Template, turn: Turn, form: Form) -> list[int]:
-    """The ids of a turn as a model would write it, the end included: its text behind the template's opening, its calls.
+def encode_turn(tokenizer: Any, template: Template, turn: Turn, form: Form, prompt: Sequence[int] = ()) -> list[int]:
+    """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
 
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    pieces = [Piece(" " if template.opening else "", trusted=True)]
-    pieces += [Piece(turn.text, trusted=False)] if turn.text else []
+    pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
+    pieces = behind_prompt(tokenizer, template, pieces, prompt)
     pieces += [Piece("\n", trusted=True)] if turn.text and turn.calls else []
     for number, call in enumerate(turn.calls):
         pieces += [Piece("\n" if number else "", trusted=True), *call_pieces(call, form)]

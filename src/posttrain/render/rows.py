@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from posttrain.errors import UsageError
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response, end_id
+from posttrain.render.assistant import encode_answer
 from posttrain.render.conversation import UNTRAINED, conversation_rows, turns_apart
 from posttrain.render.replies import encode_turns
 from posttrain.types import Example, Message, Response
@@ -61,23 +62,26 @@ def rows_of(
     if shape == "demonstration":
         if example.responses and example.solution is None and example.answer is None:
             best = max(example.responses, key=lambda r: r.score)
-            yield (_row(tokenizer, template, prompt, best),)
+            yield (_row(tokenizer, template, prompt, best, example),)
         elif example.demonstration is not None and not template.response(example):
             yield f"a response without an answer, which template {template.name} would write between tags"
         else:
             answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
-            turns, own = encode_turns(tokenizer, template, example.turns, answers) if example.turns else ([], [])
-            ids = [*prompt, *turns, *(encode_response(tokenizer, template, example) if answers else [])]
+            turns, own = (
+                encode_turns(tokenizer, template, example.turns, answers, prompt) if example.turns else ([], [])
+            )
+            behind = [*prompt, *turns]
+            ids = [*behind, *(encode_response(tokenizer, template, example, behind) if answers else [])]
             yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
         return
     if not example.responses:
         yield "no given responses"
     elif shape == "pair":
-        unit = _pair(tokenizer, template, prompt, example.responses)
+        unit = _pair(tokenizer, template, prompt, example)
         yield unit if isinstance(unit, str) else tuple(replace(row, margin=example.margin) for row in unit)
     elif shape == "judged":
         for response in example.responses:
-            yield (_row(tokenizer, template, prompt, response),)
+            yield (_row(tokenizer, template, prompt, response, example),)
     else:
         for response in example.responses:
             if all(response.steps):
@@ -124,22 +128,20 @@ def _conversation(
         yield UNTRAINED
 
 
-def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response) -> Row:
+def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
     if response.answer is not None:  # in the form, and with the tags, that a policy would write
-        written = Example("", (), answer=response.answer, solution=response.text)
-        return Row([*prompt, *encode_response(tokenizer, template, written)], len(prompt), response.score)
-    answer = [*encode_plain(tokenizer, response.text), end_id(tokenizer, template)]
-    return Row([*prompt, *answer], len(prompt), response.score)
+        written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
+        return Row([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
+    answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
+    return Row([*prompt, *answer, end_id(tokenizer, template)], len(prompt), response.score)
 
 
-def _pair(
-    tokenizer: Any, template: Template, prompt: Sequence[int], responses: Sequence[Response]
-) -> tuple[Row, ...] | str:
-    chosen = max(responses, key=lambda r: r.score)
-    rejected = min(responses, key=lambda r: r.score)
+def _pair(tokenizer: Any, template: Template, prompt: Sequence[int], example: Example) -> tuple[Row, ...] | str:
+    chosen = max(example.responses, key=lambda r: r.score)
+    rejected = min(example.responses, key=lambda r: r.score)
     if chosen.score == rejected.score:
         return "all responses have the same score"
-    rows = tuple(_row(tokenizer, template, prompt, r) for r in (chosen, rejected))
+    rows = tuple(_row(tokenizer, template, prompt, r, example) for r in (chosen, rejected))
     if rows[0].ids == rows[1].ids:
         return "chosen and rejected are the same tokens"
     return rows

@@ -34,6 +34,7 @@ class Template:
         frame: what stands before and behind a reply to a turn, where there is no chat template (trusted).
         quote: makes a text safe to stand there, where it could look like the start of a turn.
         system: the recipe's own system message, of a chat.
+        space: what comes before an answer that does not itself begin with white space.
         turns: how a conversation is trained: as the chat template renders it (``rendered``), one example for each turn
             of the assistant (``apart``), or its last turn alone (``last``).
     """
@@ -50,6 +51,7 @@ class Template:
     frame: tuple[str, str] = ("\n", "\n")
     quote: Callable[[str], str] = str
     system: str = ""
+    space: str = ""
     turns: Literal["rendered", "apart", "last"] = "apart"
 
     def respond(self, example: Example) -> str:
@@ -100,30 +102,8 @@ def encode_prompt(
     return ids
 
 
-def encode_response(tokenizer: Any, template: Template, example: Example) -> list[int]:
-    """Token ids of the demonstration that follows the prompt, the end token included.
-
-    Raises:
-        UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
-    """
-    ids = encode_pieces(tokenizer, template.response(example))
-    if not ids:
-        raise UsageError(f"example {example.id!r}: the demonstration is empty")
-    end = end_id(tokenizer, template)
-    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
-
-
-def decode_response(tokenizer: Any, template: Template, ids: Sequence[int]) -> str:
-    """The graded text: opening and completion, without the end token; other special tokens are kept."""
-    kept = list(ids)
-    if kept and kept[-1] in stop_ids(tokenizer, template):
-        kept.pop()
-    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return template.opening + text
-
-
 def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
-    """Ids that end a completion: the tokenizer's end token and, in a chat, the end of the turn.
+    """Ids that end a completion: the end tokens of tokenizer and model, and, in a chat, the end of the turn.
 
     Raises:
         UsageError: the tokenizer has no end token.
@@ -131,7 +111,16 @@ def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
     stops = {end_id(tokenizer, template)}
     if tokenizer.eos_token_id is not None:
         stops.add(tokenizer.eos_token_id)
-    return frozenset(stops)
+    return frozenset(stops) | getattr(tokenizer, "generation_end_ids", frozenset())
+
+
+def further_ends(tokenizer: Any, template: Template) -> list[str]:
+    """A line on the end tokens that only the model's ``generation_config.json`` names; none where there are none."""
+    own = {tokenizer.eos_token_id, end_id(tokenizer, template)}
+    named = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template) - own)]
+    trained = tokenizer.convert_ids_to_tokens(end_id(tokenizer, template))
+    line = f"answers also end at {', '.join(named)}, by the model's generation_config.json; {trained} is trained"
+    return [line] if named else []
 
 
 def end_id(tokenizer: Any, template: Template) -> int:

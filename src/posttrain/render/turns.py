@@ -19,6 +19,7 @@ import jinja2
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.render.encoding import Piece, markers_of
+from posttrain.render.tags import mark_tags
 from posttrain.types import Call, Message
 
 Form = Literal["hermes", "tagged"]  # of calls; environments.tools reads them
@@ -70,32 +71,35 @@ def chat_pieces(
     return render_pieces(tokenizer, shown, system, variables or {}, prompt=True)[0]
 
 
-def assistant_pieces(text: str) -> list[Piece]:
-    """A whole text of the assistant; the tags of thinking that it begins with are ours: a tokenizer may know them."""
-    opening, closing = "<think>", "</think>"
-    if not text.lstrip().startswith(opening) or closing not in text:
-        return [Piece(text, trusted=False)]
-    before, _, rest = text.partition(opening)
-    thinking, _, answer = rest.partition(closing)
-    return [
-        Piece(f"{before}{opening}", trusted=True),
-        Piece(thinking, trusted=False),
-        Piece(closing, trusted=True),
-        Piece(answer, trusted=False),
-    ]
-
-
 def with_reasoning(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[Message, ...]:
     """The messages with their reasoning where the chat template shows it: apart, or else in the content."""
     if not any(message.role == "assistant" and _thinks(message) for message in messages):
         return tuple(messages)
+    if any(message.role == "assistant" and _closes(message) for message in messages):
+        prompt = render_dicts(
+            tokenizer,
+            [{"role": "user", "content": "a"}],
+            {k: v for k, v in variables.items() if k != "tools"},
+            prompt=True,
+        )
+        is_open = re.search(r"<think>\s*\Z", prompt) is not None
+        messages = [
+            replace(m, content=f"<think>{m.content}") if is_open and m.role == "assistant" and _closes(m) else m
+            for m in messages
+        ]
     asked = [Message("user", "a"), Message("assistant", "b", reasoning="c")]
     hidden = render_pieces(tokenizer, asked, "", variables, prompt=False)[1]
     return tuple(_with_reasoning(message, apart=not hidden) for message in messages)
 
 
 def _thinks(message: Message) -> bool:
-    return message.reasoning is not None or message.content.lstrip().startswith("<think>")
+    return message.reasoning is not None or message.content.lstrip().startswith("<think>") or _closes(message)
+
+
+def _closes(message: Message) -> bool:
+    """Whether the text closes a block of thinking that it has not opened: a prompt may have."""
+    before, closed, _ = message.content.partition("</think>")
+    return message.reasoning is None and bool(closed) and "<think>" not in before
 
 
 def _with_reasoning(message: Message, *, apart: bool) -> Message:
@@ -256,7 +260,8 @@ class _Sheet:
             self.reasoning[number] = index
             row |= dict.fromkeys(("reasoning_content", "thinking"), mark(number))
         if message.content:
-            row["content"] = self._content(message.role, [Piece(message.content, trusted=False)])
+            content = [Piece(message.content, trusted=False)]
+            row["content"] = self._content(message.role, mark_tags(content) if message.role == "assistant" else content)
         if message.name is not None:
             row["name"] = self._leaf(message.name, None if message.role == "tool" else f"the name {message.name!r}")
         if message.calls:

@@ -14,7 +14,7 @@ from posttrain.graders.grading import is_blank
 from posttrain.registry import register
 from posttrain.render.encoding import Piece
 from posttrain.render.template import Template
-from posttrain.render.turns import assistant_pieces, chat_pieces, check_messages, spell
+from posttrain.render.turns import chat_pieces, check_messages, spell
 from posttrain.types import Example, Message
 
 # Where the answer stands in a graded text. One rule per template; each says None when there is none.
@@ -51,6 +51,24 @@ def _first_complete(text: str, tag: str) -> str | None:
     return None
 
 
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
+
+
+def behind_thinking(text: str) -> str | None:
+    """What follows the thinking; None of a text that was cut off within it."""
+    for opening, closing in _THOUGHTS:
+        _, _, text = text.rpartition(closing)
+        if opening in text:
+            return None
+    return text
+
+
+def last_number_said(text: str) -> str | None:
+    """The last number of what follows the thinking."""
+    rest = behind_thinking(text)
+    return None if rest is None else last_number(rest)
+
+
 def boxed_answer(text: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
     answer = last_boxed(text)
@@ -63,16 +81,19 @@ def chat_answer(text: str) -> str | None:
     Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
     off and has no answer.
     """
-    _, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in text:
-        return None
-    return _first_complete(rest, "answer") or last_number(rest)
+    rest = behind_thinking(text)
+    return None if rest is None else _first_complete(rest, "answer") or last_number(rest)
 
 
 def written_answer(text: str) -> str | None:
     """The first complete ``<answer>``, else the last box, else the last number, of what follows the thinking."""
-    _, _, rest = text.rpartition("</think>")
-    return _first_complete(rest, "answer") or boxed_answer(rest) or last_number(rest)
+    rest = behind_thinking(text)
+    return None if rest is None else _first_complete(rest, "answer") or boxed_answer(rest) or last_number(rest)
+
+
+def boxed_behind_thinking(text: str) -> str | None:
+    """The last complete box of a text whose thinking has ended."""
+    return None if behind_thinking(text) is None else boxed_answer(text)
 
 
 def split_thinking(text: str) -> tuple[str, str] | None:
@@ -293,8 +314,8 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            said, boxed_already = assistant_pieces(example.demonstration), boxed_answer(example.demonstration)
-            return said if boxed_already or example.answer is None else [*said, *_box("\n", example.answer)]
+            said, boxed_already = _theirs(example.demonstration), boxed_answer(example.demonstration)
+            return [said] if boxed_already or example.answer is None else [said, *_box("\n", example.answer)]
         answer = _answer_of(example)
         if not example.solution:
             return _box("", answer)
@@ -302,7 +323,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
             return [_theirs(example.solution)]
         return [_theirs(example.solution), *_box("\n", answer)]
 
-    return Template("boxed", "", (), prompt, response, boxed_answer, chat=chat, own_start=chat)
+    return Template("boxed", "", (), prompt, response, boxed_behind_thinking, chat=chat, own_start=chat)
 
 
 @register("template")
@@ -329,7 +350,10 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     def response(example: Example) -> list[Piece]:
         return [_theirs(example.demonstration or example.solution or _answer_of(example))]
 
-    return Template("code", "", (), prompt, response, last_program, chat=chat, own_start=chat)
+    def extract(text: str) -> str | None:
+        return None if behind_thinking(text) is None else last_program(text)
+
+    return Template("code", "", (), prompt, response, extract, chat=chat, own_start=chat)
 
 
 @register("template")
@@ -354,7 +378,7 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
-            return assistant_pieces(example.demonstration)
+            return [_theirs(example.demonstration)]
         if example.answer is None and example.solution:
             return [_theirs(example.solution)]
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
@@ -381,7 +405,7 @@ def plain() -> Template:
         reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
         return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
-    return Template("plain", "", (), prompt, response, last_number)
+    return Template("plain", "", (), prompt, response, last_number_said)
 
 
 @register("template")
@@ -412,14 +436,15 @@ def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: st
         return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
 
     def response(example: Example) -> list[Piece]:
-        return [_ours(" "), _theirs(example.demonstration or example.solution or _answer_of(example))]
+        text = example.demonstration or example.solution or _answer_of(example)
+        return [_ours("" if text[0].isspace() else " "), _theirs(text)]
 
     frame = (f"{separator}{user}: ", f"{separator}{assistant}:")
 
     def extract(text: str) -> str | None:
-        return None if is_blank(text) else text.strip()
+        return None if is_blank(text) or behind_thinking(text) is None else text.strip()
 
-    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote)
+    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote, space=" ")
 
 
 @register("template")

@@ -27,8 +27,8 @@ from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head, restore_heads
 from posttrain.recipes.recipe import Recipe
-from posttrain.render import Piece, Template, encode_prompt, end_id
-from posttrain.render.encoding import encode_pieces
+from posttrain.render import Template, encode_prompt, end_id
+from posttrain.render.assistant import encode_answer
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.render.template import build_template
 from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
@@ -73,9 +73,9 @@ class RewardModel:
     def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
         """One number for each text as the answer to its example's messages; higher is better.
 
-        ``texts`` are what a policy wrote, with or without the template's opening (``Rollout.text`` has it). The
-        template's own tags in it are tags, as in the answers that were trained on; nothing else in it can become a
-        special token. A process model is asked about the reasoning alone, cut into steps (``split_steps``).
+        ``texts`` are what a policy wrote, with or without what the prompt has opened (``Rollout.text`` has it); they
+        are encoded as the answers that were trained on. A process model is asked about the reasoning alone, cut into
+        steps (``split_steps``).
 
         Args:
             finishes: how each text ended: ``stop``, or ``length`` of one that was cut off. That one gets no end token
@@ -93,7 +93,8 @@ class RewardModel:
         rows: list[Row | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
-            answer = encode_pieces(self.tokenizer, written_pieces(self.template, text))
+            body = text.removeprefix(self.template.opening)
+            answer = encode_answer(self.tokenizer, self.template, body, prompt, example.variables)
             if finish != "length":
                 answer = [*answer, end_id(self.tokenizer, self.template)]
             rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
@@ -102,7 +103,7 @@ class RewardModel:
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
         """Like ``score``, of given answers, in the rows that training makes of them.
 
-        Their text is data: no tag or marker in it is one. A process model scores the response's own steps
+        A process model scores the response's own steps
         where it has some.
         """
         if self.kind == "process":
@@ -244,15 +245,6 @@ def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: 
     match = _STEP.fullmatch(checkpoint_of(path).resolve().name) if path != source.run else None
     step = int(match[1]) if match else None  # None: of a whole run, its best
     return load_reward_model(recipe, source.run / "checkpoints", label=source.label, step=step, bits=bits)
-
-
-def written_pieces(template: Template, text: str) -> list[Piece]:
-    """What a policy wrote, without the template's opening: its tags trusted, all else untrusted."""
-    body = text.removeprefix(template.opening)
-    if not template.tags:
-        return [Piece(body, trusted=False)]
-    parts = re.split(rf"(</?(?:{'|'.join(map(re.escape, template.tags))})>)", body)
-    return [Piece(part, trusted=bool(index % 2)) for index, part in enumerate(parts)]
 
 
 def reasoning_of(template: Template, text: str) -> str:

@@ -29,7 +29,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.render import end_id
-from posttrain.render.template import build_template
+from posttrain.render.template import build_template, further_ends
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
@@ -171,6 +171,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         notices=[
             *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
             *unread_margins(words, task.keys),
+            *further_ends(base.loaded.tokenizer, base.grader.template),
             *notices,
             *slow_paths(base.policy, recipe),
             *(shards.notices if shards else ()),

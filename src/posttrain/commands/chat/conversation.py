@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Sampling, num_tokens_of
 from posttrain.engines.models import OpenedModel
 from posttrain.engines.native.stream import StreamedToken, stream
 from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
 from posttrain.render import encode_prompt, stop_ids
+from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import TextStream
 from posttrain.types import Finish, Message
 
@@ -58,6 +59,7 @@ class Conversation:
     num_replies: int = 0
     num_before: int = 0  # messages that there were before the last question, which may not have been remembered
     steering: Steering | None = None
+    opening: str = ""  # of the last reply: the block of thinking that its prompt opened
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -93,7 +95,8 @@ class Conversation:
         ends = stop_ids(sampler.tokenizer, template)
         text = TextStream(sampler.tokenizer)
         key = derive_key(self.controls.seed, "chat", self.num_replies)
-        said: list[str] = [template.opening]
+        self.opening = opening_of(sampler.tokenizer, template, prompt)
+        said: list[str] = [self.opening]
         tokens = stream(sampler.model, prompt, key, self._sampling(ends), num_likely=NUM_LIKELY)
         try:
             for token in _steered(tokens, self.steering):
@@ -109,7 +112,14 @@ class Conversation:
 
     def _sampling(self, ends: frozenset[int]) -> Sampling:
         chosen, longest = self.controls, self.controls.max_tokens or self.sampler.source.max_tokens
-        return Sampling(longest, chosen.temperature, chosen.top_k, chosen.top_p, ends)
+        return Sampling(
+            longest,
+            chosen.temperature,
+            chosen.top_k,
+            chosen.top_p,
+            ends,
+            num_tokens=num_tokens_of(self.sampler.tokenizer),
+        )
 
     def _spoken(self, token: StreamedToken, added: str) -> SpokenToken:
         decode = self.sampler.tokenizer.decode

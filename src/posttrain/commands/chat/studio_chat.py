@@ -36,7 +36,7 @@ class Speaker:
         """The conversation with the newest reply in colours."""
         if self.problem:
             return draw_conversation([*self.history, Message("system", self.problem)])
-        opening = self.conversation.sampler.grader.template.opening
+        opening = self.conversation.opening
         return draw_conversation(self.history, draw_reply(self.tokens, colouring, self._facts(), opening))
 
     def _facts(self) -> str:
@@ -146,7 +146,7 @@ class Stage:
             self._judges[judge] = self.open_judge(judge)
         for speaker in session.speakers:
             if speaker.tokens and not speaker.problem:
-                opening = speaker.conversation.sampler.grader.template.opening
+                opening = speaker.conversation.opening
                 text = opening + "".join(token.text for token in speaker.tokens)
                 asked = Example("chat", tuple(speaker.history))
                 speaker.score = self._judges[judge].score([asked], [text], [speaker.tokens[-1].finish])[0]

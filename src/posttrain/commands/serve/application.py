@@ -24,9 +24,10 @@ from posttrain.commands.serve.doorway import Application, Doorway, Headers, Rece
 from posttrain.commands.serve.speech import Recorder, Scored, Speech
 from posttrain.commands.serve.tools import Conversations, Said, Schemas
 from posttrain.commands.serve.wire import ChatForm, CompletionForm, Form, GenerateForm, Names, usage
-from posttrain.engines.base import Sampling
+from posttrain.engines.base import Sampling, num_tokens_of
 from posttrain.errors import PosttrainError
 from posttrain.render import Piece, stop_ids
+from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import encode_pieces, markers_of
 
 MAX_BODY_BYTES = 4 << 20
@@ -130,6 +131,7 @@ class Api:
         self.answerer, self.name, self.aliases = answerer, name, (name, *aliases)
         self.max_tokens, self.recorder = max_tokens, recorder
         self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
+        self._num_tokens = num_tokens_of(self.tokenizer)
         self.conversations = Conversations(answerer.opened)
         self.started = int(time.time())
         self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
@@ -177,7 +179,7 @@ class Api:
         self._check_model(asked.model)
         limit = asked.max_completion_tokens or asked.max_tokens
         prompt = await self._beside(self.conversations.encode, asked.messages, asked.offered)
-        order = self._order(asked, [prompt], limit, self.template.opening)
+        order = self._order(asked, [prompt], limit, opening_of(self.tokenizer, self.template, prompt))
         if asked.offered:
             order = replace(order, call_tag=self.conversations.call_tag)
         num_likely = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -236,7 +238,13 @@ class Api:
         ends |= frozenset(asked.stop_token_ids or ())
         top_k = asked.top_k if asked.top_k and asked.top_k > 0 else None
         sampling = Sampling(
-            limit or self.max_tokens, asked.temperature, top_k, asked.top_p, ends, self.answerer.context
+            limit or self.max_tokens,
+            asked.temperature,
+            top_k,
+            asked.top_p,
+            ends,
+            self.answerer.context,
+            num_tokens=self._num_tokens,
         )
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         order = Order(tuple(map(tuple, prompts)), sampling, seed, asked.n, tuple(asked.stops), opening)

@@ -85,7 +85,7 @@ class Conversations:
                 what = "a result of a tool that was not called"
                 what = what if said.role == "tool" else "behind the results of its calls the assistant speaks"
                 raise wire.BadRequest(f"messages.{at}: {what}; leave it out", "messages")
-            ids += self._spoken(said, at)
+            ids += self._spoken(said, at, ids)
             if said.tool_calls:
                 results = _results(turns, at)
                 frame = reply_frame(self.tokenizer, template)
@@ -131,7 +131,7 @@ class Conversations:
                 raise wire.BadRequest(f"tools: they hold {told!r}, which is more than text to the model", "tools")
         return shown
 
-    def _spoken(self, said: wire.Turn, at: int) -> list[int]:
+    def _spoken(self, said: wire.Turn, at: int, prompt: Sequence[int]) -> list[int]:
         """The ids of a message of the assistant: those that were sampled, or else those of its text."""
         calls = tuple((call.id, call.function.name, call.function.arguments) for call in said.tool_calls or ())
         told, ids = self._sampled.get(calls[0][0] if calls else "", (None, []))
@@ -145,7 +145,7 @@ class Conversations:
                 raise wire.BadRequest(f"{place}: they are the text of a JSON object", "messages")
         text = said.text.removeprefix(self.template.opening).strip()
         written = Turn(text, tuple(Call(tool, arguments, "", "ok") for _, tool, arguments in calls))
-        return encode_turn(self.tokenizer, self.template, written, self.form)
+        return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
 
     def _asked(self, turns: Sequence[wire.Turn], at: int, template: Template, last: int) -> list[int]:
         """The ids of the user's message ``at``, behind an answer that was given with tools."""

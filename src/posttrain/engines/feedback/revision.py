@@ -60,7 +60,7 @@ def ask(
     if fitting:
         sampled = sampler.engine.generate([prompts[i] for i in fitting], [[keys[i]] for i in fitting], sampling)
         for i, (completion,) in zip(fitting, sampled, strict=True):
-            text = decode_response(tokenizer, template, completion.ids).removeprefix(template.opening)
+            text = decode_response(tokenizer, template, completion.ids, prompts[i]).removeprefix(template.opening)
             texts[i] = Unusable("cut off at --max-tokens") if completion.finish == "length" else _usable(sampler, text)
     return texts
 

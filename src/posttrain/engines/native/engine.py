@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling
+from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling, num_tokens_of
 from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
@@ -87,12 +88,15 @@ def native(
     if weights == "copy":
         from posttrain.engines.native.copied import CopiedEngine
 
-        return CopiedEngine(model, **options)
-    if weights == "merged":
+        engine: NativeEngine = CopiedEngine(model, **options)
+    elif weights == "merged":
         from posttrain.engines.native.copied import MergedEngine
 
-        return MergedEngine(model, **options)
-    return NativeEngine(model, **options)
+        engine = MergedEngine(model, **options)
+    else:
+        engine = NativeEngine(model, **options)
+    engine.num_tokens = num_tokens_of(tokenizer)
+    return engine
 
 
 class NativeEngine(Engine):
@@ -115,6 +119,7 @@ class NativeEngine(Engine):
         self._told: set[str] = set()
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
         self.cuda_graphs = cuda_graphs
+        self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
 
     @property
     def path(self) -> Path:
@@ -199,6 +204,12 @@ class NativeEngine(Engine):
         if not rows:
             return
         reach = _reach(prompts, rows)
+        if self.num_tokens is not None and self.num_tokens < self.vocab_size:
+            sampling = replace(sampling, num_tokens=self.num_tokens)
+            self._say(
+                f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; the others are "
+                "never sampled"
+            )
         with sampling_mode(self.model):
             path = self._choose(reach)[0]
             if path in _OWN:

@@ -35,13 +35,14 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     is_truncated = sampling.top_k is not None or sampling.top_p < 1.0
+    size = logits.shape[-1] if sampling.num_tokens is None else min(sampling.num_tokens, logits.shape[-1])
     probabilities = logits.softmax(-1)
     if uniforms is None:
-        ids = logits.argmax(-1, keepdim=True)
+        ids = logits[:, :size].argmax(-1, keepdim=True)
     else:
-        kept = probabilities
+        kept = probabilities[:, :size]
         if is_truncated:
-            kept = truncate(probabilities, sampling.top_k, sampling.top_p)
+            kept = truncate(kept, sampling.top_k, sampling.top_p)
         ids = first_beyond(kept.mul(UNIT).long(), uniforms)
     return ids.squeeze(1), probabilities.gather(1, ids).squeeze(1)
 

@@ -302,7 +302,7 @@ class Trial:
         stops = stop_ids(tokenizer, grader.template)
         attempts = []
         for example, prompt, ids in zip(self.examples, self.prompts, completions, strict=True):
-            text = decode_response(tokenizer, grader.template, ids)
+            text = decode_response(tokenizer, grader.template, ids, prompt)
             finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in stops else "length"
             asked = tokenizer.decode(list(prompt), skip_special_tokens=False)
             attempts.append(Attempt(example, asked, text, Completion(tuple(ids), (), finish)))

@@ -1,0 +1,194 @@
+"""The text of the assistant behind a prompt: the one way in which every entry encodes it.
+
+Demonstrations, pairs, judged answers and what a policy wrote come here as text. The tags of thinking and of calls, and
+the tags of the prompt template, are the tokenizer's own tokens, as they are where the model writes them. Markers of
+turns and roles stay characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from posttrain.errors import UsageError
+from posttrain.render.encoding import Piece, encode_pieces, markers_of
+from posttrain.render.tags import END_THINK, THINK, drop_text, mark_tags
+from posttrain.render.template import Template, end_id, stop_ids
+from posttrain.render.turns import render_pieces
+from posttrain.types import Example, Message
+
+_OPENED = re.compile(r"<think>\s*\Z")
+_LEADS: WeakKeyDictionary[Any, dict[str, tuple[str, tuple[str, str]]]] = WeakKeyDictionary()
+_LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
+
+
+def opening_of(tokenizer: Any, template: Template, prompt: Sequence[int]) -> str:
+    """The opened block of thinking that a prompt ends with, white space included; empty where there is none.
+
+    A text of the user that ends so opens nothing.
+    """
+    if template.opening or not prompt:
+        return template.opening
+    tail = list(prompt[-_LONGEST_OPENING:])
+    tag = markers_of(tokenizer).ids.get(THINK)
+    if tag is not None:
+        if tag not in tail:
+            return ""
+        tail = tail[len(tail) - 1 - tail[::-1].index(tag) :]
+    elif not (template.chat or template.name == "as_is"):
+        own = template.prompt([Message("user", "a")], tokenizer)[-1]
+        found = _OPENED.search(own.text) if own.trusted else None
+        return found[0] if found else ""
+    found = _OPENED.search(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return found[0] if found else ""
+
+
+def behind_prompt(
+    tokenizer: Any,
+    template: Template,
+    pieces: Sequence[Piece],
+    prompt: Sequence[int] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> list[Piece]:
+    """The pieces of an assistant's text as they stand behind a prompt.
+
+    A block of thinking that the prompt has opened is not opened twice. An answer that does not think closes it first,
+    and gets what the chat template writes before an answer (the name of a channel). Of untrusted pieces the tags of
+    an assistant become trusted.
+
+    Args:
+        prompt: its ids; none where the text stands alone.
+        variables: of the row, for the chat template.
+    """
+    if template.name == "document":
+        return list(pieces)
+    opening = opening_of(tokenizer, template, prompt)
+    text = "".join(piece.text for piece in pieces)
+    is_thinking = text.lstrip().startswith(THINK)
+    lead, channels = "", ("", "")
+    if prompt and template.chat:
+        lead, channels = _leads(tokenizer, template, variables or {})
+    elif opening and not template.opening and template.name != "as_is":
+        lead = f"\n{END_THINK}\n\n"
+    if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
+        return written
+    if opening and is_thinking:
+        pieces = drop_text(pieces, _shared(opening, text))
+    is_answer = not is_thinking and not (opening and END_THINK in text)
+    before = [Piece(lead, trusted=True)] if lead and is_answer else []
+    if template.space and text and not text[0].isspace():
+        before.append(Piece(template.space, trusted=True))
+    return [*before, *mark_tags(pieces, template.tags, is_open=bool(opening))]
+
+
+def encode_response(tokenizer: Any, template: Template, example: Example, prompt: Sequence[int] = ()) -> list[int]:
+    """Token ids of the demonstration that follows the prompt, the end token included.
+
+    Raises:
+        UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
+    """
+    pieces = behind_prompt(tokenizer, template, template.response(example), prompt, example.variables)
+    return _ended(tokenizer, template, encode_pieces(tokenizer, pieces), example.id)
+
+
+def encode_answer(
+    tokenizer: Any, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of a given text of the assistant behind its prompt, the end token not included."""
+    if not text:
+        return []
+    pieces = [Piece(text, trusted=False)]
+    return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables))
+
+
+def _ended(tokenizer: Any, template: Template, ids: list[int], name: str) -> list[int]:
+    if not ids:
+        raise UsageError(f"example {name!r}: the demonstration is empty")
+    end = end_id(tokenizer, template)
+    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
+
+
+def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    """The graded text: opening and completion, without the end token; other special tokens are kept.
+
+    Args:
+        prompt: the ids of the prompt, whose opened block of thinking begins the text.
+    """
+    kept = list(ids)
+    if kept and kept[-1] in stop_ids(tokenizer, template):
+        kept.pop()
+    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return opening_of(tokenizer, template, prompt) + text
+
+
+def _shared(opening: str, text: str) -> int:
+    """How much of a text that opens the thinking anew stands at the end of the prompt already."""
+    at = text.index(THINK) + len(THINK)
+    space = opening.partition(THINK)[2]
+    while space and text[at : at + 1] == space[0]:
+        at, space = at + 1, space[1:]
+    return at
+
+
+def _leads(tokenizer: Any, template: Template, variables: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    """What a chat template writes before an answer, and before and behind thinking where it uses no tags for it.
+
+    Only what holds a marker: white space before an answer is the model's own.
+    """
+    settings = {key: value for key, value in {**template.variables, **variables}.items() if key != "tools"}
+    key = repr((tokenizer.chat_template, sorted(settings.items(), key=lambda item: item[0])))
+    known = _LEADS.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = _probe(tokenizer, settings)
+    return known[key]
+
+
+def _probe(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    asked, find = Message("user", "a"), markers_of(tokenizer).find
+
+    def tail(answer: Message) -> list[str]:
+        """The trusted texts behind the prompt: before, between and behind the two texts."""
+        prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
+        whole = render_pieces(tokenizer, [asked, answer], "", settings, prompt=False)[0]
+        if not "".join(p.text for p in whole).startswith(prompt):
+            return []
+        parts = [""]
+        for piece in drop_text(whole, len(prompt)):
+            if piece.trusted:
+                parts[-1] += piece.text
+            else:
+                parts.append("")
+        return parts
+
+    try:
+        plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
+    except UsageError:  # the prompt itself says what is wrong
+        return "", ("", "")
+    prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
+    lead = re.sub(r"\A<think>\s*</think>\s*", "", plain[0]) if plain else ""
+    if not plain and _OPENED.search(prompt):
+        lead = f"\n{END_THINK}\n\n"
+    if not any(find(lead)) and END_THINK not in lead:
+        lead = ""
+    channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
+    return lead, channels if any(find(channels[0])) else ("", "")
+
+
+def _in_channels(text: str, lead: str, channels: tuple[str, str]) -> list[Piece] | None:
+    """A text with thinking, or with the marks of channels that a model wrote; None of any other text."""
+    before, between = channels
+    if text.startswith(before) and between in text:
+        thinking, _, answer = text[len(before) :].partition(between)
+    elif text.startswith(before):  # cut off within its thinking
+        return [Piece(before, trusted=True), Piece(text[len(before) :], trusted=False)]
+    elif text.startswith(lead):
+        return [Piece(lead, trusted=True), Piece(text[len(lead) :], trusted=False)]
+    elif text.lstrip().startswith(THINK) and END_THINK in text:
+        thinking, _, answer = text.partition(THINK)[2].partition(END_THINK)
+        thinking, answer = thinking.strip("\n"), answer.lstrip("\n")
+    else:
+        return None
+    parts = [(before, True), (thinking, False), (between, True), (answer, False)]
+    return [Piece(part, trusted) for part, trusted in parts if part]
