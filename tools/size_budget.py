@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77935
+MAX_PACKAGE_LINES = 78026
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2635,
@@ -26,7 +26,7 @@ ROOMS: dict[str, int] = {
     "graders": 6800,
     "rewards": 435,
     "render": 1920,
-    "tasks": 6185,
+    "tasks": 6276,
     "environments": 1775,
     "store": 2650,
     "models": 5210,
