@@ -129,6 +129,24 @@ def test_attach_adapter_without_what_its_configuration_names_is_refused(names: A
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_new_scaling": True}, "this peft has no setting 'use_new_scaling'"),
+        ({"use_rslora": "no"}, "use_rslora: true or false is needed; got 'no'"),
+        ({"lora_alpha": None}, "lora_alpha: a number is needed"),
+    ],
+)
+def test_attach_adapter_with_a_setting_that_is_not_read_is_refused(
+    settings: dict[str, Any], message: str, make_adapter: Any
+) -> None:
+    _, folder = make_adapter(target_modules=["q_proj"])
+    place = folder / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | settings))
+    with pytest.raises(UsageError, match=message):
+        load(folder)
+
+
 def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> None:
     _, folder = make_adapter(target_modules=["q_proj"])
     (folder / "adapter_model.safetensors").write_bytes(b"cut")

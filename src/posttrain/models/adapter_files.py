@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from posttrain.errors import UsageError
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.lora import tied_adapters
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
+from posttrain.models.stated_sizes import read_object
+from posttrain.option_types import shorten
+from posttrain.registry import suggest
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file
@@ -35,6 +39,7 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
     from peft import LoraConfig, PeftModel
     from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 
+    _check_settings(Path(source) / ADAPTER_CONFIG, LoraConfig)
     changed = _read_whole_weights(base, Path(source) / ADAPTER_WEIGHTS)
     config = LoraConfig.from_pretrained(source)
     is_scorer = config.task_type == CLASSIFIER_TASK
@@ -93,6 +98,28 @@ def merge_adapter(model: Any) -> Any:
             config.tie_word_embeddings = False
         merged.all_tied_weights_keys = {}
     return merged
+
+
+def _check_settings(place: Path, config_type: Any) -> None:
+    """Refuse settings that peft would leave out, or take for something else (a text for true).
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    defaults = {field.name: field.default for field in fields(config_type)}
+    for key, value in read_object(place).items():
+        if key not in defaults and value not in (None, False, "", [], {}):
+            raise UsageError(
+                f"model.name: {place}: this peft has no setting {key!r} ({shorten(value)}), and without it the adapter "
+                f"is another model.{suggest(key, defaults)} Update peft, or take the setting out where it does nothing"
+            )
+        default, wanted = defaults.get(key), "true or false"
+        is_wrong = isinstance(default, bool) and not isinstance(value, bool | None)
+        is_wrong = is_wrong and not (key == "init_lora_weights" and isinstance(value, str))
+        if key in ("r", "lora_alpha"):
+            wanted, is_wrong = "a number", isinstance(value, bool) or not isinstance(value, int | float)
+        if is_wrong:
+            raise UsageError(f"model.name: {place}: {key}: {wanted} is needed; got {shorten(value)}")
 
 
 def _read_whole_weights(base: Any, path: Path) -> set[str]:

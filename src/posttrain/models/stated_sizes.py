@@ -82,7 +82,8 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 def context_length(config: Any) -> int:
     """The longest sequence that positions reach, in tokens, by a model's configuration."""
     text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", 0) or 1 << 20)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last of MPT, whose biases end there
+    return int(next((length for name in names if (length := getattr(text, name, None))), 1 << 20))
 
 
 # Keys of configurations that name a number of tokens: windows, chunks, the lengths before a rotary scale is another,

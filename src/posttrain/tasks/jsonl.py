@@ -72,7 +72,7 @@ def jsonl(
             that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
         messages_key: of the conversation; else ``conversations``.
-        answer_key: where the gold answer stands; ``""`` if the data have none.
+        answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
         meta_keys: further keys that every row must have: for breakdowns (``subject``), or for the grader (``choices``).
@@ -162,7 +162,7 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
     solution = row.text(keys.solution) if row.has(keys.solution) else None
     if solution is not None:
         parts[repr(keys.solution)] = solution
-    if row.has(of_response) and isinstance(row.data[of_response], list | Mapping):  # a completion in messages
+    if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
         messages = (*messages, *row.messages(of_response))
     elif row.has(of_response):
         thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
@@ -178,10 +178,17 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
     if len(parts) > 1:
         raise row.fail(f"both {' and '.join(parts)}: give one")
     demonstration = next((text for text in parts.values() if text is not solution), None)
+    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
+    if demonstration is not None and unread is not None:
+        raise row.fail(f"the key {unread!r} of the row belongs to a response in text; put it into the last message")
+    answer = _gold(row, keys.answer, needed=demonstration is None)
+    working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
+    if working.strip() and result.strip():
+        answer, solution = result.strip(), solution if parts else working.strip()
     return Example(
         f"jsonl/{split}/{row.line}",
         messages,
-        answer=_gold(row, keys.answer, needed=demonstration is None),
+        answer=answer,
         solution=solution,
         demonstration=demonstration,
         turns=turns,
@@ -200,6 +207,7 @@ def _asked(row: Row, keys: Keys) -> tuple[Message, ...]:
     _require(row, of_prompt, f"task.prompt_key (a conversation: task.messages_key, now {keys.messages!r})")
     value = row.data[of_prompt]
     is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
     return row.messages(of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
 
 

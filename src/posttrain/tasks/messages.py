@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant", "tool")
 # The keys of role and content in the two common layouts: of chat templates, and of ShareGPT.
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+SHAREGPT_ROLES |= {"function_call": "assistant"}
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 TRAINED_KEYS = ("weight", "train")
@@ -92,6 +94,12 @@ def _text(row: Row, value: Any, name: str) -> str:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
+            unknown = [k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}]
+            if unknown:
+                raise row.fail(
+                    f"{name!r}: unknown key {unknown[0]!r} of a part. Known: type, text. Take it out of the row, or "
+                    "name it in task.ignore_keys"
+                )
         value = "".join(part["text"] for part in value)
     return "" if value == "" else row.checked(value, name)
 
@@ -230,19 +238,33 @@ def read_variables(row: Row) -> dict[str, Any]:
 
 
 def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages below the row's own ``system``, where it has one.
+    """The messages below the row's own system message (``SYSTEM_KEYS``), where it has one.
 
     Raises:
-        DataError: the messages begin with another system message.
+        DataError: the messages begin with another system message, or the row has two.
     """
-    if not row.has("system") or (isinstance(row.data["system"], str) and not row.data["system"].strip()):
-        return messages
-    system = Message("system", row.text("system"))
-    if messages[0].role != "system":
-        return (system, *messages)
-    if messages[0].content.strip() != system.content.strip():
-        raise row.fail("'system' differs from the system message that the conversation begins with; give one of them")
+    keys = [key for key in SYSTEM_KEYS if row.has(key)]
+    texts = {key: row.text(key) for key in keys if not (isinstance(row.data[key], str) and not row.data[key].strip())}
+    if len({text.strip() for text in texts.values()}) > 1:
+        raise row.fail(f"{' and '.join(map(repr, texts))} differ; give one of them")
+    for key, text in texts.items():
+        if messages[0].role != "system":
+            messages = (Message("system", text), *messages)
+        elif messages[0].content.strip() != text.strip():
+            raise row.fail(
+                f"{key!r} differs from the system message that the conversation begins with; give one of them"
+            )
     return messages
+
+
+def are_messages(value: Any) -> bool:
+    """Say whether a value is a list of messages, each with a known role."""
+    known = {*ROLES, *SHAREGPT_ROLES, "developer"}
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and str(one.get("role", one.get("from"))) in known for one in value)
+    )
 
 
 def shown(value: Any) -> str:

@@ -23,6 +23,7 @@ from posttrain.option_types import Seed
 from posttrain.randomness import permutation
 from posttrain.strict_yaml import read_yaml
 from posttrain.tasks.base import Task
+from posttrain.tasks.messages import SYSTEM_KEYS
 from posttrain.tasks.reading import FOLDER, SUFFIXES, Row
 from posttrain.types import Example, Message
 
@@ -210,6 +211,7 @@ class Collected:
 
 LEFT_OUT = "left out (task.ignore_keys)"
 # Keys that change what is trained. Where a task does not read them, leaving them out would train something else.
+_OF_INSTRUCTION = ("input", "context")
 MEANT = frozenset(
     [
         "system",
@@ -228,8 +230,14 @@ MEANT = frozenset(
         "video",
         "videos",
         "audio",
+        *_OF_INSTRUCTION,
+        "train",
+        "sample_weight",
+        "loss_weight",
+        *SYSTEM_KEYS,
     ]
 )
+_NO_SLIPS = frozenset([*_OF_INSTRUCTION, "train"])  # words that other keys are like
 
 
 def refuse_unread(row: Row) -> None:
@@ -244,10 +252,18 @@ def refuse_unread(row: Row) -> None:
 
 def _refuse_meant(row: Row, key: str) -> None:
     """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
+    value = row.plain(key)
+    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
+        return
     way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
-    if key in MEANT:
+    if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
+        return
+    if key.strip("\ufeff ").lower() in MEANT:
         raise row.fail(f"the key {key!r} is not read here, and without it something else would be trained. {way_out}")
-    slip = next((name for name in sorted(MEANT) if len(key) > 4 and is_slip(key, name) and not row.has(name)), None)
+    near = (
+        name for name in sorted(MEANT - _NO_SLIPS) if len(key) > 4 and name[0] == key[0]
+    )  # no 'height' for 'weight'
+    slip = next((name for name in near if is_slip(key, name) and not row.has(name)), None)
     if slip is not None:
         raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
 

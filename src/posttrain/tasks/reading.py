@@ -23,7 +23,7 @@ from typing import Any
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.file_kinds import kind_of_file
 from posttrain.registry import suggest
-from posttrain.tasks.messages import read_messages, shown
+from posttrain.tasks.messages import are_messages, read_messages, shown
 from posttrain.types import Message
 
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
@@ -100,6 +100,10 @@ class Row:
             with suppress(ValueError, RecursionError):
                 return _JSON.decode(value)
         return self.as_written(value)
+
+    def is_text(self, key: str) -> bool:
+        """Whether a text stands under ``key`` that is not the JSON text of messages, as in a table of texts."""
+        return isinstance(self.data.get(key), str) and not are_messages(self.nested(key))
 
     def as_written(self, value: Any) -> Any:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
@@ -182,7 +186,7 @@ class Row:
         Raises:
             DataError: missing, blank, of another type, or it ends with the assistant's message.
         """
-        if isinstance(self.data.get(key), str) or key not in self.data:
+        if self.is_text(key) or key not in self.data:
             return (Message("user", self.text(key)),)
         messages = self.messages(key)
         if messages[-1].role == "assistant":
@@ -232,10 +236,10 @@ def read_file(path: str | Path) -> Iterator[Row]:
         raise DataNotThere(path, f"no such file.{near} Give one that is there")
     if kind != "file":
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
-    if not path.name.endswith(SUFFIXES):
+    if not path.name.lower().endswith(SUFFIXES):
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
     readers = {".parquet": _read_parquet, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
-    yield from readers.get(path.suffix, _read_lines)(path)
+    yield from readers.get(path.suffix.lower(), _read_lines)(path)
 
 
 def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
@@ -252,7 +256,7 @@ def _hub_place(name: str, config: str | None, split: str) -> str:
 def _read_lines(path: Path) -> Iterator[Row]:
     number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as stream:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
                     size = f"a line of more than {MAX_LINE_BYTES >> 20} MiB"
@@ -356,17 +360,19 @@ def _read_table(path: Path) -> Iterator[Row]:
     """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
     csv.field_size_limit(MAX_LINE_BYTES)
     text = _whole_text(path)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+    )
     names: list[str] = []
     begins = 1
     try:
         for cells in reader:
             begins, line = reader.line_num + 1, begins
-            if not cells:
+            if not any(cells):
                 continue
-            if not names:
-                names = [name.strip() for name in cells]
-                twice = next((name for name in names if names.count(name) > 1 or not name), None)
+            if not names:  # one without a name, as pandas writes its index, is called by its place
+                names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
+                twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
                     raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
                 continue
@@ -387,8 +393,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise MissingExtra("pyarrow", "tasks", f"reading {path.name}") from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for data in batch.to_pylist():
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(path, f"the column {twice!r} is there twice; give each column its own name")
+        for batch in file.iter_batches():
+            for data in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
                 yield Row(str(path), number, data, is_arrow=True)
     except _NOT_PARQUET as error:

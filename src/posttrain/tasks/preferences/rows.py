@@ -17,8 +17,9 @@ SCORE_KEYS = (
     ("chosen_score", "rejected_score"),
     ("rating_chosen", "rating_rejected"),
     ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
 )
-VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0}  # as a table of texts has them
+VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
 # Where the rating of a single answer may stand; it becomes a label by ``data.label_above``.
 RATING_KEYS = ("rating", "score")
 # Where a prompt may stand; the first of these that a row has.
@@ -36,9 +37,14 @@ def read_pair(
     """
     for key in ("chosen", "rejected"):
         require(row, key)
-    if isinstance(row.data["chosen"], str) != isinstance(row.data["rejected"], str):
+    if row.is_text("chosen") != row.is_text("rejected"):
         raise row.fail("'chosen' and 'rejected' must both be text, or both lists of messages")
-    if isinstance(row.data["chosen"], str):
+    if scores is None and (unread := next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None)):
+        raise row.fail(
+            f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
+            "row, or name it in task.ignore_keys"
+        )
+    if row.is_text("chosen"):
         prompt = read_prompt(row)
         chosen, rejected = row.text("chosen"), row.text("rejected")
     else:
@@ -75,7 +81,7 @@ def read_prompt(row: Row) -> tuple[Message, ...]:
 
 
 def read_instruction(row: Row) -> tuple[Message, ...]:
-    """Alpaca's ``instruction``, with its ``input`` behind a blank line; earlier turns stand in ``history``.
+    """Alpaca's ``instruction``, then its ``input`` (Dolly: ``context``) after a blank line; ``history`` comes before.
 
     Raises:
         DataError: of the wrong type.
@@ -90,17 +96,28 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
             Message("assistant", row.checked(pair[1], "history")),
         ]
     asked = row.text("instruction")
-    more = row.data.get("input")
-    input_text = row.checked(more, "input") if more is not None and not is_blank(more) else ""
-    return (*earlier, Message("user", f"{asked}\n\n{input_text}" if input_text else asked))
+    further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
+    return (*earlier, Message("user", "\n\n".join([asked, *(row.text(key) for key in further)])))
 
 
-def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
+def verdict_key(row: Row) -> str:
+    """The key under which a row of judged answers has its label or, without one, its rating."""
+    return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
+
+
+def read_judged(
+    row: Row, *, key: str = "label", strip_thinking: bool = False
+) -> tuple[tuple[Message, ...], tuple[Response, ...]]:
     """A prompt with one answer and its label or rating: ``completion``, or the last of the ``messages``.
+
+    Args:
+        row: of a file of such rows.
+        key: where the file has its labels or ratings.
+        strip_thinking: leave the thinking out of the answer.
 
     Raises:
         Dropped: something is missing or blank.
-        DataError: something has the wrong type.
+        DataError: something has the wrong type, or the row has a label where others have ratings.
     """
     if row.has("completion") or not row.has("messages"):
         messages, text = read_prompt(row), _read_text(row, "completion")
@@ -112,8 +129,9 @@ def read_judged(row: Row, *, strip_thinking: bool = False) -> tuple[tuple[Messag
         if len(conversation) == 1:
             raise Dropped("'messages' holds nothing but the assistant's message")
         messages, text = add_system(row, conversation[:-1]), answer_of(row, "messages", conversation[-1])
-    rating = next((key for key in RATING_KEYS if key in row.data), None) if "label" not in row.data else None
-    score = read_verdict(row, "label") if rating is None else read_score(row, rating)
+    if not row.has(key) and row.has(verdict_key(row)):
+        raise row.fail(f"{verdict_key(row)!r} stands where the first row has {key!r}; give every row the same")
+    score = read_verdict(row, key) if key == "label" else read_score(row, key)
     return messages, (Response(answer_text(text, strip_thinking=strip_thinking), score),)
 
 
@@ -160,8 +178,13 @@ def require(row: Row, key: str) -> None:
     if value == [] or is_blank(value):
         raise Dropped(f"{key!r} is blank")
     messages = value if isinstance(value, list) else [value]
-    if any(isinstance(item, Mapping) and is_blank(item.get("content", item.get("value"))) for item in messages):
+    if any(isinstance(item, Mapping) and _is_blank_message(item) for item in messages):
         raise Dropped(f"{key!r} has a blank message")
+
+
+def _is_blank_message(item: Mapping[str, Any]) -> bool:
+    has_use = item.get("tool_calls") or item.get("role") == "tool"  # a call, and a tool's result, may be without text
+    return not has_use and is_blank(item.get("content", item.get("value")))
 
 
 def is_blank(value: Any) -> bool:
@@ -172,7 +195,7 @@ def is_blank(value: Any) -> bool:
 def _read_text(row: Row, key: str) -> str:
     """An answer: text, or a list of one message of the assistant."""
     require(row, key)
-    if isinstance(row.data[key], str):
+    if row.is_text(key):
         return row.text(key)
     messages = row.messages(key)
     if len(messages) != 1 or messages[0].role != "assistant":

@@ -23,6 +23,7 @@ from posttrain.tasks.preferences.rows import (
     read_prompt,
     read_score,
     score_keys,
+    verdict_key,
 )
 from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
@@ -114,10 +115,17 @@ def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> 
             responses=responses,
             meta=_meta_of(row),
             variables=read_variables(row),
-            margin=read_score(row, "margin") if has_margin and len(responses) == 2 else None,
+            margin=_read_margin(row) if has_margin and len(responses) == 2 else None,
         )
 
     return read_example
+
+
+def _read_margin(row: Row) -> float:
+    margin = read_score(row, "margin")
+    if margin < 0:
+        raise Dropped("'margin' is below 0, so the rejected answer is the better one")
+    return margin
 
 
 def _meta_of(row: Row) -> Mapping[str, Any]:
@@ -131,7 +139,7 @@ def choose_reader(
     first: Row, classes: dict[int, int], separator: str, *, strip_thinking: bool = False
 ) -> Callable[[Row], Parts]:
     """What reads all rows of a file that begins with ``first``."""
-    layout, scores = detect_layout(first), score_keys(first)
+    layout, scores, verdict = detect_layout(first), score_keys(first), verdict_key(first)
     if layout == "steps" and strip_thinking:
         raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
 
@@ -142,7 +150,7 @@ def choose_reader(
         if layout == "pair":
             return read_pair(row, scores=scores, strip_thinking=strip_thinking)
         if layout == "judged":
-            return read_judged(row, strip_thinking=strip_thinking)
+            return read_judged(row, key=verdict, strip_thinking=strip_thinking)
         return read_steps(row, classes=classes, separator=separator)
 
     return read
