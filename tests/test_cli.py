@@ -75,6 +75,7 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["recipes", "show", "grpo-gsm8"], "Did you mean 'grpo-gsm8k'?"),
         (["recipes", "show"], "give the recipe's name"),
         (["explain", "gropo"], "nothing is called 'gropo'. Did you mean 'grpo'?"),
+        (["explain", "sycophancy"], "'sycophancy' was removed. Use jsonl, with your questions"),
         (["generate", "tiny", " "], "PROMPT is empty"),
         (["train", "tiny/grpo", "--steps", "3"], "a recipe has no key 'steps'. Did you mean train.steps? Known"),
         (["train", "tiny/grpo", "--max_tokens", "3"],

@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77144
+MAX_PACKAGE_LINES = 77146
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2539,
@@ -38,7 +38,7 @@ ROOMS: dict[str, int] = {
     "runs": 3736,
     "sweeps": 3240,
     "reports": 3157,
-    "commands": 8883,
+    "commands": 8885,
 }
 
 

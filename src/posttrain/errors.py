@@ -43,7 +43,7 @@ GONE = {
     "pandalm": "preferences, with your file as task.path",
     "mr_gsm8k": "prm800k or math_shepherd, or preferences with your file of steps",
     "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
-    "sycophancy": "refusals, or jsonl with your questions",
+    "sycophancy": "jsonl, with your questions as task.path",
     "opinion": "numeric, exact or multiple_choice",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
     "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",

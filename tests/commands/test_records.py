@@ -124,13 +124,11 @@ def test_families_as_trees(place: Path, out: Out) -> None:
 
 
 def test_one_run_in_full(place: Path, out: Out) -> None:
-    out("note", "sft", "the loss \x1b[31mfell")
     lines = out("show", "sft").splitlines()
     facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
     assert facts["checkpoints"] == ["1,", "2,", "3", "(best)"]
     assert facts["used"] == ["by", "more", "(start)"]
     assert facts["size"][2] == "(checkpoints"
-    assert "the loss \\x1b[31mfell" in "\n".join(lines)  # what somebody wrote does not steer the terminal
     assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
     assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
     assert "there is no run 'mroe'" in out("show", "mroe", code=2)

@@ -31,7 +31,7 @@ from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
-from posttrain.interpret.features.features import Context, Feature, FeatureReport, Label, write_features
+from posttrain.interpret.features.features import Context, Feature, FeatureReport, write_features
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
@@ -247,13 +247,12 @@ def test_features_are_found_by_what_is_known_of_them(tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text("activations: {folder: gone}\ndictionary: l1\n")
     with pytest.raises(UsageError, match="make them with: posttrain sae features sae"):
         draw_found_features("sae", "x", tmp_path / "runs")
-    label = Label(EVIL, 0.9, 4, 4, 4, 3, 0)
     context = Context(2.5, 0, 1, 0, (7, 8), (0.0, 2.5))
     features = [
-        Feature(0, 5, 0.05, 1.0, 2.5, 0.1, (), (context,), label=label),
+        Feature(0, 5, 0.05, 1.0, 2.5, 0.1, (), (context,), ((9, 1.0),)),
         Feature(2, 9, 0.09, 1.0, 4.0, 0.1, (), (context,), ((8, 1.0),)),
     ]
-    write_features(FeatureReport(features, {7: "Eva", 8: " shells"}), folder / "features.json")
+    write_features(FeatureReport(features, {7: "Eva", 8: " shells", 9: EVIL}), folder / "features.json")
     shown = draw_found_features("sae", "SHELLS", tmp_path / "runs")
     assert "2 of 2 that fit. To try one: 2=4, or 2=off" in shown  # it speaks for the token, the other is active on it
     assert f"{folder / 'features.html'}#feature-2" in shown

@@ -131,7 +131,6 @@ COMMANDS = [
     ["delete", "--yes", "--force"],
     ["prune", "--yes", "--keep", "1"],
     ["tag", "{name}", "+x"],
-    ["note", "{name}", "text"],
     ["resume", "{name}"],
 ]
 

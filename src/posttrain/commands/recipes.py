@@ -15,7 +15,7 @@ from rich.console import Console
 from posttrain import registry
 from posttrain.commands import explain as words
 from posttrain.commands.console import Text, open_console, plain_table, say
-from posttrain.errors import UnknownWord, UsageError
+from posttrain.errors import GONE, UnknownWord, UsageError
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text, study_names
 from posttrain.recipes.recipe import load_recipe
@@ -118,6 +118,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if not entries and not kinds and not recipes and not shown:
         shown, having = words.sections_with(name), words.words_with(name)
         if not shown and not having:
+            if name in GONE:
+                raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
             hint = registry.suggest(name, words.all_names())
             raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     for entry in entries:
