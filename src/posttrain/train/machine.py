@@ -7,6 +7,7 @@ machine has not is named, and the run goes on without it only where that is acce
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 
 from posttrain.errors import UsageError
+from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.linear import has_products, products, use_products, usual_products
+from posttrain.recipes.recipe import Recipe
+from posttrain.train.checks import Words
 from posttrain.world import World
 
 MOST_THREADS = 1024  # that are believed of a checkpoint
@@ -123,3 +127,31 @@ def choices_gone(kept: Mapping[str, Any]) -> list[str]:
     """A line for each choice kept with a run that is not to be had here: the same numbers, but not to the last bit."""
     gone = [choice for choice in CHOICES if kept.get(choice.key) is not None and not choice.has(kept[choice.key])]
     return [f"{c.what}: {str(kept[c.key])[:40]!r} then, which is not to be had here; now {c.usual()!r}" for c in gone]
+
+
+def choose_kernels(recipe: Recipe) -> None:
+    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
+    if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+
+
+def guarantee_on(device: torch.device, words: Words) -> str:
+    """Return what ``Words.guarantee`` says, L1 at most on a GPU whose kernels add up in any order."""
+    in_any_order = device.type != "cpu" and not (device.type == "cuda" and words.recipe.train.deterministic)
+    return "L1" if in_any_order and words.guarantee == "L2" else words.guarantee
+
+
+def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+    if policy.path == "padded":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
+    meant = recipe.model.attention != "sdpa" or policy.device.type != "cuda"
+    if meant or policy.attention == "varlen":
+        return []
+    if policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return [f"model.attention: this torch attends by {policy.attention}: keys are repeated for every query head"]

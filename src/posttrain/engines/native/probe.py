@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
-from posttrain.engines.native.graphs import Window
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.randomness import generator
 
@@ -113,6 +112,8 @@ def _from_slots(
     seen: Any = cache
     column = torch.full((1,), cache.cursor, device=decoder.device)
     if as_recorded:
+        from posttrain.engines.native.graphs import Window
+
         starts = torch.from_numpy(cache.starts).to(decoder.device)
         seen = Window(cache, len(bodies), 0, cache.capacity, column, starts)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,13 +23,15 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
-from posttrain.engines.native.graphs import RecordedSteps
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
 from posttrain.types import Finish, with_float64
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.graphs import RecordedSteps
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
 FIRST_COLUMNS = 256  # new tokens that the cache has room for before it first grows
@@ -96,6 +99,8 @@ class Schedule:
     def record(self) -> None:
         """Make the steps as CUDA graphs from now on, if the decoder is the fast path and on a GPU of NVIDIA's."""
         if isinstance(self.decoder, LeanDecoder) and self.decoder.device.type == "cuda":
+            from posttrain.engines.native.graphs import RecordedSteps
+
             most = STEPS_BETWEEN_LOOKS if self.sampling.stop_ids else LONGEST_BURST
             self.recorded = RecordedSteps(self, self.decoder, most)
 
