@@ -17,28 +17,28 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 77146
+MAX_PACKAGE_LINES = 76199
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2539,
-    "recipes": 1315,
-    "algorithms": 2050,
+    "recipes": 1350,
+    "algorithms": 2049,
     "graders": 6678,
-    "rewards": 435,
-    "render": 1920,
-    "tasks": 5753,
-    "environments": 1775,
-    "store": 2650,
-    "models": 5210,
-    "engines": 8338,
-    "evals": 3020,
-    "reward_models": 1631,
-    "train": 7471,
+    "rewards": 471,
+    "render": 2213,
+    "tasks": 5841,
+    "environments": 1769,
+    "store": 2734,
+    "models": 4131,
+    "engines": 8238,
+    "evals": 3021,
+    "reward_models": 1623,
+    "train": 7426,
     "interpret": 7080,
     "runs": 3736,
-    "sweeps": 3240,
+    "sweeps": 3238,
     "reports": 3157,
-    "commands": 8885,
+    "commands": 8905,
 }
 
 

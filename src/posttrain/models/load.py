@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
-from posttrain.models.adapter_files import attach_adapter, merge_adapter
 from posttrain.models.sources import (
     SCORE,
     base_of,
@@ -206,6 +205,8 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
         check_files(source)
         if section.adapter is None and is_adapter(source):
             base = _load_weights(base_of(source), _section_of_base(source, section))
+            from posttrain.models.adapter_files import attach_adapter
+
             model = attach_adapter(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
@@ -282,6 +283,8 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
         from posttrain.models.quantize import dequantize
 
         base = dequantize(base)
+    from posttrain.models.adapter_files import attach_adapter, merge_adapter
+
     merged = merge_adapter(attach_adapter(base, source, is_trainable=False))
     merged.name_or_path = merged.config._name_or_path = source
     return merged

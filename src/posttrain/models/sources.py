@@ -14,7 +14,6 @@ from urllib.request import getproxies, proxy_bypass
 from posttrain.consent import TRUST_REMOTE_CODE
 from posttrain.errors import UsageError, first_line
 from posttrain.file_kinds import kind_of_file
-from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
@@ -53,6 +52,8 @@ def resolve_model_name(name: str) -> str:
         raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
     if kind == "folder":
         check_folder(path)
+        from posttrain.models.patterns import check_tokenizer
+
         check_tokenizer(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
@@ -161,6 +162,8 @@ def check_files(source: str) -> None:
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
                 "could run code of its choice; merge it into its base with what made it, and give the merged model"
             )
+        from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
+
         check_adapter_patterns(settings, f"model.name: {source}: {ADAPTER_CONFIG}: ")
         check_tokenizer(Path(source))
         patterns = settings.get("alpha_pattern")

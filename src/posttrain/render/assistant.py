@@ -13,8 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
-from posttrain.render.encoding import Piece, encode_pieces, markers_of
-from posttrain.render.tags import END_THINK, THINK, drop_text, mark_tags
+from posttrain.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
 from posttrain.render.template import Template, end_id, stop_ids
 from posttrain.render.turns import render_pieces
 from posttrain.types import Example, Message

@@ -14,8 +14,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.render.assistant import behind_prompt
-from posttrain.render.encoding import Piece, encode_pieces, markers_of
-from posttrain.render.tags import drop_text
+from posttrain.render.encoding import Piece, drop_text, encode_pieces, markers_of
 from posttrain.render.template import Template, end_id, prompt_pieces
 from posttrain.render.turns import as_row_texts, render_pieces, with_reasoning
 from posttrain.types import Example, Message, Turn

@@ -18,8 +18,7 @@ import jinja2
 
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
-from posttrain.render.encoding import Piece, markers_of
-from posttrain.render.tags import mark_tags
+from posttrain.render.encoding import Piece, mark_tags, markers_of
 from posttrain.types import Call, Message
 
 Form = Literal["hermes", "tagged"]  # of calls; environments.tools reads them

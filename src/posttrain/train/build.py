@@ -34,7 +34,7 @@ from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import LEDGER, EngineSite
-from posttrain.train.machine import choose_kernels, guarantee_on, slow_paths
+from posttrain.train.machine import guarantee_on, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -131,7 +131,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    choose_kernels(recipe)
     samples = recipe.rollout is None or not recipe.rollout.staleness
     base = _build_base(words, task, EngineSite(folder, world, samples), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards

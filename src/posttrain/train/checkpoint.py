@@ -33,7 +33,6 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import CheckpointError
-from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
 from posttrain.models.load import ONE_FILE, note_base_bits
 from posttrain.models.sources import SCORE
 from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
@@ -190,6 +189,8 @@ def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> No
     if hasattr(model, "peft_config"):
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
+            from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
+
             stored = load_file(place / ADAPTER_WEIGHTS)
             stored.pop(ADAPTER_SCORE, None)  # a reward model's head, which is among the heads
             copy_tensors(stored, _adapter_tensors(model, adapter), place, fill)

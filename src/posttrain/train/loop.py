@@ -35,11 +35,10 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import choices_in_use, chosen_by_main, use_choices
-from posttrain.train.mismatch import check_mismatch
+from posttrain.train.machine import choices_in_use, choose_kernels, chosen_by_main, use_choices
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import CLAMPED, accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.train.step import CLAMPED, MAX_KL, accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.train.streams import has_other_prompts
 from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
@@ -282,7 +281,10 @@ class Loop:
         place = (step, self.world.rank) if self.world.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
-        check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
+        if metrics.get("mismatch_kl", 0.0) > MAX_KL:
+            from posttrain.train.mismatch import check_mismatch
+
+            check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
@@ -475,6 +477,7 @@ def train(
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
     with _attention(recipe), chosen_by_main(world):
+        choose_kernels(recipe)
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):

@@ -11,9 +11,8 @@ from posttrain import registry
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe
+from posttrain.train.step import MAX_KL
 from posttrain.types import Batch
-
-MAX_KL = 0.05  # nats per token; rounding of half precision is a tenth of it
 
 
 def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mapping[str, float], step: int) -> None:

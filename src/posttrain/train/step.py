@@ -22,6 +22,8 @@ from posttrain.recipes.sections import TrainSection
 from posttrain.types import Batch, Loss, Outputs, with_float64
 from posttrain.world import ONE, World
 
+MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
+
 Objective = Callable[[Outputs, Batch], Loss]
 Level = Literal["token", "row", "pair"]
 CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
