@@ -23,7 +23,7 @@ from posttrain.errors import EngineMismatch, RecipeError, RewardFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.ledger import DIED, Ledger, LedgerEvent, count, standing
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop
+from posttrain.train import loop, mismatch
 from posttrain.train.build import Parts, prepare, prepare_sampling
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
@@ -115,7 +115,7 @@ def test_every_group_is_sampled_with_the_version_that_the_schedule_says(
     run(tmp_path / "ahead", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "prepare", by_the_definition(staleness))
-        patch.setattr(loop, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
+        patch.setattr(mismatch, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
         run(tmp_path / "defined", stale_recipe(0))
     assert without_staleness(tmp_path / "ahead") == without_staleness(tmp_path / "defined")
     assert recorded(tmp_path / "ahead") == recorded(tmp_path / "defined")
