@@ -17,7 +17,7 @@ COUNTED = (".py", ".cpp", ".h", ".html", ".js", ".css", ".jinja")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 NUM_SHOWN = 5
-MAX_PACKAGE_LINES = 76199
+MAX_PACKAGE_LINES = 76207
 # Lines that a room may have; "ground" is what stands beside the rooms.
 ROOMS: dict[str, int] = {
     "ground": 2539,
@@ -29,8 +29,8 @@ ROOMS: dict[str, int] = {
     "tasks": 5841,
     "environments": 1769,
     "store": 2734,
-    "models": 4131,
-    "engines": 8238,
+    "models": 4138,
+    "engines": 8239,
     "evals": 3021,
     "reward_models": 1623,
     "train": 7426,

@@ -258,6 +258,8 @@ def _load_weights(source: str, section: ModelSection) -> Any:
             trust_remote_code=section.runs_remote_code,
         )
     _check_weights(source, loading_info)
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out
     return model
 
 

@@ -22,7 +22,7 @@ from posttrain.engines.conversation import Conversation, Groups, Respondent, beg
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
-from posttrain.engines.native.probe import probe, probe_lengths
+from posttrain.engines.native.probe import full_precision, probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, UsageError, first_line
 from posttrain.models.stated_sizes import context_length, find_switches
@@ -348,6 +348,7 @@ class NativeEngine(Engine):
             f"{'; '.join(reasons)}{shorter}"
         )
 
+    @full_precision()  # binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product
     def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
         if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
             raise EngineMismatch("its modules have hooks")

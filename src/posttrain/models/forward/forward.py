@@ -408,8 +408,13 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """Without SDPA in transformers (capped scores, sinks) a model keeps its own attention, padded."""
-        return bool(getattr(causal_lm(self.model), "_supports_sdpa", False))
+        """Without SDPA in transformers (capped scores, sinks) a model keeps its own attention, padded.
+
+        transformers 5.17 lets Gemma 2 take SDPA, which leaves its cap of scores out.
+        """
+        model = causal_lm(self.model)
+        is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        return bool(getattr(model, "_supports_sdpa", False)) and not is_capped
 
     def choose_path(self) -> None:
         """Find out whether batches can be packed, on the device where the model is."""
