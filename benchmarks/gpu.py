@@ -9,7 +9,7 @@ optimizer steps alone, over batches made before: rows of 2,048 tokens; groups of
 prompt of 512. What ends in ``-8k`` or ``-16k`` has rows of that length, as prime-rl's published figures have (26.0k
 tokens/s for SFT, 11.9k for RL and 13.3k with LoRA on one H100, February 2026). Products in bf16 over fp32 weights;
 ``-lora`` trains an adapter over bf16 weights. ``grpo`` is a whole step: sample, grade, score, update. ``decode``
-samples 256 tokens a row, beside vLLM where that is installed, ``generate`` the same by transformers; a step draws one
+samples 256 tokens a row, and the same by vLLM where that is installed; ``generate`` by transformers; a step draws one
 token for every row.
 
 ``model_flops`` are those of Chowdhery et al. 2022 (arXiv 2204.02311, appendix B): forward 2 for each weight of a

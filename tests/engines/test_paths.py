@@ -51,7 +51,7 @@ def ids_of(completions):
 def test_native_engine_with_rows_beyond_the_window_of_the_configuration_leaves_the_lean_path(
     tiny_random, window, new, path
 ):
-    """Mistral's attention modules know of no window, which was 1.6 nats beside the model."""
+    """Mistral's attention modules know of no window, which was 1.6 nats off the model."""
     model, prompts = tiny_random("mistral", sliding_window=window), make_prompts()
     engine = NativeEngine(model)
     completions = engine.generate(prompts, make_keys(4, 2), Sampling(max_tokens=new))

@@ -88,3 +88,17 @@ def test_first_beyond_of_a_large_vocabulary_is_that_of_all_cumulative_sums(size)
     assert torch.equal(first_beyond(units, uniforms), expected)
     assert expected[0].item() == size - 1
     assert expected[1].item() == 0
+
+
+def test_first_beyond_threshold_at_a_cumulative_sum_is_the_next_column():
+    """Units of 1: the share j / 8192 lands exactly on a sum, within a block and at its end."""
+    columns = torch.tensor([0, 1, 126, 127, 128, 129, 4095, 4096, 8191])
+    units = torch.ones((len(columns), 8192), dtype=torch.long)
+    assert first_beyond(units, columns[:, None].double() / 8192)[:, 0].tolist() == columns.tolist()
+
+
+def test_first_beyond_threshold_before_a_block_of_zeros_skips_the_block():
+    units = torch.ones((1, 8192), dtype=torch.long)
+    units[:, 128:256] = 0
+    units[:, 256] += 128  # the total stays a power of two
+    assert first_beyond(units, torch.tensor([[128 / 8192]], dtype=torch.float64)).item() == 256

@@ -160,7 +160,7 @@ def test_attach_adapter_without_its_weights_is_refused(make_adapter: Any) -> Non
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
 def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, make_adapter: Any, tmp_path: Path) -> None:
-    """What TRL writes after it added tokens: the embeddings whole, beside the adapter."""
+    """What TRL writes after it added tokens: the whole embeddings with the adapter."""
     model, folder = make_adapter(rows=308, tied=tied, target_modules=["q_proj"])
     trained = read_probe(model)
     again = load(folder)

@@ -509,7 +509,7 @@ def test_forward_of_a_model_that_chooses_its_masks_by_the_attentions_name_is_the
 
 
 def test_forward_of_rows_beyond_a_chunk_of_the_attention_is_padded(tiny_random):
-    """Llama 4 attends within chunks, which packing does not know: 0.3 nats beside the model."""
+    """Llama 4 attends within chunks, which packing does not know: 0.3 nats off the model."""
     model = tiny_random("llama4_text", intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=12)
     rows = [Sample(list(range(5, 5 + n)), [False] * 2 + [True] * (n - 2), group=n) for n in (30, 8)]
     forward = Forward(model)

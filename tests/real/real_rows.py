@@ -54,7 +54,7 @@ LEARNT: dict[str, Row] = {
     "prompt, response, gold answer": {"prompt": "2 + 3?", "response": "It is \\boxed{5}.", "answer": 5},
     "prompt, solution, answer": {"prompt": "2 + 3?", "solution": "Two and three make five.", "answer": "5"},
     "system and response": {"system": "Speak of rivers.", "prompt": "Which one?", "response": "The Seine."},
-    "reasoning beside a response": {
+    "reasoning next to a response": {
         "prompt": "Which?",
         "response": "The Seine.",
         "reasoning_content": "Think of Paris.",

@@ -269,14 +269,14 @@ def test_checkpoints_on_which_other_runs_stand_stay(tmp_path: Path) -> None:
     reward = {"name": "reward_model", "run": "runs/sft"}
     make_run(root, "by-reward", recipe={"rewards": [reward]}, checkpoint_state={"rewards": {"runs/sft": "step-000003"}})
     plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
-    stand = {1: "by-path stands on it", 2: "by-memory stands on it", 3: "by-reward stands on it"}
+    stand = {1: "by-path uses it", 2: "by-memory uses it", 3: "by-reward uses it"}
     assert plan.kept == stand | {5: "best"}
     make_run(root, "before-its-first-step", model="runs/sft", steps=())
     os.unlink(root / "sft" / "checkpoints" / "best")
     os.symlink("step-000004", root / "sft" / "checkpoints" / "best")
     plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
     assert plan.kept == stand | {4: "best", 5: "last"}
-    with pytest.raises(RunConflict, match=r"step 4 stays .before-its-first-step stands on it.*--force"):
+    with pytest.raises(RunConflict, match=r"step 4 stays .before-its-first-step uses it.*--force"):
         plan_steps(root, locate(root, "sft"), [4], find_links(root))
 
 

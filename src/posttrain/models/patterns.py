@@ -1,4 +1,4 @@
-"""Patterns in the files of a model that may hang whoever uses them: of adapters' modules and of tokenizers."""
+"""Patterns in the files of a model that may never end: of adapters' modules and of tokenizers."""
 
 from __future__ import annotations
 

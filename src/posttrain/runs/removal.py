@@ -196,7 +196,7 @@ def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[
     status = RunDirectory(run.path).read_status()
     is_finished = status is not None and status.state == "finished"
     needed = {} if is_finished else dict.fromkeys(steps[-1:], "to be resumed from")
-    used = {step: f"{child} stands on it" for step, child in steps_in_use(root, run.name, links).items()}
+    used = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
     return used | needed
 
 

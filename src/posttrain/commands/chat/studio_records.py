@@ -274,7 +274,7 @@ def draw_found_features(dictionary: str, query: str, runs_dir: str | Path) -> st
     hits, count = search_features(page.with_suffix(".json"), query)
     if not hits:
         return draw_note("no feature fits")
-    head = ["feature", "speaks for", "strongest context", "active on", "largest"]
+    head = ["feature", "promotes", "strongest context", "active on", "largest"]
     rows = [[str(x.number), " ".join(x.speaks_for), x.context, f"{x.density:.2%}", f"{x.largest:.3g}"] for x in hits]
     first = hits[0]
     note = f"{len(hits)} of {count} that fit. To try one: {first.number}={first.largest:.3g}, or {first.number}=off. "

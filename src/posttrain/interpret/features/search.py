@@ -1,4 +1,4 @@
-"""Features found in ``features.json``: by token that they are active on or speak for, context, or number."""
+"""Features found in ``features.json``: by token that they are active on or promote, context, or number."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A feature with what is searched, in lower case: tokens it speaks for, active tokens, whole contexts."""
+    """A feature with what is searched, in lower case: tokens that it promotes, active tokens, whole contexts."""
 
     hit: Hit
     haystacks: tuple[str, ...]
 
 
 def search_features(path: Path, query: str, limit: int = 20) -> tuple[list[Hit], int]:
-    """The features that fit, those first that speak for the text, then those that are active on it, or have it in
+    """The features that fit, those first that promote the text, then those that are active on it, or have it in
     a context; and how many there are in all. ``#3 #17`` are numbers.
 
     Raises:
