@@ -24,7 +24,6 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
-from posttrain.render.turns import CALL_TAGS
 from posttrain.runs.models import find_source
 from posttrain.types import Example, Message
 from serving import Served, serving
@@ -337,9 +336,9 @@ def stage_of(conversations: Conversations) -> Stage:
 
 
 def call_text(conversations: Conversations, expression: str, *, bare: bool = True) -> str:
-    opening, closing = CALL_TAGS[conversations.form]
+    opening, closing = conversations.form.tags
     arguments = json.dumps({"expression": expression})
-    if conversations.form == "hermes":
+    if conversations.form.is_native:
         return f'{opening}\n{{"name": "calculator", "arguments": {arguments}}}\n{closing}'
     return f"{opening}calculator: {expression if bare else arguments}{closing}"
 

@@ -23,16 +23,16 @@ from posttrain.engines.models import ModelSource, open_model
 from posttrain.engines.native.engine import native
 from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.engines.scripted import ScriptedEngine
+from posttrain.environments.calls import Request
 from posttrain.environments.contract import EnvironmentFailed
-from posttrain.environments.tools import Request
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
+from posttrain.render.calls import HERMES, TAGGED
 from posttrain.render.rows import Row, rows_of
 from posttrain.render.template import build_template
-from posttrain.render.turns import RESULT_TAGS
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Call, Example, Message, Turn
@@ -267,7 +267,7 @@ def test_tools_are_shown_by_the_chat_template_or_in_a_system_message(tokenizer: 
     )
     chat = registry.find("template", "chat").bind({})()
     stage = build_stage(recipe("chat", show_tools=True), chat, other)
-    assert (stage.form, stage.frame.wrapped) == ("hermes", True)
+    assert (stage.form, stage.frame.wrapped) == (HERMES, True)
     said = other.decode(encode_prompt(other, stage.template, example().messages))
     assert said.startswith("<tools>calculator</tools><tool_call><|im_start|>user")
 
@@ -355,7 +355,7 @@ def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_ch
     runs = runs_of(one.completion.own, one.completion.ids)
     assert [ids for is_own, ids in runs if is_own] == [tuple(turn) for turn in said]
     told_ids = [ids for is_own, ids in runs if not is_own]
-    frame = [stage.frame.encode(tokenizer, stage.template, [r], RESULT_TAGS["tagged"], end) for r in results]
+    frame = [stage.frame.encode(tokenizer, stage.template, [r], TAGGED.results, end) for r in results]
     assert told_ids == [tuple(ids) for ids in frame[: len(turns) - 1]]
     for number, prompt in enumerate(heard):
         before = [x for k in range(number) for x in (*said[k], *frame[k])]

@@ -7,16 +7,10 @@ import json
 import pytest
 
 import example_environments as mine
-from posttrain.environments.tools import (
-    MAX_CALLS,
-    MAX_RESULT_CHARS,
-    Request,
-    describe_tools,
-    make_tool,
-    read_calls,
-    result_text,
-)
+from posttrain.environments.calls import MAX_CALLS, Request, read_calls
+from posttrain.environments.tools import MAX_RESULT_CHARS, describe_tools, make_tool, result_text
 from posttrain.errors import UsageError
+from posttrain.render.calls import HERMES, TAGGED
 
 
 def test_the_signature_is_the_schema() -> None:
@@ -93,30 +87,30 @@ def test_the_bare_text_of_the_only_argument() -> None:
 
 def test_calls_in_hermes_form() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert read_calls(f"so {call} and {call}", "hermes") == [Request("add", '{"a": 1}', {"a": 1})] * 2
-    assert read_calls(f"<think>I could {call}</think> no", "hermes") == []
-    assert read_calls("nothing", "hermes") == []
+    assert read_calls(f"so {call} and {call}", HERMES) == [Request("add", '{"a": 1}', {"a": 1})] * 2
+    assert read_calls(f"<think>I could {call}</think> no", HERMES) == []
+    assert read_calls("nothing", HERMES) == []
     as_text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    assert read_calls(as_text, "hermes") == [Request("add", '{"a": 1}', {"a": 1})]
+    assert read_calls(as_text, HERMES) == [Request("add", '{"a": 1}', {"a": 1})]
     for wrong, says in (
         ("<tool_call>add(1)</tool_call>", "no JSON"),
         ('<tool_call>{"tool": "add"}</tool_call>', 'a call is {"name"'),
         ('<tool_call>{"name": "add"}', "does not end with </tool_call>"),
         ("<tool_call>[1]</tool_call>", 'a call is {"name"'),
     ):
-        (request,) = read_calls(wrong, "hermes")
+        (request,) = read_calls(wrong, HERMES)
         assert says in request.wrong
-    assert read_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", "hermes")[0].wrong
+    assert read_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES)[0].wrong
 
 
 def test_calls_in_tagged_form() -> None:
-    assert read_calls(" 2 + 3 is <tool>calculator: 2 + 3</tool>", "tagged") == [Request("calculator", "2 + 3", "2 + 3")]
-    assert read_calls("<tool>stop</tool>", "tagged") == [Request("stop", "", "")]
-    assert [r.wrong for r in read_calls("<tool>a: 1 <tool>b: 2</tool>", "tagged")] == [
+    assert read_calls(" 2 + 3 is <tool>calculator: 2 + 3</tool>", TAGGED) == [Request("calculator", "2 + 3", "2 + 3")]
+    assert read_calls("<tool>stop</tool>", TAGGED) == [Request("stop", "", "")]
+    assert [r.wrong for r in read_calls("<tool>a: 1 <tool>b: 2</tool>", TAGGED)] == [
         "the call does not end with </tool>",
         "",
     ]
-    many = read_calls("<tool>a: 1</tool>" * 100, "tagged")
+    many = read_calls("<tool>a: 1</tool>" * 100, TAGGED)
     assert len(many) == MAX_CALLS + 1
     assert "at most 16 tools" in many[-1].wrong
 

@@ -99,6 +99,33 @@ QWEN3_CODER = (
     "{{- '</function>\n</tool_call>' }}{% endfor %}{{- '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Calls as functions in Python between two tags, tools and results in turns of their own.
+OLMO3 = (
+    "{%- if tools or messages[0].role != 'system' %}{{- '<|im_start|>system\nYou can call functions.' }}"
+    "{%- if tools %}{{- ' <functions>' + tools | tojson + '</functions>' }}{% endif %}{{- '<|im_end|>\n' }}{% endif %}"
+    "{%- for m in messages %}{% if m.role == 'tool' %}{{- '<|im_start|>environment\n' + m.content + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}{% if m.tool_calls %}{{- '<function_calls>' }}"
+    "{%- for call in m.tool_calls %}{{- call.function.name + '(' }}{% for key, value in call.function.arguments | items %}"
+    "{{- key + '=' + value | tojson }}{{- ', ' if not loop.last else '' }}{% endfor %}{{- ')' }}"
+    "{{- '\n' if not loop.last else '' }}{% endfor %}{{- '</function_calls>' }}{% endif %}"
+    "{{- '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Qwen3-Coder, and the prompt opens the thinking, or closes it at once; turns before the last question lose theirs.
+QWEN35 = (
+    "{%- set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    + QWEN3_CODER.replace(
+        "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content | trim }}",
+        "{%- else %}{% set thought = m.reasoning_content if m.reasoning_content is string else '' %}{% set said = m.content | trim %}"
+        "{%- if not thought and '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}{{- '<|im_start|>' + m.role + '\n' }}"
+        "{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+        "{{- '<think>\n' + thought | trim + '\n</think>\n\n' }}{% endif %}{{- said }}",
+    ).removesuffix("{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}")
+    + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{- '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
 # A block above the system message; a mode that writes empty thinking before every answer; contents keep their thinking.
 SMOLLM3 = (
     "{%- set mode = '/think' if enable_thinking is not defined or enable_thinking else '/no_think' %}"
@@ -142,6 +169,36 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Forms of calls alone: one list of objects; a name and then JSON between marks; keys and values in tags of their own.
+MISTRAL = (
+    "{{- bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{- '[INST] ' + m.content + '[/INST]' }}"
+    "{%- elif m.tool_calls %}{{- '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}"
+    "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments | tojson + '}' }}"
+    "{{- ', ' if not loop.last else '' }}{% endfor %}{{- ']' + eos_token }}"
+    "{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+DEEPSEEK = (
+    "{{- bos_token }}{% if tools %}{{- 'Tools: ' + tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'user' %}{{- '<|User|>' + m.content }}"
+    "{%- elif m.role == 'tool' %}{{- '<|output_begin|>' + m.content + '<|output_end|>' }}"
+    "{%- else %}{{- '<|Assistant|>' + m.content }}{% if m.tool_calls %}{{- '<|calls_begin|>' }}"
+    "{%- for call in m.tool_calls %}{{- '\n' if not loop.first else '' }}{{- '<|call_begin|>function<|sep|>' + call.function.name + '\n```json\n' }}"
+    "{{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + '\n```<|call_end|>' }}"
+    "{%- endfor %}{{- '<|calls_end|>' }}{% endif %}{{- '<|end_of_sentence|>' }}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif %}"
+)
+GLM = (
+    "{{- '[gMASK]<sop>' }}{% if tools %}{{- '<|system|>\n' + tools | tojson }}{% endif %}{% for m in messages %}"
+    "{%- if m.role == 'tool' %}{{- '<|observation|>\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- else %}{{- '<|' + m.role + '|>\n' + m.content }}{% for call in m.tool_calls or [] %}"
+    "{{- '\n<tool_call>' + call.function.name + '\n' }}{% for key, value in call.function.arguments | items %}"
+    "{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\n' }}"
+    "{%- endfor %}{{- '</tool_call>' }}{% endfor %}{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{% endif %}"
+)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -173,6 +230,8 @@ LAYOUTS = {
         "<bos>",
     ),
     "qwen3-coder": Layout(QWEN3_CODER, _IM, "<|im_end|>", _THINK),
+    "qwen3.5": Layout(QWEN35, _IM, "<|im_end|>", _THINK),
+    "olmo3": Layout(OLMO3, _IM, "<|im_end|>"),
     "smollm3": Layout(SMOLLM3, _IM, "<|im_end|>", _THINK[:2]),
     "gpt-oss": Layout(
         GPT_OSS,
@@ -184,12 +243,22 @@ LAYOUTS = {
     ),
     "chatml": Layout(CHATML, _IM, "<|im_end|>"),
 }
+CALL_LAYOUTS = {
+    "mistral": Layout(MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), "</s>", bos="<s>"),
+    "deepseek": Layout(
+        DEEPSEEK,
+        ("<|begin|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>", "<|calls_begin|>", "<|calls_end|>"),
+        "<|end_of_sentence|>",
+        bos="<|begin|>",
+    ),
+    "glm": Layout(GLM, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>"), "<|user|>", _THINK),
+}
 
 
 @cache
 def tokenizer_of(name: str) -> Any:
     """The small tokenizer of a layout: bytes, a few merges, its special tokens."""
-    layout = LAYOUTS[name]
+    layout = (LAYOUTS | CALL_LAYOUTS)[name]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -199,7 +268,7 @@ def tokenizer_of(name: str) -> Any:
     )
     backend.train_from_iterator(TEXTS, trainer)
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in layout.added])
-    eos = next(token for token in layout.specials if "end" in token or token == "<eos>")
+    eos = next(token for token in layout.specials if "end" in token or token in ("<eos>", "</s>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=eos, pad_token=eos, bos_token=layout.bos, chat_template=layout.template
     )

@@ -37,7 +37,11 @@ def tool(text: str) -> dict[str, Any]:
 FOUR_TURNS = [user("Hi."), says("Hello!"), user("12 + 30?"), says("It is 42.")]
 # What a turn begins with where it is not the content: it closes the thinking that the prompt has opened, or names a
 # channel. These templates write such a turn otherwise once another follows.
-OPENED = {"qwen3-opens-thinking": "\n</think>\n\n", "gpt-oss": "<|channel|>final<|message|>"}
+OPENED = {
+    "qwen3-opens-thinking": "\n</think>\n\n",
+    "qwen3.5": "\n</think>\n\n",
+    "gpt-oss": "<|channel|>final<|message|>",
+}
 TOOL_TURNS = [
     user("Cold in Oslo?"),
     calls("weather", city="Oslo", days=3),
@@ -153,6 +157,7 @@ def test_reasoning_is_rendered_as_the_template_renders_it(tmp_path: Path, name: 
     found, end = rows(name, read(tmp_path, {"messages": inline if is_inline else REASONED})), LAYOUTS[name].end
     before, between = {
         "qwen3-opens-thinking": ("", "\n</think>\n\n"),
+        "qwen3.5": ("", "\n</think>\n\n"),
         "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
     }.get(name, ("<think>\n", "\n</think>\n\n"))
     expected = [f"{before}greet{between}Hello!{end}", f"{before}add{between}It is 42.{end}"]
@@ -175,6 +180,10 @@ WEATHER = {
     },
 }
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
 SPELLED = '<tool>weather: {"city": "Oslo", "days": 3}</tool>'
 CALLS = {
     "qwen3": HERMES,
@@ -182,8 +191,9 @@ CALLS = {
     "gpt-oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Oslo", "days": 3}<|call|>',
     "llama3": '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
-    "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "qwen3-coder": XML,
+    "qwen3.5": f"\n</think>\n\n{XML}",
+    "olmo3": '<function_calls>weather(city="Oslo", days=3)</function_calls>',
     "smollm3": SPELLED,
     "gemma3": SPELLED,
     "chatml": SPELLED,
@@ -222,7 +232,9 @@ def test_tools_go_into_the_template_or_are_refused(tmp_path: Path, name: str) ->
         token for token in rows(name, example)[-1].ids if token == tokenizer.convert_tokens_to_ids(LAYOUTS[name].end)
     ]
     plain = rows(name, read(tmp_path, {"messages": FOUR_TURNS}))[-1].ids
-    more = 1 if name in ("qwen3", "qwen3-opens-thinking", "qwen3-coder") else 0  # the system turn that tools bring
+    more = (
+        1 if name in ("qwen3", "qwen3-opens-thinking", "qwen3-coder", "qwen3.5") else 0
+    )  # the system turn that tools bring
     assert len(ends) == plain.count(ends[0]) + more, "no text of a schema becomes the end of a turn"
     with pytest.raises(UsageError, match="template plain does not show 'tools'"):
         rows(name, example, template="plain")

@@ -8,15 +8,17 @@ from typing import Any
 
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Episode, Reply
+from posttrain.environments.calls import Request, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.environments.pool import Job, Pool
-from posttrain.environments.tools import Request, Tool, describe_tools, read_calls
+from posttrain.environments.tools import Tool, describe_tools
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.render.replies import ReplyFrame, call_form, reply_frame
-from posttrain.render.turns import RESULT_TAGS, Form
+from posttrain.render.calls import CallForm
+from posttrain.render.replies import ReplyFrame, reply_frame
+from posttrain.render.template_calls import call_form
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 from posttrain.world import ONE, World
 
@@ -36,7 +38,7 @@ class Stage:
 
     toolset: Toolset
     template: Template
-    form: Form
+    form: CallForm
     frame: ReplyFrame
     max_turns: int
     tool_seconds: float
@@ -66,12 +68,12 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
     return Stage(toolset, template, form, frame, *limits)
 
 
-def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: Form) -> Template:
+def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
     """The template with a prompt that says which tools there are: by itself, in a chat, or in a system message.
 
     A chat template writes the schemas itself, and what it writes is trusted.
     """
-    if form == "hermes":
+    if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
         def natively(messages: Sequence[Message], tokenizer: Any, own: Mapping[str, Any] | None = None) -> Any:
@@ -144,7 +146,7 @@ class Cast:
         if actor.finish is not None:
             return Reply(finish=actor.finish)
         frame, template = self.stage.frame, self.stage.template
-        results, tags = [call.result for call in calls], RESULT_TAGS[self.stage.form]
+        results, tags = [call.result for call in calls], self.stage.form.results
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import UsageError
-from posttrain.render.turns import CALL_TAGS, Form
 
 MAX_RESULT_CHARS = 16_384
 _ARGUMENTS = re.compile(r"^Args:\s*$", re.MULTILINE)
 _SECTION = re.compile(r"^\w[\w ]*:\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^ {1,8}(\w+)(?: \([^)]*\))?: *(.+)$", re.MULTILINE)
+
+
+class ArgumentText(str):
+    """The text of an argument that was not written as JSON: its type is that of the parameter."""
+
+    __slots__ = ()
 
 
 class _Arguments(BaseModel):
@@ -55,8 +60,9 @@ class Tool:
             ValueError: they do not fit; the message says what is wrong.
         """
         if isinstance(stated, str):
-            texts = {name: self.arguments.model_fields[name].annotation is str for name in self.parameters}
+            texts = {name: self._is_text(name) for name in self.parameters}
             stated = by_name(self.name, texts, stated)
+        stated = {key: read_text(value, self._is_text(key)) for key, value in stated.items()}
         try:
             checked = self.arguments.model_validate(dict(stated))
         except ValidationError as error:
@@ -64,10 +70,23 @@ class Tool:
             raise ValueError(f"{self.name}: {wrong}. It takes: {self.usage}") from None
         return {name: getattr(checked, name) for name in self.parameters}
 
+    def _is_text(self, name: str) -> bool:
+        return name not in self.arguments.model_fields or self.arguments.model_fields[name].annotation is str
+
     @property
     def usage(self) -> str:
         """Its parameters with their types, as a reader would write them."""
         return usage_of(self.schema)
+
+
+def read_text(value: Any, is_text: bool) -> Any:
+    """Return the value of an argument: an ``ArgumentText`` of a parameter that is no text is read as JSON."""
+    if not isinstance(value, ArgumentText) or is_text:
+        return str(value) if isinstance(value, ArgumentText) else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return str(value)  # the check of types says what is wrong with it
 
 
 def usage_of(schema: Mapping[str, Any]) -> str:
@@ -205,49 +224,6 @@ def _explain(item: Any) -> str:
     return f"{name}: {item['msg']}"
 
 
-# Calls of tools as a model writes them, read from the text of one of its turns.
-# Two forms. ``hermes``: the models' own where the chat template shows it, JSON between ``<tool_call>`` and
-# ``</tool_call>``. ``tagged``: ``<tool>name: arguments</tool>``, for models without one; the arguments are those of the
-# tool as a JSON object, or the bare text of its only one.
-
-MAX_CALLS = 16  # of one turn
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A call as it was written. ``wrong`` says what makes it no call; then there are no arguments.
-
-    ``place``: where it begins and ends in the text, its tags included.
-    """
-
-    tool: str
-    stated: str
-    arguments: Mapping[str, Any] | str = ""
-    wrong: str = ""
-    place: tuple[int, int] = field(default=(0, 0), compare=False)
-
-
-def read_calls(text: str, form: Form) -> list[Request]:
-    """The calls in a turn, in order; the one beyond ``MAX_CALLS`` is refused and those behind it are not read.
-
-    In the form ``hermes`` what was thought (up to the last ``</think>``) calls nothing.
-    """
-    requests: list[Request] = []
-    opening, closing = CALL_TAGS[form]
-    first = text.rfind("</think>") + len("</think>") if form == "hermes" and "</think>" in text else 0
-    for start, end, closed in _between(text, first, opening, closing):
-        content, place = text[start:end].strip(), (start - len(opening), end + len(closing) * closed)
-        if len(requests) == MAX_CALLS:
-            wrong = f"one turn calls at most {MAX_CALLS} tools; call again in the next"
-            return [*requests, Request("", "", wrong=wrong, place=place)]
-        if not closed:
-            request = Request("", content, wrong=f"the call does not end with {closing}")
-        else:
-            request = _read_json(content) if form == "hermes" else _read_tagged(content)
-        requests.append(replace(request, place=place))
-    return requests
-
-
 def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
     """What a model without tools of its own is told: how they are called, and which there are."""
     lines = [
@@ -258,38 +234,3 @@ def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
         name, about = schema["function"]["name"], schema["function"].get("description") or ""
         lines.append(f"- {name}: {' '.join(about.split())} It takes: {usage_of(schema)}.")
     return "\n".join(lines)
-
-
-def _between(text: str, first: int, opening: str, closing: str) -> Iterator[tuple[int, int, bool]]:
-    """Where that begins and ends which stands between each pair of tags, and whether it was closed.
-
-    An opening tag inside begins anew. Nothing before ``first`` is looked at.
-    """
-    at = text.find(opening, first)
-    while at >= 0:
-        start = at + len(opening)
-        end, again = text.find(closing, start), text.find(opening, start)
-        if end < 0 or 0 <= again < end:
-            yield start, again if again >= 0 else len(text), False
-            at = again
-        else:
-            yield start, end, True
-            at = text.find(opening, end + len(closing))
-
-
-def _read_json(content: str) -> Request:
-    try:
-        call = json.loads(content)
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        if isinstance(arguments, str):  # some models write the object as a text
-            arguments = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        return Request("", content, wrong=f"the call is no JSON ({error})")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-        return Request("", content, wrong='a call is {"name": "...", "arguments": {...}}')
-    return Request(call["name"], json.dumps(arguments, ensure_ascii=False), arguments)
-
-
-def _read_tagged(content: str) -> Request:
-    name, _, arguments = content.partition(":")
-    return Request(name.strip(), arguments.strip(), arguments.strip())

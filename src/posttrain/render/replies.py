@@ -15,9 +15,11 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.render.assistant import behind_prompt
+from posttrain.render.calls import CallForm, write_call
 from posttrain.render.encoding import Piece, encode_pieces
 from posttrain.render.template import Template, end_id
-from posttrain.render.turns import RESULT_TAGS, Form, call_pieces, mark, render_history, turn_end
+from posttrain.render.template_calls import call_form
+from posttrain.render.turns import mark, render_history, turn_end
 from posttrain.types import Turn
 
 # What a model may write: a plain text, and one with thinking before it.
@@ -59,11 +61,6 @@ class ReplyFrame:
         return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
 
 
-def call_form(tokenizer: Any, template: Template) -> Form:
-    """The form of calls: the chat template's own where it shows one."""
-    return "hermes" if template.chat and "<tool_call>" in (tokenizer.chat_template or "") else "tagged"
-
-
 def encode_turns(
     tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
 ) -> tuple[list[int], list[bool]]:
@@ -80,25 +77,31 @@ def encode_turns(
     own: list[bool] = []
     for turn in turns:
         written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids])
-        heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], RESULT_TAGS[form], written[-1])
+        heard = frame.encode(tokenizer, template, [call.result for call in turn.calls], form.results, written[-1])
         ids += [*written, *heard]
         own += [True] * len(written) + [False] * len(heard)
     length = len(ids) if answered else len(ids) - len(heard)
     return ids[:length], own[:length]
 
 
-def encode_turn(tokenizer: Any, template: Template, turn: Turn, form: Form, prompt: Sequence[int] = ()) -> list[int]:
+def encode_turn(
+    tokenizer: Any, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+) -> list[int]:
     """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
 
     Raises:
         UsageError: the tokenizer has no end token.
     """
     pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
-    pieces = behind_prompt(tokenizer, template, pieces, prompt)
-    pieces += [Piece("\n", trusted=True)] if turn.text and turn.calls else []
+    if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
+        pieces = behind_prompt(tokenizer, template, pieces, prompt)
+    if not turn.calls:
+        return [*encode_pieces(tokenizer, pieces), end_id(tokenizer, template)]
+    pieces.append(Piece((form.lead if turn.text else "") + form.begin, trusted=True))
     for number, call in enumerate(turn.calls):
-        pieces += [Piece("\n" if number else "", trusted=True), *call_pieces(call, form)]
-    return [*encode_pieces(tokenizer, pieces), end_id(tokenizer, template)]
+        pieces += [Piece(form.between if number else "", trusted=True), *write_call(call, form)]
+    ids = encode_pieces(tokenizer, [*pieces, Piece(form.finish, trusted=True)])
+    return [*ids, end_id(tokenizer, template) if form.end is None else form.end]
 
 
 def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:

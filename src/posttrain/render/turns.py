@@ -11,17 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jinja2
 
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
+from posttrain.render.calls import TAGGED, write_call
 from posttrain.render.encoding import Piece, mark_tags, markers_of
 from posttrain.types import Call, Message
 
-Form = Literal["hermes", "tagged"]  # of calls; environments.tools reads them
 ROLES = ("system", "user", "assistant", "tool")
 # Private-use characters around a placeholder's number. Contents are never rendered, so none can hold
 # one; a chat template that holds them would be refused as one that shows a message twice. A placeholder inside of a
@@ -162,41 +162,17 @@ def _in_its_form(tokenizer: Any, messages: Sequence[Message], variables: Mapping
     return messages if known[1] == "own" else spell_calls(messages, results=known[1])
 
 
-# How calls and their results are written where the template has no form of its own for them.
-CALL_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "tagged": ("<tool>", "</tool>"),
-}
-RESULT_TAGS: dict[Form, tuple[str, str]] = {
-    "hermes": ("<tool_response>\n", "\n</tool_response>"),
-    "tagged": ("<result>", "</result>"),
-}
-
-
-def call_pieces(call: Call, form: Form) -> list[Piece]:
-    """A call as a model writes it; of the tagged form with the bare value of an only argument."""
-    opening, closing = CALL_TAGS[form]
-    if form == "hermes":
-        said = f'\n{{"name": {json.dumps(call.tool)}, "arguments": {call.stated}}}\n'
-    else:
-        arguments = json.loads(call.stated)
-        only = next(iter(arguments.values())) if len(arguments) == 1 else None
-        is_bare = isinstance(only, str | int | float) and not isinstance(only, bool)
-        said = f"{call.tool}: {only if is_bare else call.stated}"
-    return [Piece(opening, trusted=True), Piece(said, trusted=False), Piece(closing, trusted=True)]
-
-
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
     """The messages with their calls in the content; results may become messages of the user, one for each turn."""
     spelled: list[Message] = []
     is_result = False  # of the message before
     for message in messages:
         if message.calls:
-            calls = "\n".join("".join(p.text for p in call_pieces(call, "tagged")) for call in message.calls)
+            calls = "\n".join("".join(p.text for p in write_call(call, TAGGED)) for call in message.calls)
             content = f"{message.content}\n{calls}" if message.content else calls
             message = replace(message, content=content, calls=())
         elif message.role == "tool" and results != "tool":
-            opening, closing = RESULT_TAGS["tagged"]
+            opening, closing = TAGGED.results
             content = f"{opening}{message.content}{closing}"
             before = f"{spelled.pop().content}\n" if is_result else ""
             is_result = True

@@ -13,13 +13,15 @@ from posttrain.commands.serve import wire
 from posttrain.commands.serve.speech import Speech
 from posttrain.engines.episodes import show_tools
 from posttrain.engines.models import OpenedModel, plays
-from posttrain.environments.tools import Request, by_name, properties_of, read_calls
+from posttrain.environments.calls import Request, read_calls
+from posttrain.environments.tools import by_name, properties_of, read_text
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_prompt
 from posttrain.render.encoding import markers_of
-from posttrain.render.replies import call_form, encode_turn, reply_frame
-from posttrain.render.turns import CALL_TAGS, RESULT_TAGS, mark
+from posttrain.render.replies import encode_turn, reply_frame
+from posttrain.render.template_calls import call_form
+from posttrain.render.turns import mark
 from posttrain.types import Call, Turn
 
 MOST_REMEMBERED = 4096  # answers with calls whose ids are kept
@@ -67,7 +69,7 @@ class Conversations:
     @property
     def call_tag(self) -> str:
         """What a call begins with."""
-        return CALL_TAGS[self.form][0]
+        return self.form.tag
 
     def encode(self, turns: Sequence[wire.Turn], tools: Schemas) -> list[int]:
         """The prompt that a conversation is, up to where the model speaks.
@@ -89,7 +91,7 @@ class Conversations:
             if said.tool_calls:
                 results = _results(turns, at)
                 frame = reply_frame(self.tokenizer, template)
-                ids += frame.encode(self.tokenizer, template, results, RESULT_TAGS[self.form], ids[-1])
+                ids += frame.encode(self.tokenizer, template, results, self.form.results, ids[-1])
                 at += 1 + len(results)
             else:
                 ids += self._asked(turns, at + 1, template, ids[-1])
@@ -124,7 +126,7 @@ class Conversations:
             shown = show_tools(self.template, tools, self.form)
         except RecursionError:
             raise wire.BadRequest("tools: a schema is nested too deeply", "tools") from None
-        if self.form == "hermes":  # the chat template writes them, and what it writes is trusted
+        if self.form.is_native:  # the chat template writes them, and what it writes is trusted
             start, end, _ = next(markers_of(self.tokenizer).find(written), (0, 0, 0))
             if end or mark(0)[0] in written:
                 told = written[start:end] or mark(0)[0]
@@ -197,6 +199,7 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     }
     try:
         by_key = by_name(request.tool, texts, stated) if isinstance(stated, str) else stated
+        by_key = {key: read_text(value, texts.get(key, True)) for key, value in by_key.items()}
         written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (ValueError, RecursionError):

@@ -1,0 +1,172 @@
+"""The form of calls of a chat template, read from short conversations that it renders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from posttrain.errors import UsageError
+from posttrain.render.calls import HERMES, TAGGED, CallForm, Parameters
+from posttrain.render.encoding import markers_of
+from posttrain.render.template import Template
+from posttrain.render.turns import render_dicts, turn_end
+
+_NAMES, _KEYS, _VALUES = ("zqnamea", "zqnameb"), ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
+_TEXT, _QUESTION = "zqtext", "zqquestion"
+_DECODER = json.JSONDecoder()
+_CUT_TAG = re.compile(r"<[^<>\s]*\Z")
+_EMPTY_THINKING = re.compile(r"\A(?:<think>)?\s*</think>\s*")
+_FORMS: WeakKeyDictionary[Any, dict[str, CallForm]] = WeakKeyDictionary()
+
+Arguments = dict[str, str]
+
+
+def call_form(tokenizer: Any, template: Template) -> CallForm:
+    """Return the form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
+
+    A template that shows no call and names the tag of the Hermes models means their form.
+    """
+    if not template.chat or not re.search(r"\btools\b", tokenizer.chat_template or ""):
+        return TAGGED
+    variables = {key: value for key, value in template.variables.items() if key != "tools"}
+    key = repr((tokenizer.chat_template, sorted(variables.items(), key=lambda item: item[0])))
+    known = _FORMS.setdefault(tokenizer, {})
+    if key not in known:
+        hermes = HERMES if HERMES.tag in tokenizer.chat_template else TAGGED
+        known[key] = _learn(tokenizer, variables) or hermes
+    return known[key]
+
+
+def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm | None:
+    """The form that the chat template shows; None where it shows no call that could be read again."""
+    end = turn_end(tokenizer)
+    end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""
+    try:
+        prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
+    except UsageError:
+        return None
+
+    def tail(*arguments: Arguments, content: str = "") -> str:
+        rendered = _render(tokenizer, list(arguments), content, variables) or ""
+        behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
+        return _EMPTY_THINKING.sub("", behind)
+
+    one = tail({_KEYS[0]: _VALUES[0]})
+    before, named, rest = one.partition(_NAMES[0])
+    if not named or _KEYS[0] not in rest:
+        return None
+    style, middle, post = _arguments(rest)
+    parameters = style == "apart"
+    if parameters:
+        read = _parameters(rest, tail(dict(zip(_KEYS, _VALUES, strict=True))).partition(_NAMES[0])[2])
+        if read is None:
+            return None
+        middle, around, post = read
+    closing, last = _until_end(tokenizer, post, end_text)
+    opening, begin, between, finish = before, "", "\n", ""
+    second = tail({_KEYS[0]: _VALUES[0]}, {_KEYS[1]: _VALUES[1]})
+    gap = between_names = _gap(second, middle, around.after if parameters else "", style)
+    if gap:
+        opening = _common_suffix(gap, before)
+        begin, gap = before[: len(before) - len(opening)], gap[: len(gap) - len(opening)]
+        finish, closing = closing, _common_prefix(gap, closing)
+        finish, between = finish[len(closing) :], gap[len(closing) :]
+    shown = tail({_KEYS[0]: _VALUES[0]}, content=_TEXT).partition(_TEXT)
+    lead = shown[2].partition(_NAMES[0])[0] if shown[1] else ""
+    lead = lead[: len(lead) - len(begin + opening)] if lead.endswith(begin + opening) else "\n"
+    if not begin:  # the new lines before a call stand before the first one only behind a text
+        lines, opening = opening[: len(opening) - len(opening.lstrip("\n"))], opening.lstrip("\n")
+        lead, between = lead + lines, between + lines if between_names else between
+    arguments = around if parameters else style
+    form = CallForm(opening, middle, closing, arguments, lead, begin.lstrip("\n"), between, finish, last)
+    return form if form.key is not None or any((*form.tags, form.begin.strip())) else None
+
+
+def _render(tokenizer: Any, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
+    """The conversation with these calls; None where the template refuses it."""
+    for as_text in (False, True):  # some templates want the arguments as a text
+        made = [
+            {
+                "id": f"call0000{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(stated) if as_text else stated},
+            }
+            for number, (name, stated) in enumerate(zip(_NAMES, calls, strict=False))
+        ]
+        rows: list[dict[str, Any]] = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": content, "tool_calls": made},
+        ]
+        try:
+            return render_dicts(tokenizer, rows, variables, prompt=False)
+        except UsageError:
+            continue
+    return None
+
+
+def _arguments(rest: str) -> tuple[Any, str, str]:
+    """The style of the arguments after a name, with the texts before and after them."""
+    keyword = f'({_KEYS[0]}="{_VALUES[0]}")'
+    if rest.startswith(keyword):
+        return "python", "(", rest[len(keyword) - 1 :]
+    for place in [m.start() for m in re.finditer(r'[{"]', rest[: rest.index(_KEYS[0])])]:
+        try:
+            value, end = _DECODER.raw_decode(rest, place)
+            is_quoted = isinstance(value, str)
+            if (json.loads(value) if is_quoted else value) == {_KEYS[0]: _VALUES[0]}:
+                return "quoted" if is_quoted else "json", rest[:place], rest[end:]
+        except ValueError:
+            continue
+    return "apart", "", ""
+
+
+def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
+    """(text after the name, texts around an argument, text after the last) of a call with one and with two."""
+    first, _, rest = one.partition(_KEYS[0])
+    inner, valued, post = rest.partition(_VALUES[0])
+    again, _, gap = two.partition(_VALUES[0])
+    gap, second, _ = gap.partition(_KEYS[1] + inner + _VALUES[1])
+    if not valued or not second or again != first + _KEYS[0] + inner:
+        return None
+    before = _common_suffix(gap, first)
+    after = gap[: len(gap) - len(before)]
+    if not post.startswith(after) or not before or not inner:
+        return None
+    return first[: len(first) - len(before)], Parameters(before, inner, after), post[len(after) :]
+
+
+def _gap(text: str, middle: str, after: str, style: str) -> str:
+    """The text between the arguments of the first of two calls and the name of the second; empty where it shows one."""
+    between = text.partition(_NAMES[0])[2].partition(_NAMES[1])
+    if not between[1]:
+        return ""
+    if style in ("apart", "python"):
+        return between[0].partition(_VALUES[0])[2].removeprefix(after if style == "apart" else '"')
+    start = len(middle)
+    try:
+        return between[0][_DECODER.raw_decode(between[0], start)[1] :]
+    except ValueError:
+        return ""
+
+
+def _until_end(tokenizer: Any, post: str, end_text: str) -> tuple[str, int | None]:
+    """The text after the arguments up to the end of the turn, and the id of that end where it is another one."""
+    if end_text and end_text in post:
+        return post[: post.index(end_text)], None
+    markers = [place for place in markers_of(tokenizer).find(post) if not post.startswith("</", place[0])]
+    if not markers:
+        return post.rstrip(), None
+    start, _, index = markers[-1]
+    return post[:start], index
+
+
+def _common_prefix(first: str, second: str) -> str:
+    pairs = zip(first, second, strict=False)
+    return first[: next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))]
+
+
+def _common_suffix(first: str, second: str) -> str:
+    return _common_prefix(first[::-1], second[::-1])[::-1]
