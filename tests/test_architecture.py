@@ -68,7 +68,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on
     "matplotlib": ("reports/charts/",),
-    "jinja2": ("reports/page.py", "render/turns.py"),  # turns: its errors, in chat templates
+    "jinja2": ("reports/page.py",),
     "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),

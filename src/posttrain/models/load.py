@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
+from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import (
     SCORE,
     base_of,
@@ -30,7 +31,7 @@ from posttrain.models.sources import (
     resolve_model_name,
 )
 from posttrain.models.stated_sizes import check_folder, check_sizes
-from posttrain.models.tokenizer import train_tokenizer
+from posttrain.models.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
@@ -167,6 +168,10 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
         raise TypeError(
             f"tokenizer_config.json: model_max_length is {shorten(repr(tokenizer.model_max_length))}, no number"
         )
+    named = tokenizer.chat_template or {}
+    for template in named.values() if isinstance(named, dict) else (named,):
+        if template != CHAT_TEMPLATE:  # our own
+            check_chat_template(template, f"model.name: {source}: ")
     tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
 

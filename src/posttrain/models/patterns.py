@@ -1,4 +1,4 @@
-"""Patterns in the files of a model that may never end: of adapters' modules and of tokenizers."""
+"""Parts of a model's files that may never end: patterns of adapters and tokenizers, chat templates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ MAX_ADDED_TOKENS = 2**17  # 65,536 tokens of speech or of images are usual
 MAX_TOKENIZER_BYTES = 2**27
 MAX_GROWTH = 64  # of a text by all replacements of a normalizer, one after the other
 MAX_PATTERN_CHARS = 10_000
-TRIAL_SECONDS = 5.0
+TRIAL_SECONDS = 5  # of processor time; on the clock ten times as much, for machines that do other things too
 # Of an adapter's configuration: regular expressions (``target_modules`` where it is a text), and names in front of
 # which peft puts one.
 _OF_ADAPTERS = ("target_modules", "exclude_modules", "layers_pattern", "target_parameters")
@@ -27,6 +28,15 @@ _REPEATED = re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _NAMES = ("model.layers.10.self_attn.q_proj", "base_model.model.transformer.h.0.attn.c_attn", "lm_head")
 _GIVES_UP = 3  # exit code
+# In front of both programs: limits of the process in processor time and memory, where the system has them.
+_LIMITS = """
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+except (ImportError, ValueError, OSError):
+    pass
+"""
 # Run in a process that is ended when it takes too long: sys.argv[1] is the kind, standard input the JSON to try.
 _TRIAL = """
 import json, sys
@@ -46,6 +56,74 @@ else:
             re.fullmatch(pattern, text)
             re.match(rf"(.*\\.)?({pattern})$", text)
 """
+# The same for a chat template: its text and conversations for it on standard input. Only an end within the limits
+# counts; what it writes or refuses does not.
+_TEMPLATE_TRIAL = """
+import json, sys
+from datetime import datetime
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+class Generation(Extension):
+    tags = {"generation"}
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+def refuse(message):
+    raise ValueError(message)
+
+what = json.load(sys.stdin)
+made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+made.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+template = made.from_string(what["template"])  # one that cannot be compiled cannot be rendered either
+for variables in what["conversations"]:
+    try:
+        length = 0
+        for part in template.generate(**variables):
+            length += len(part)
+            if length > MAX_CHARS:
+                sys.exit(GIVES_UP)
+    except MemoryError:
+        sys.exit(GIVES_UP)
+    except Exception:
+        pass
+"""
+MAX_TEMPLATE_CHARS = 2**20
+_MAX_TRIAL_CHARS = 2**20
+
+
+@cache
+def check_chat_template(template: str, where: str) -> None:
+    """Refuse a chat template that does not end on short conversations within seconds and bounded memory.
+
+    Raises:
+        UsageError: ``where`` stands in front.
+    """
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise UsageError(f"{where}the chat template has {len(template):,} characters; at most {MAX_TEMPLATE_CHARS:,}")
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": [1, {}]}}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    asked = [{"role": "system", "content": "s"}, *turns, turns[0]]
+    calling = [
+        turns[0],
+        turns[1] | {"tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "abcdefghi"},
+    ]
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "array"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
+    tokens = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    conversations = [
+        {"messages": messages, "add_generation_prompt": messages[-1] is turns[0], **tokens, **more}
+        for messages in (turns[:1], turns, asked, asked[1:], calling, [*turns * 32, turns[0]])
+        for more in ({}, {"tools": [tool]}, {"enable_thinking": False})
+    ]
+    if not _ends(_TEMPLATE_TRIAL, {"template": template, "conversations": conversations}, most_bytes=2**30):
+        raise UsageError(
+            f"{where}the chat template does not end on a short conversation within {TRIAL_SECONDS} s and 1 GB; "
+            "give the tokenizer another one (chat_template.jinja)"
+        )
 
 
 def check_adapter_patterns(settings: Mapping[str, Any], where: str) -> None:
@@ -144,11 +222,19 @@ def _trial_texts(patterns: Iterable[str]) -> Iterable[str]:
 
 def _is_quick(kind: str, what: Mapping[str, Any]) -> bool:
     """Whether a process has tried them within the time; one that fails for another reason has."""
-    isolated = [] if kind == "tokenizer" else ["-I"]
-    command = [sys.executable, *isolated, "-c", _TRIAL.replace("GIVES_UP", str(_GIVES_UP)), kind]
+    return _ends(_TRIAL, what, kind, isolated=kind != "tokenizer")
+
+
+def _ends(program: str, what: Mapping[str, Any], *arguments: str, isolated: bool = True, most_bytes: int = -1) -> bool:
+    """Whether a process of its own ran the program to an end within the limits, and did not give up."""
+    numbers = {"GIVES_UP": _GIVES_UP, "MAX_CHARS": _MAX_TRIAL_CHARS, "SECONDS": TRIAL_SECONDS, "MAX_BYTES": most_bytes}
+    program = _LIMITS + program
+    for name, value in numbers.items():
+        program = program.replace(name, str(value))
+    command = [sys.executable, *(["-I"] if isolated else []), "-c", program, *arguments]
     content = json.dumps(what).encode()
     try:
-        done = subprocess.run(command, input=content, timeout=TRIAL_SECONDS, capture_output=True, check=False)
+        done = subprocess.run(command, input=content, timeout=10 * TRIAL_SECONDS, capture_output=True, check=False)
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode != _GIVES_UP
+    return done.returncode >= 0 and done.returncode != _GIVES_UP

@@ -29,13 +29,13 @@ def call_form(tokenizer: Any, template: Template) -> CallForm:
 
     A template that shows no call and names the tag of the Hermes models means their form.
     """
-    if not template.chat or not re.search(r"\btools\b", tokenizer.chat_template or ""):
+    if not template.chat or not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
         return TAGGED
     variables = {key: value for key, value in template.variables.items() if key != "tools"}
     key = repr((tokenizer.chat_template, sorted(variables.items(), key=lambda item: item[0])))
     known = _FORMS.setdefault(tokenizer, {})
     if key not in known:
-        hermes = HERMES if HERMES.tag in tokenizer.chat_template else TAGGED
+        hermes = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
         known[key] = _learn(tokenizer, variables) or hermes
     return known[key]
 

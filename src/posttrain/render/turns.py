@@ -14,8 +14,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jinja2
-
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.render.calls import TAGGED, write_call
@@ -414,7 +412,7 @@ def render_dicts(tokenizer: Any, rows: Dicts, variables: Mapping[str, Any], *, p
         )
     try:
         rendered = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables))
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a template of others raises
         raise UsageError(
             f"the tokenizer's chat template cannot render the roles {', '.join(row['role'] for row in rows)}: {error}. "
             "Leave out the message that it refuses, or choose another prompt.template"

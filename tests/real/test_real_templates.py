@@ -1,0 +1,59 @@
+"""Chat templates: one that does not end, or fails, is refused; those of known layouts are not."""
+
+from __future__ import annotations
+
+import shutil
+from copy import copy
+from pathlib import Path
+
+import pytest
+from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
+
+from posttrain.cli import main
+from posttrain.errors import UsageError
+from posttrain.models import patterns
+from posttrain.models.sources import TINY
+from posttrain.render.turns import render_dicts
+
+ENDLESS_TEMPLATES = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "indentation": "{{ messages | tojson(indent=99999999) }}",
+    "doubling": "{% set ns = namespace(s='ab') %}{% for c in 'a' * 60 %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "one product": "{{ 'a' * 10000000000 }}",
+    "output": "{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+    "with tools": "{% if tools %}{% for a in 'aaaaaaaaaa' * 9 %}"
+    + "{% for b in 'a' * 99 %}" * 5
+    + "{% endfor %}" * 6
+    + "{% endif %}",
+    "behind a tag of generations": "{% generation %}{% endgeneration %}{{ messages | tojson(indent=99999999) }}",
+    "after turns": "{% if messages | length > 60 %}{{ 'a' * 10000000000 }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
+def test_chat_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "TRIAL_SECONDS", 1)
+    with pytest.raises(UsageError, match=r"here: the chat template does not end on a short conversation within 1 s"):
+        patterns.check_chat_template(ENDLESS_TEMPLATES[name], "here: ")
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *CALL_LAYOUTS])
+def test_chat_template_of_a_known_layout_is_accepted(name: str) -> None:
+    patterns.check_chat_template(str(tokenizer_of(name).chat_template), "here: ")
+
+
+def test_model_with_an_endless_chat_template_is_refused_when_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").write_text(ENDLESS_TEMPLATES["one product"], encoding="utf-8")
+    assert main(["generate", str(folder), "Hi", "--template", "chat"]) == 2
+    assert "the chat template does not end on a short conversation" in capsys.readouterr().err
+
+
+def test_error_that_a_chat_template_raises_is_told_with_the_roles() -> None:
+    tokenizer = copy(tokenizer_of("chatml"))
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(UsageError, match="cannot render the roles user: division by zero"):
+        render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)
