@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.file_kinds import kind_of_file
+from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import (
     SCORE,
@@ -78,7 +79,7 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     _switch_off_dropout(model)
     if section.dtype == "float64":
         _keep_norms_exact(model)
-    return LoadedModel(model.to(choose_device(section.device)).eval(), tokenizer, source)
+    return LoadedModel(_placed(model, section), tokenizer, source)
 
 
 def stated_config(section: ModelSection) -> Any | None:
@@ -280,7 +281,15 @@ def load_merged(section: ModelSection) -> LoadedModel:
         model = _merge_adapter(source, section)
         tokenizer = _load_tokenizer(source, section.runs_remote_code)
     _switch_off_dropout(model)
-    return LoadedModel(model.to(choose_device(section.device)).eval(), tokenizer, source)
+    return LoadedModel(_placed(model, section), tokenizer, source)
+
+
+def _placed(model: Any, section: ModelSection) -> Any:
+    """The model on its device, in eval mode."""
+    device = choose_device(section.device)
+    if device.type == "cuda":
+        keep_angles_exact(model)
+    return model.to(device).eval()
 
 
 def _merge_adapter(source: str, section: ModelSection) -> Any:

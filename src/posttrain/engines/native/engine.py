@@ -22,9 +22,10 @@ from posttrain.engines.conversation import Conversation, Groups, Respondent, beg
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
-from posttrain.engines.native.probe import full_precision, probe, probe_lengths
+from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, UsageError, first_line
+from posttrain.models.forward.precision import full_precision
 from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 

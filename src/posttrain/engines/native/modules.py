@@ -25,8 +25,9 @@ from posttrain.engines.conversation import Conversation
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import pad_right
 from posttrain.engines.native.prefixes import LayerShape, Prefix
-from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS, full_precision
+from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS
 from posttrain.engines.native.sampler import draw
+from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator, uniforms
 
 _CACHES = ("past_key_values", "cache_params", "state")  # what models call it

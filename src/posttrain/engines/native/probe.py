@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from posttrain.engines.native.cache import SlotCache
 from posttrain.engines.native.decoder import Decoder
 from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
+from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator
 
 PROMPT_TOKENS = (7, 3, 60)
@@ -21,19 +21,6 @@ LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
 
 # Of tokens and positions ``int64 [R]``: logits ``[R, V]``
 Step = Callable[[Tensor, Tensor], Tensor]
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute products of fp32 numbers in fp32 inside, whatever a GPU may do (TF32, also in convolutions)."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:

@@ -1,0 +1,42 @@
+"""Parts of a forward pass that stay in full precision where a GPU computes the others in TF32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute products of fp32 numbers in fp32 inside, whatever a GPU may do (TF32, also in convolutions)."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def keep_angles_exact(model: Any) -> None:
+    """Make the rotary modules of a model compute their angles in fp32, where other products may take TF32.
+
+    Some versions of transformers (5.17) multiply positions and frequencies by a matrix product. TF32 has 10 bits:
+    the angle of position 5,000 would be off by up to 2 radians. The class of a module is replaced, not its
+    ``forward``, so that it still counts as one without hooks.
+    """
+    for module in model.modules():
+        if hasattr(module, "inv_freq") and not hasattr(module, "angles_are_exact"):
+            module.__class__ = _exact(type(module))
+
+
+def _exact(kind: type[Any]) -> type[Any]:
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        with full_precision():
+            return kind.forward(self, *inputs, **options)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "angles_are_exact": True, "__module__": kind.__module__})
