@@ -80,24 +80,11 @@ def find_contexts(
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
     search = _Search(dictionary, rows, chosen, contexts, before, after)
-    for start, end in whole_documents(rows, limit):
+    for start, end in rows.whole_documents(limit):
         search.read(start, end)
         if observe is not None:
             observe(end, rows.num_rows)
     return search.statistics
-
-
-def whole_documents(rows: StoreRows, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of consecutive rows that no document crosses: at most ``limit``, but where a document is longer."""
-    start = 0
-    while start < rows.num_rows:
-        end = start
-        cut = start
-        while cut <= start:
-            end += limit
-            cut = rows.boundary(end) if end < rows.num_rows else rows.num_rows
-        yield start, cut
-        start = cut
 
 
 class _Search:
@@ -320,8 +307,7 @@ def describe_features(
         features: which; None: all.
         contexts: of each feature at most.
         tokens: so many are named at each end of the logit lens.
-        lens: of the model that the directions are read in; None: no token is named. A dictionary of two models is
-            read by the rows of the second.
+        lens: of the model that the directions are read in; None: no token is named.
         tokenizer: for the texts of tokens; None: their ids stand for them.
         about: plain data that is kept in the report.
 
@@ -329,16 +315,16 @@ def describe_features(
         UsageError: no such feature, site or source, or a store of another width.
     """
     rows = StoreRows(store, site, source)
-    if (rows.d, rows.sources) != (dictionary.d, dictionary.sources):
+    if rows.d != dictionary.d:
         raise UsageError(
-            f"{store.folder}: {rows.sources} x {rows.d} numbers at a token, but the dictionary is for "
-            f"{dictionary.sources} x {dictionary.d}; give the activations that it was trained on, or others like them"
+            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {dictionary.d}; give the "
+            "activations that it was trained on, or others like them"
         )
     chosen = check_features(dictionary, features)
     statistics = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None = None
     if lens is not None:
-        ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device), -1], tokens)
+        ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
     described = list(_describe(statistics, chosen, store, ends))
     mentioned = [index for feature in described for context in feature.contexts for index in context.ids]
     mentioned += [index for feature in described for index, _ in (*feature.promoted, *feature.suppressed)]
