@@ -37,8 +37,8 @@ def dictionary() -> Dictionary:
     """Features are the positive parts of three coordinates; the third is silent."""
     made = Dictionary(3, 3, kind="l1")
     with torch.no_grad():
-        made.W_dec.copy_(torch.eye(3)[:, None])
-        made.W_enc.copy_(torch.eye(3)[None])
+        made.W_dec.copy_(torch.eye(3))
+        made.W_enc.copy_(torch.eye(3))
     return made
 
 
@@ -113,5 +113,5 @@ def test_without_a_model_ids_stand_for_tokens(dictionary: Dictionary, store: Act
 
 
 def test_rows_of_another_width_are_refused(store: ActivationStore) -> None:
-    with pytest.raises(UsageError, match="1 x 3 numbers at a token, but the dictionary is for 1 x 5"):
+    with pytest.raises(UsageError, match="3 numbers at a token, but the dictionary is for 5"):
         describe_features(Dictionary(5, 4, kind="l1"), store)

@@ -119,7 +119,8 @@ class _Configuration(BaseModel):
     activation_fn: Literal["relu"] | None = None
     activation_fn_str: Literal["relu"] | None = None
     finetuning_scaling_factor: Literal[False] | None = None
-    metadata: Metadata = Metadata()
+    metadata: Metadata | None = None
+    hook_name: str | None = None  # SAELens before version 6 has it here
 
 
 def read_metadata(folder: str | Path) -> Metadata:
@@ -128,8 +129,10 @@ def read_metadata(folder: str | Path) -> Metadata:
     Raises:
         DataError: there is no ``cfg.json``, or it is damaged.
     """
-    metadata = _read_configuration(Path(folder) / CONFIG).metadata
-    return metadata.model_copy(update={"site": metadata.site or site_of_hook(metadata.hook_name)})
+    configuration = _read_configuration(Path(folder) / CONFIG)
+    metadata = configuration.metadata or Metadata()
+    site = metadata.site or site_of_hook(metadata.hook_name or configuration.hook_name)
+    return metadata.model_copy(update={"site": site})
 
 
 def load_dictionary(folder: str | Path) -> Dictionary:
@@ -180,6 +183,9 @@ def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], architectur
         raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
     except (OSError, SafetensorError) as error:
         raise DataError(path, f"cannot be read ({error})") from None
+    scale = tensors.get("scaling_factor")  # files of SAELens before version 6 hold ones, which scale nothing
+    if scale is not None and bool((scale == 1).all()):
+        del tensors["scaling_factor"]
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
