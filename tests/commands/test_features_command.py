@@ -43,7 +43,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "models": [{"name": "model", "model": "tiny", "weights_hash": store.index.sources[0].weights_hash}],
     }
     save_dictionary(Dictionary(D, FEATURES, kind="l1", seed=1), run / "dictionary", metadata)
-    (run / "recipe.yaml").write_text("activations: {model: {name: tiny}, site: resid.2, task: stories}\ndictionary: l1\n")
+    (run / "recipe.yaml").write_text(
+        "activations: {model: {name: tiny}, site: resid.2, task: stories}\ndictionary: l1\n"
+    )
     return root
 
 

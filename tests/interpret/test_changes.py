@@ -100,7 +100,7 @@ def test_chance_is_not_flagged_though_tokens_hang_together() -> None:
         flagged.append(int(paired_changes(sums_of(base, post, place)).significant.sum()))
         by_tokens.append(flagged_by_tokens(base, post))
     assert sum(count > 0 for count in flagged) <= 2  # 5 % of the data sets may have one
-    assert min(by_tokens) > 40  # of 150: what tokens alone would call changed
+    assert min(by_tokens) > 30  # of 150: what tokens alone would call changed
 
 
 def test_a_model_beside_itself_and_halves_of_its_documents_flag_nothing() -> None:
@@ -130,7 +130,7 @@ def test_unpaired_errors_are_those_of_two_independent_means() -> None:
 
 def planted_changes(seed: int = 0) -> tuple[Changes, Tensor, Tensor, Tensor]:
     """The planted change seen through the true directions: (changes, factors, added, latent scaling post/base)."""
-    planted = plant(d=96, features=96, l0=4.0, noise=0.02, seed=seed)
+    planted = plant(d=64, features=64, l0=3.0, noise=0.02, seed=seed)
     change = plant_change(planted, 24_000)
     # reading by the pseudo-inverse on what is active would need a solver; the codes themselves are the best encoder
     codes = planted.codes(24_000)

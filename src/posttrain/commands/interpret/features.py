@@ -81,7 +81,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     written = write_features(report, page.with_suffix(".json"))
     write_html(render_features(report), page)
     if not arguments.quiet:
-        about = report.about
+        about = report["about"]
         for notice in about["notices"]:
             console.print(f"note: {notice}")
         console.print(

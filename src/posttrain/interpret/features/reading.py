@@ -15,7 +15,7 @@ from posttrain.interpret.dictionaries.exchange import Metadata, load_dictionary,
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.interpret.dictionaries.recording import ACTIVATIONS
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
+from posttrain.interpret.features.features import Report, check_features, describe_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection
@@ -33,7 +33,7 @@ def read_features(
     contexts: int = 10,
     with_lens: bool = True,
     observe: Callable[[int, int], None] | None = None,
-) -> FeatureReport:
+) -> Report:
     """Read all rows in one pass; ``about["notices"]`` says what a reader should know of rows of another model.
 
     Args:
