@@ -144,7 +144,7 @@ def measure_planted(scale: float) -> dict[str, Any]:
         settings = {"steps": round(steps * scale), "batch": BATCH, "lr": lr, "log_every": 250, "device": "cpu"}
         started = time.process_time()
         trained = train(x, {"name": kind, "features": F, **options}, settings)
-        mcc, each = match(trained.dictionary.W_dec.detach()[:, 0], planted.directions)
+        mcc, each = match(trained.dictionary.W_dec.detach(), planted.directions)
         found[kind] = {
             "mcc": round(mcc, 4),
             "mcc_by_quarter_of_rates": [round(float(part.mean()), 3) for part in each.chunk(4)],
@@ -166,7 +166,7 @@ def measure_change() -> dict[str, Any]:
     for kind, k in (("topk", 1), ("topk", 2), ("batchtopk", 1), ("batchtopk", 2)):
         settings = {"steps": 800, "batch": 1024, "precision": "fp32", "log_every": 200, "device": "cpu"}
         trained = train(change.post - change.base, {"name": kind, "k": k, "features": 64}, settings)
-        _, each = match(trained.dictionary.W_dec.detach()[:, 0], planted.directions[changed])
+        _, each = match(trained.dictionary.W_dec.detach(), planted.directions[changed])
         found[f"{kind}, k = {k}"] = {
             "found": int((each > 0.9).sum()),
             "of": len(changed),

@@ -51,7 +51,7 @@ def read(change: PlantedChange, dictionary: Dictionary, folder: Path) -> Seen:
 
 def partners(planted: Planted, dictionary: Dictionary) -> tuple[Tensor, Tensor]:
     """For each planted feature the most similar one of the dictionary, and how similar it is."""
-    cosine, where = (planted.directions @ dictionary.W_dec[:, 0].T).max(dim=1)
+    cosine, where = (planted.directions @ dictionary.W_dec.T).max(dim=1)
     return where, cosine
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     for seed in range(3):
         settings = {"steps": 600, "batch": 1024, "lr": 3e-3, "precision": "fp32"}
         found = fit(change.post - change.base, "topk", 1, 64, settings, seed)
-        difference[f"seed {seed}"] = int((match(found.W_dec[:, 0], planted.directions[changed])[1] > 0.9).sum())
+        difference[f"seed {seed}"] = int((match(found.W_dec, planted.directions[changed])[1] > 0.9).sum())
     started = time.process_time()
     settings = {"steps": arguments.steps, "batch": 2048, "lr": 3e-3}
     dictionary = fit(change.base, "batchtopk", L0, FEATURES, settings, 0)

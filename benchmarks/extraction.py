@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.interpret.activations.sites import Extractor, truncate
+from posttrain.interpret.activations.sites import Extractor
 
 RESULTS = Path(__file__).parent / "results" / "extraction.json"
 NUM_LAYERS, LAYER, VOCABULARY, WIDTH, TOKENS, ROWS = 16, 8, 32_000, 256, 256, 8
@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model = build_model()
     documents = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    extract = Extractor(truncate(model, LAYER), [f"resid.{LAYER}"])
+    extract = Extractor(model, [f"resid.{LAYER}"])
     ids = documents.tolist()
 
     def ours() -> Tensor:

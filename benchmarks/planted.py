@@ -6,7 +6,6 @@ so that a few are common and most are rare, as in language models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +16,11 @@ from posttrain.randomness import generator
 
 
 class TensorRows:
-    """Rows of a tensor [n, d] or [n, M, d]; ``has_targets``: M is 2, a transcoder's pairs."""
+    """Rows of a tensor [n, d]."""
 
-    chunks: Sequence[range] | None = None
-
-    def __init__(self, x: Tensor, has_targets: bool = False) -> None:
-        self.x = x.unsqueeze(1) if x.dim() == 2 else x
-        self.num_rows, sources, self.d = self.x.shape
-        self.sources, self.has_targets = 1 if has_targets else sources, has_targets
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.num_rows, self.d = x.shape
 
     def gather(self, rows: Tensor) -> Tensor:
         return self.x[rows].float()

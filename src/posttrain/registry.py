@@ -109,7 +109,7 @@ HOMES: dict[str, dict[str, str]] = {
         ),
     },
     "tracker": {"posttrain.store.trackers": "tensorboard wandb"},
-    "dictionary": {"posttrain.interpret.dictionaries.dictionary": "batchtopk jumprelu l1 topk"},
+    "dictionary": {"posttrain.interpret.dictionaries.dictionary": "batchtopk l1 topk"},
 }
 _MODULES = {
     kind: {word: module for module, words in homes.items() for word in words.split()} for kind, homes in HOMES.items()
@@ -352,7 +352,9 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden" and key in GONE:
+            lines.append(f"{key}: this key was removed. Use {GONE[key]}")
+        elif item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
             lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")

@@ -43,7 +43,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "models": [{"name": "model", "model": "tiny", "weights_hash": store.index.sources[0].weights_hash}],
     }
     save_dictionary(Dictionary(D, FEATURES, kind="l1", seed=1), run / "dictionary", metadata)
-    (run / "recipe.yaml").write_text("activations: {folder: gone}\ndictionary: l1\n")
+    (run / "recipe.yaml").write_text(
+        "activations: {model: {name: tiny}, site: resid.2, task: stories}\ndictionary: l1\n"
+    )
     return root
 
 
@@ -53,7 +55,7 @@ def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "features", "sae", "--contexts", "2", "--top", "3"]) == 0
+    assert main(["sae", "features", "sae", "--contexts", "2"]) == 0
     shown = capsys.readouterr().out
     assert f"page: {Path('runs/sae/features.html')}\njson: {Path('runs/sae/features.json')}" in shown
     found = json.loads(Path("runs/sae/features.json").read_text())
@@ -65,7 +67,7 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     for feature, column in zip(found["features"], values.T, strict=True):
         assert feature["density"] == pytest.approx((column > 0).double().mean().item(), rel=1e-4)
         assert feature["max"] == pytest.approx(column.max().clamp(min=0).item(), rel=1e-4)
-        assert len(feature["promoted"]) == len(feature["suppressed"]) == 3
+        assert len(feature["promoted"]) == len(feature["suppressed"]) == 10
         if feature["contexts"]:
             context, row = feature["contexts"][0], int(column.argmax())
             assert context["activation"] == pytest.approx(column[row].item(), rel=1e-4)
@@ -106,12 +108,11 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["features"][0]["promoted"] == []
     write_tensors("pair", {"resid.2": [torch.randn(30, D), torch.randn(30, D)]})
     for arguments, message in (
-        (["sae", "--activations", "pair"], "--source is needed: pair has base, post, their difference and both"),
-        (["sae", "--activations", "pair", "--source", "both"], "2 x 128 numbers at a token, but the dictionary is for"),
+        (["sae", "--activations", "pair"], "--source is needed: pair has base, post, and their difference"),
         (["sae", "--activations", "nowhere"], "nowhere: no recorded activations here"),
         (["sae", "--features", "24"], "feature 24: this dictionary has 24, from 0 to 23"),
         (["sae", "--out", "page.txt"], "give a name that ends in .html"),
-        (["sae", "--site", "resid.3"], "there is no site 'resid.3'"),
+        (["sae", "--site", "resid.3"], "`posttrain sae features --site` was removed"),
         (["sae", "--model", "./nobody"], "--model names another one, --no-lens leaves the logit lens out"),
         (["seo"], "seo: neither a folder with a dictionary (cfg.json and weights) nor a run in runs"),
     ):

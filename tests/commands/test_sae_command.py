@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
-from posttrain.interpret.dictionaries.recording import recorded_for
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [
@@ -39,10 +37,11 @@ def test_from_a_recipe_to_a_dictionary(
     assert last.metrics["eval/held_out/fvu"] == results["held_out"]["fvu"]
     assert results["recovered"]["ce"] < results["recovered"]["ce_spliced"] < results["recovered"]["ce_zero"]
     metadata = read_metadata(run / "dictionary")
-    assert (metadata["model_name"], metadata["site"], metadata["layer"]) == ("tiny", "resid.2", 2)
-    assert metadata["hook_name"] == "blocks.1.hook_resid_post"
-    assert len(metadata["models"][0]["weights_hash"]) == 64
-    store = ActivationStore.open(recorded_for(run) or "")
+    assert (metadata.model_name, metadata.site) == ("tiny", "resid.2")
+    assert metadata.hook_name == "blocks.1.hook_resid_post"
+    assert metadata.models is not None
+    assert len(metadata.models[0]["weights_hash"]) == 64
+    store = ActivationStore.open(run / "activations")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
     dictionary = load_dictionary(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()
@@ -61,9 +60,9 @@ def test_from_a_recipe_to_a_dictionary(
     assert "dictionary.k: 16.0 in the run, 3.0 now" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("source", "sources"), [("difference", 1), ("both", 2), ("post", 1)])
+@pytest.mark.parametrize("source", ["difference", "post"])
 def test_activations_of_two_models(
-    source: str, sources: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -77,11 +76,11 @@ def test_activations_of_two_models(
     )
     assert main(["sae", "train", "mine.yaml", "--quiet"]) == 0
     dictionary = load_dictionary("runs/mine/dictionary")
-    assert (dictionary.sources, dictionary.d, dictionary.features) == (sources, 12, 24)
+    assert (dictionary.d, dictionary.features) == (12, 24)
     metadata = read_metadata("runs/mine/dictionary")
-    names = [model["name"] for model in metadata["models"]]
+    names = [model["name"] for model in metadata.models or []]
     assert names == (["post"] if source == "post" else ["base", "post"])
-    assert metadata["source"] == source
+    assert metadata.source == source
     assert capsys.readouterr().out == f"run:        {Path('runs/mine')}\n"
 
 
@@ -108,39 +107,11 @@ def test_too_few_rows_are_refused_before_anything_is_recorded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     few = ["--activations.max_rows", "1000"]
-    for shown in (few, [*few, "--activations.stream_rows", "400"]):
-        assert main(["sae", "train", "tiny/sae", *shown]) == 2
-        told = capsys.readouterr()
-        assert re.search(
-            r"at most (9\d\d|1,000) rows of activations, of which 16,384 are held out .* batch of 2,048", told.err
-        )
-        assert "recording" not in told.out + told.err
-        assert not list(Path().glob("runs/activations/*/*.safetensors"))
-        assert not Path("runs/tiny-sae").exists()
-
-
-def test_a_transcoder_from_a_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["sae", "train", "tiny/transcoder", *SMALL, "--dictionary.k", "4"]) == 0
-    assert "in place:   CE 2." in capsys.readouterr().out
-    run = Path("runs/tiny-transcoder")
-    results = json.loads((run / "dictionary.json").read_text())
-    metadata = read_metadata(run / "dictionary")
-    assert [metadata[key] for key in ("site", "target")] == ["mlp_in.2", "mlp.2"]
-    assert metadata["hook_name_out"] == "blocks.1.hook_mlp_out"
-    store = ActivationStore.open(recorded_for(run) or "")
-    chosen = torch.arange(store.num_rows - 300, store.num_rows)
-    written, dictionary = store.gather(chosen, "mlp.2"), load_dictionary(run / "dictionary")
-    error = (dictionary(store.gather(chosen, "mlp_in.2")) - written).square().sum()
-    fvu = float(error / (written - written.mean(0)).square().sum())
-    assert fvu == pytest.approx(results["held_out"]["fvu"], rel=0.05)
-    assert fvu < 1
-    assert results["recovered"]["ce"] < results["recovered"]["ce_spliced"] < results["recovered"]["ce_zero"]
-    assert main(["sae", "features", "tiny-transcoder", "--features", "1,2", "--quiet"]) == 0
-    assert main(["generate", "tiny", "Eva has", "--sae", "tiny-transcoder", "--steer", "1=2", "--max-tokens", "2"]) == 0
-    assert "mlp.2: 1 +2" in "".join(capsys.readouterr())
+    assert main(["sae", "train", "tiny/sae", *few]) == 2
+    told = capsys.readouterr()
+    assert "at most 1,000 rows of activations, of which 16,384 are held out" in told.err
+    assert "recording" not in told.out + told.err
+    assert not Path("runs/tiny-sae").exists()
 
 
 def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,37 +121,15 @@ def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[st
     assert "site: resid.20" in shown
 
 
-def test_several_layers_are_recorded_in_one_pass(
+def test_the_recording_of_a_run_is_learned_from_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = [*SMALL, "--activations.outliers", "0"]
-    small[small.index("--eval.documents") + 1] = "0"
-    several = ["sae", "train", "tiny/sae", *small, "--run", "both", "--activations.site", "resid.1,resid.3"]
-    assert main(several) == 0
-    shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("activations recorded before") == 1
-    assert len(list(Path("runs/activations").glob("resid*"))) == 1
-    places = {recorded_for(Path("runs") / f"both-{site}") for site in ("resid.1", "resid.3")}
-    assert [ActivationStore.open(place or "").sites for place in places] == [("resid.1", "resid.3")]
-    assert read_metadata("runs/both-resid.3/dictionary")["hook_name"] == "blocks.2.hook_resid_post"
-    assert main(["sae", "train", "tiny/sae", *small, "--run", "one", "--activations.site", "resid.3", "--quiet"]) == 0
-    weights = [Path("runs") / name / "dictionary" / "sae_weights.safetensors" for name in ("one", "both-resid.3")]
+    assert main(["sae", "train", "tiny/sae", *SMALL, "--run", "one", "--quiet"]) == 0
+    folder = ["--activations.folder", "runs/one/activations", "--activations.model", "null"]
+    small = SMALL[2:]
+    assert main(["sae", "train", "tiny/sae", *small, *folder, "--activations.task", "null", "--run", "two"]) == 0
+    weights = [Path("runs") / name / "dictionary" / "sae_weights.safetensors" for name in ("one", "two")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert not torch.equal(
-        load_dictionary("runs/both-resid.1/dictionary").W_dec, load_dictionary("runs/one/dictionary").W_dec
-    )
-
-    (shared,) = (place for place in places if place is not None)
-    capsys.readouterr()
-    assert main(["runs", "delete", "both-resid.1", "--dry-run"]) == 0
-    assert f"the activations in {shared} stay" in (told := capsys.readouterr().out)
-    assert "both-resid.3 shares them" in told  # one has a recording of its own
-    assert main(["runs", "delete", "both-*", "--dry-run"]) == 0
-    assert f"no other run uses them; to delete them: rm -r {shared}" in capsys.readouterr().out
-    assert main(several) == 2
-    assert "Continue it with --resume" in capsys.readouterr().err
-    (Path("runs") / "both-resid.3").rename("elsewhere")
-    assert main([*several, "--resume", "--quiet"]) == 0
-    assert weights[1].read_bytes() == weights[0].read_bytes()
-    assert main(["runs", "resume", "both-resid.1", "--quiet"]) == 0
+    assert not Path("runs/two/activations").exists()
+    assert main(["sae", "features", "two", "--features", "1", "--quiet"]) == 0

@@ -27,8 +27,6 @@ LITTLE = {
     "train.steps": "12",
     "train.batch": "256",
     "difference.features": "16",
-    "crosscoder": "batchtopk",
-    "crosscoder.features": "32",
     "kl_documents": "6",
     "show": "3",
     "min_documents": "3",
@@ -85,7 +83,7 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert compared["documents"]["documents"] == 24
     assert [d["features"] for d in compared["dictionaries"]] == [64, 64]
     assert len(compared["features"]) <= 3
-    assert {"difference", "crosscoder", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
+    assert {"difference", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
     doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
@@ -158,7 +156,7 @@ def test_the_features_of_its_dictionaries_are_read_as_those_of_others(compared: 
 
 def test_a_model_beside_itself_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sae", "diff", "tiny", "tiny", "--runs-dir", str(root), "--run", "same"]
-    kept = {key: value for key, value in LITTLE.items() if key.split(".")[0] not in ("causal", "crosscoder")}
+    kept = {key: value for key, value in LITTLE.items() if key.split(".")[0] not in ("causal",)}
     given = [word for key, value in kept.items() for word in (f"--changes.{key}", value)]
     assert main([*words, *given, "--changes.causal", "null"]) == 0
     found = json.loads((root / "same" / "diff.json").read_text())
@@ -173,7 +171,7 @@ def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -
         (["tiny", "tiny", "tiny"], "give BASE and POST, or one recipe"),
         (["tiny/sft"], "compares no models"),
         (["tiny", "tiny", "--layer", "9"], "tiny has 4 layers"),
-        (["tiny", "tiny", "--site", "mlp"], "--site: say which layer"),
+        (["tiny", "tiny", "--site", "mlp"], "`posttrain sae diff --site` was removed. Use --layer"),
         (["tiny", "tiny", "--changes.prompts", "60000"], "has 50000 examples"),
     ):
         assert main(["sae", "diff", *words, "--runs-dir", str(root), "--quiet"]) == 2

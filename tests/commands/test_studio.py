@@ -21,7 +21,6 @@ from posttrain.commands.chat.studio_records import (
     Offers,
     draw_conversation,
     draw_curves,
-    draw_found_features,
     draw_problem,
     draw_reply,
     draw_rollouts,
@@ -29,9 +28,6 @@ from posttrain.commands.chat.studio_records import (
 )
 from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import save_dictionary
-from posttrain.interpret.features.features import Context, Feature, FeatureReport, write_features
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
@@ -239,29 +235,6 @@ def test_rollouts_by_step_reward_and_text_with_their_whole_group(runs: Path) -> 
     (runs / "sft" / "rollouts.db").unlink()
     with pytest.raises(UsageError, match="has no rollouts"):
         archive.evaluations("sft")
-
-
-def test_features_are_found_by_what_is_known_of_them(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "sae"
-    save_dictionary(Dictionary(4, 3, kind="l1"), folder / "dictionary")
-    (folder / "recipe.yaml").write_text("activations: {folder: gone}\ndictionary: l1\n")
-    with pytest.raises(UsageError, match="make them with: posttrain sae features sae"):
-        draw_found_features("sae", "x", tmp_path / "runs")
-    context = Context(2.5, 0, 1, 0, (7, 8), (0.0, 2.5))
-    features = [
-        Feature(0, 5, 0.05, 1.0, 2.5, 0.1, (), (context,), ((9, 1.0),)),
-        Feature(2, 9, 0.09, 1.0, 4.0, 0.1, (), (context,), ((8, 1.0),)),
-    ]
-    write_features(FeatureReport(features, {7: "Eva", 8: " shells", 9: EVIL}), folder / "features.json")
-    shown = draw_found_features("sae", "SHELLS", tmp_path / "runs")
-    assert "2 of 2 that fit. To try one: 2=4, or 2=off" in shown  # it speaks for the token, the other is active on it
-    assert f"{folder / 'features.html'}#feature-2" in shown
-    assert "Eva&lt;&lt; shells&gt;&gt;" in shown
-    assert "<script" not in shown
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
-    assert "no feature fits" in draw_found_features("sae", "#1", tmp_path / "runs")
-    assert "choose a dictionary" in draw_found_features("", "x", tmp_path / "runs")
-    assert "choose a dictionary" in draw_found_features("sae", " ", tmp_path / "runs")
 
 
 def test_what_is_not_drawn_is_said(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

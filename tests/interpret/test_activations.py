@@ -13,7 +13,7 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import Recorder, plan_batches, plan_shards, record
-from posttrain.interpret.activations.shards import ActivationStore
+from posttrain.interpret.activations.shards import ActivationStore, row_norms
 from posttrain.interpret.activations.sites import load_layers, weights_hash
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
@@ -75,11 +75,9 @@ def test_rows_are_the_models_hidden_states_without_first_tokens(tiny, tmp_path: 
 
 
 def test_only_the_blocks_that_are_needed_are_loaded(tiny) -> None:
-    loaded = load_layers(ModelSection(name="tiny"), ["resid.1", "mlp.2"])
+    loaded = load_layers(ModelSection(name="tiny"), ["resid.1", "resid.2"])
     assert len(loaded.model.layers) == 2
-    whole = {
-        name: p for name, p in tiny.model.named_parameters() if not name.startswith(("layers.2", "layers.3", "norm"))
-    }
+    whole = {name: p for name, p in tiny.model.named_parameters() if not name.startswith(("layers.2", "layers.3"))}
     assert {name for name, _ in loaded.model.named_parameters()} == set(whole)
     assert all(torch.equal(p, whole[name]) for name, p in loaded.model.named_parameters())
     with pytest.raises(UsageError, match=r"resid\.5: tiny has 4 layers"):
@@ -131,7 +129,7 @@ def test_models_of_different_tokenizers_are_no_pair(small_tokenizer, tiny, tmp_p
 def test_outliers_are_rows_above_so_many_medians_in_any_source(other: str, tmp_path: Path) -> None:
     documents = some_documents(30)
     options = {"dtype": "fp32", "rows_per_shard": 10_000}
-    whole = record(["tiny", other], documents, ["resid.2", "mlp.2"], tmp_path / "all", outliers=0, **options)
+    whole = record(["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "all", outliers=0, **options)
     assert whole.index.limits == {}
     rows = torch.arange(whole.num_rows)
     over = torch.zeros(len(rows), dtype=torch.bool)
@@ -140,13 +138,13 @@ def test_outliers_are_rows_above_so_many_medians_in_any_source(other: str, tmp_p
             norms = whole.gather(rows, site, source).double().norm(dim=1)
             over |= norms > 1.4 * norms.median()
     assert 3 < int(over.sum()) < 0.5 * len(rows)
-    kept = record(["tiny", other], documents, ["resid.2", "mlp.2"], tmp_path / "kept", outliers=1.4, **options)
+    kept = record(["tiny", other], documents, ["resid.2", "resid.1"], tmp_path / "kept", outliers=1.4, **options)
     assert kept.index.dropped == {"first_token": 30, "outlier": int(over.sum())}
     assert kept.num_rows == int((~over).sum())
     assert torch.equal(kept.tokens(torch.arange(kept.num_rows)), whole.tokens(rows[~over]))
     for source in whole.sources:
-        found = kept.gather(torch.arange(kept.num_rows), "mlp.2", source)
-        assert torch.equal(found, whole.gather(rows[~over], "mlp.2", source))
+        found = kept.gather(torch.arange(kept.num_rows), "resid.1", source)
+        assert torch.equal(found, whole.gather(rows[~over], "resid.1", source))
 
 
 def test_the_limit_is_that_of_the_first_shard(tmp_path: Path) -> None:
@@ -155,20 +153,17 @@ def test_the_limit_is_that_of_the_first_shard(tmp_path: Path) -> None:
     kept = record("tiny", documents, ["resid.2"], tmp_path / "kept", dtype="fp32", outliers=1.2, rows_per_shard=60)
     first = plan_shards([len(ids) for ids in documents], 60)[0]
     rows = torch.arange(whole.num_rows)
-    norms = whole.norms(rows)
+    norms = row_norms(whole.gather(rows))
     limit = 1.2 * float(norms[whole.documents(rows) < first.stop].median())
     assert kept.index.limits == {"resid.2@model": pytest.approx(limit, rel=1e-6)}
     assert kept.index.dropped["outlier"] == int((norms > limit).sum()) > 3
-    assert float(kept.norms(torch.arange(kept.num_rows)).max()) <= limit
+    assert float(row_norms(kept.gather(torch.arange(kept.num_rows))).max()) <= limit
 
 
-def test_the_size_is_known_before_anything_is_written(other: str, tmp_path: Path) -> None:
+def test_recorder_num_bytes_are_known_before_anything_is_written(other: str) -> None:
     documents = some_documents()
-    recorder = Recorder(["tiny", other], documents, ["resid.2", "mlp.3"], dtype="bf16")
-    assert recorder.size.rows == sum(map(len, documents))
-    assert recorder.size.row_bytes == 2 * 2 * 128 * 2 + 4 * 4 + 12
-    assert recorder.size.num_bytes == recorder.size.rows * recorder.size.row_bytes
-    assert not (tmp_path / "s").exists()
+    recorder = Recorder(["tiny", other], documents, ["resid.2", "resid.3"], dtype="bf16")
+    assert recorder.num_bytes == sum(map(len, documents)) * (2 * 2 * 128 * 2 + 4 * 4 + 12)
 
 
 class Stop(Exception):

@@ -10,9 +10,8 @@ import torch
 import yaml
 
 from posttrain.cli import main, parse
-from posttrain.commands.interpret import activations
-from posttrain.commands.interpret.activations import show_bytes
 from posttrain.errors import UsageError
+from posttrain.interpret.activations import record
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.models.load import load_model
 from posttrain.models.sources import TINY
@@ -35,10 +34,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_prompts_of_a_task(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["activations", "tiny", "--layer", "2,3", "--site", "resid,attn", "--max-rows", "700", "--dtype", "fp32"]
+    command = ["activations", "tiny", "--layer", "2,3", "--max-rows", "700", "--dtype", "fp32"]
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "700 tokens x 2,076 bytes (resid.2@model, attn.2@model, resid.3@model, attn.3@model, fp32) = 1.5 MB" in out
+    assert "700 tokens x 1,044 bytes = 0.7 MB at most, in activations/tiny-stories" in out
     assert "4 first token (0.57% of the rows)" in out
     store = ActivationStore.open("activations/tiny-stories", verify=True)
     assert store.num_rows == 696
@@ -101,7 +100,7 @@ def test_pairs_over_a_text_and_pt_files(here: Path, capsys: pytest.CaptureFixtur
     [
         (["tiny"], "--layer is needed"),
         (["tiny", "--layer", "9"], "resid.9: tiny has 4 layers"),
-        (["tiny", "--layer", "2", "--site", "out"], "'out.2' is no site"),
+        (["tiny", "--layer", "2", "--site", "mlp"], "`posttrain activations --site` was removed. Use --layer"),
         (["tiny", "--layer", "2", "--text", "none.txt"], "none.txt: no such file"),
         (["tiny", "--layer", "2", "--text", "none.txt", "--task", "stories"], "give one of --task, --text and"),
         (["tiny", "--layer", "2", "--text", "none.txt", "--task.n", "5"], "options of a task or template"),
@@ -123,21 +122,14 @@ def test_much_is_written_only_when_it_is_wanted_and_fits(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["tiny", "--layer", "1", "--max-rows", "100", "--out", "s"]
-    monkeypatch.setattr(activations, "LARGE_BYTES", 27_000)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    assert "27.2 kB are a lot: add --yes" in refused(capsys, *asked)
+    monkeypatch.setattr(record, "LARGE_BYTES", 27_000)
+    assert "100 tokens x 272 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *asked)
     assert not (here / "s").exists()
     free = shutil.disk_usage(here)._replace(free=27_000)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: free)
-        assert "27.0 kB are free, which is too little" in refused(capsys, *asked, "--yes")
+        assert "but 0.0 MB are free; set --max-rows lower" in refused(capsys, *asked, "--yes")
     assert main(["activations", *asked, "--yes"]) == 0
-
-
-def test_sizes_as_they_are_said() -> None:
-    assert [show_bytes(x) for x in (999, 1000, 10_240, 1.5e6, 2e9, 1.02e12)] == [
-        "999 bytes", "1.0 kB", "10.2 kB", "1.5 MB", "2.0 GB", "1.02 TB",
-    ]  # fmt: skip
 
 
 def test_actions_of_sae_know_their_own_options_from_keys_of_a_recipe() -> None:

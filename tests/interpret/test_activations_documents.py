@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
-from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import Documents, pack_documents
-from posttrain.models.sources import TINY
 from posttrain.render import encode_plain, encode_prompt, r1_zero
 from posttrain.store.rollouts import RolloutStore
 from posttrain.tasks.base import Task
@@ -122,36 +117,6 @@ def test_rollouts_are_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     assert found.prompt_lengths == [3, 1]
     assert +found.dropped == {"beyond_context_tokens": 2}
     assert found.data["run"] == "a-run"
-
-
-def test_what_an_environment_said_is_told_from_answers(tmp_path: Path) -> None:
-    """Who wrote a token goes with it into the recording; without turns nothing is stored that was not before."""
-    own = (True, True, False, False, True)
-    several = replace(
-        rollout((5, 6), (7, 8, 1, 2, 9)), completion=Completion((7, 8, 1, 2, 9), (-0.1,) * 5, "stop", 0, own)
-    )
-    path = tmp_path / "rollouts.db"
-    with RolloutStore(path) as store:
-        store.record([several, rollout((5,), (8, 9)), several])
-    found = recorded_rollouts(path, context_tokens=5)
-    assert found.ids == [[5, 6, 7, 8, 1], [5, 8, 9], [5, 6, 7, 8, 1]]
-    assert (found.prompt_lengths, found.told, found.data["told_tokens"]) == ([2, 1, 2], [[4], [], [4]], 2)
-    whole = recorded_rollouts(path, context_tokens=9)
-    assert (whole.told, whole.data["told_tokens"]) == ([[4, 5], [], [4, 5]], 4)
-    recorder = Recorder(str(TINY), whole, ["resid.1"], outliers=0)
-    store = recorder.write(tmp_path / "recorded")
-    rows = torch.arange(store.num_rows)
-    told = {
-        (int(d), int(p))
-        for d, p, is_told in zip(store.documents(rows), store.positions(rows), store.told(rows), strict=True)
-        if is_told
-    }
-    assert told == {(0, 4), (0, 5), (2, 4), (2, 5)}
-    plain = pack_documents(Documents(whole.ids, whole.prompt_lengths))
-    assert pack_documents(Documents(whole.ids, whole.prompt_lengths, [[], [], []])) == plain
-    assert pack_documents(Documents(whole.ids, whole.prompt_lengths, whole.told)) != plain
-    del store._documents["told"]
-    assert not bool(store.told(rows).any())
 
 
 def test_rollouts_without_their_tokens_are_counted_or_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dict
 def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
     x = states()
     features = made.encode(x)
-    expected = -features[:, 2:3] * made.W_dec[2, 0] + 1.5 * features[:, 6:7] * made.W_dec[6, 0]
+    expected = -features[:, 2:3] * made.W_dec[2] + 1.5 * features[:, 6:7] * made.W_dec[6]
     assert torch.allclose(scale_features(made, {2: 0.0, 6: 2.5})(x, x), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
@@ -52,7 +52,7 @@ def test_moving_a_feature_brings_it_to_where_the_donor_has_it(made: Dictionary) 
     x, donor = states(), states(3)
     change = made.encode(donor) - made.encode(x)
     for dose in (1.0, 0.5):
-        expected = dose * (change[:, [1, 4]] @ made.W_dec[[1, 4], 0])
+        expected = dose * (change[:, [1, 4]] @ made.W_dec[[1, 4]])
         assert torch.allclose(move_features(made, [1, 4], dose)(x, donor), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
@@ -81,8 +81,8 @@ class FakeTrial:
 def test_doses_of_changed_and_random_features_side_by_side() -> None:
     """Feature j of this dictionary is coordinate j itself."""
     plain = Dictionary(16, 16, kind="l1").requires_grad_(False)
-    plain.W_enc.copy_(torch.eye(16)[None])
-    plain.W_dec.copy_(torch.eye(16)[:, None])
+    plain.W_enc.copy_(torch.eye(16))
+    plain.W_dec.copy_(torch.eye(16))
 
     def treat(features: Any, dose: float) -> Added:
         return scale_features(plain, dict.fromkeys(features, dose))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.errors import RecipeError, UnknownWord, UsageError
-from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary, batchtopk, keep_largest, l1, topk
 
 
 def by_hand() -> Dictionary:
@@ -16,9 +16,9 @@ def by_hand() -> Dictionary:
     dictionary = Dictionary(2, 3, kind="l1")
     with torch.no_grad():
         rows = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
-        dictionary.W_dec.copy_(rows[:, None])
-        dictionary.W_enc.copy_(rows.T[None])
-        dictionary.b_dec.copy_(torch.tensor([[1.0, -1.0]]))
+        dictionary.W_dec.copy_(rows)
+        dictionary.W_enc.copy_(rows.T)
+        dictionary.b_dec.copy_(torch.tensor([1.0, -1.0]))
         dictionary.b_enc.copy_(torch.tensor([0.0, 0.5, -1.0]))
     return dictionary
 
@@ -26,85 +26,116 @@ def by_hand() -> Dictionary:
 def test_encoding_and_decoding_by_hand() -> None:
     dictionary = by_hand()
     x = torch.tensor([[3.0, 1.0], [0.0, -2.0]])  # about b_dec: (2, 2) and (−1, −1)
-    torch.testing.assert_close(dictionary.pre_activations(x), torch.tensor([[2.0, 2.5, 1.8], [-1.0, -0.5, -2.4]]))
     features = dictionary.encode(x)
     torch.testing.assert_close(features, torch.tensor([[2.0, 2.5, 1.8], [0.0, 0.0, 0.0]]))
     torch.testing.assert_close(dictionary.decode(features), torch.tensor([[4.08, 2.94], [1.0, -1.0]]))
-    assert dictionary(x[:, None]).shape == (2, 1, 2)
+    torch.testing.assert_close(dictionary(x), dictionary.decode(features))
 
 
-def test_a_row_is_read_by_itself() -> None:
-    pre = torch.tensor([[0.5, 2.0, 1.0, -3.0], [-1.0, -2.0, -0.5, 0.25]])
-    assert Dictionary(2, 4, kind="topk", options={"k": 2}).select(pre).tolist() == [[0, 2, 1, 0], [0, 0, 0, 0.25]]
-    batch = Dictionary(2, 4, kind="batchtopk")
-    batch.threshold.fill_(0.5)
-    assert batch.select(pre).tolist() == [[0, 2, 1, 0], [0, 0, 0, 0]]  # strictly above
+def test_encode_reads_each_row_by_itself() -> None:
+    """pre = x of four features that are the coordinates, less a bias that does not matter here."""
+    x = torch.tensor([[0.5, 2.0, 1.0, -3.0], [-1.0, -2.0, -0.5, 0.25]])
+    for kind, options, expected in (
+        ("topk", {"k": 2}, [[0, 2, 1, 0], [0, 0, 0, 0.25]]),
+        ("batchtopk", {}, [[0, 2, 1, 0], [0, 0, 0, 0]]),  # strictly above the threshold
+    ):
+        dictionary = Dictionary(4, 4, kind, options)
+        with torch.no_grad():
+            dictionary.W_enc.copy_(torch.eye(4))
+        dictionary.threshold.fill_(0.5)
+        assert dictionary.encode(x).tolist() == expected
+        assert dictionary.encode(x, torch.tensor([2, 0])).tolist() == [[row[2], row[0]] for row in expected]
 
 
-@pytest.mark.parametrize("sources", [1, 2])
-def test_the_first_weights(sources: int) -> None:
-    dictionary = Dictionary(16, 40, sources, seed=3)
-    rows = dictionary.W_dec.detach().view(40, -1)
+def test_first_weights_are_unit_rows_and_a_function_of_the_seed() -> None:
+    dictionary = Dictionary(16, 40, seed=3)
+    rows = dictionary.W_dec.detach()
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(40))
-    torch.testing.assert_close(dictionary.W_enc.detach().reshape(-1, 40), rows.T)
-    assert torch.equal(Dictionary(16, 40, sources, seed=3).W_dec, dictionary.W_dec)
-    assert not torch.equal(Dictionary(16, 40, sources, seed=4).W_dec, dictionary.W_dec)
+    assert torch.equal(dictionary.W_enc.detach(), rows.T)
+    assert torch.equal(Dictionary(16, 40, seed=3).W_dec, rows)
+    assert not torch.equal(Dictionary(16, 40, seed=4).W_dec, rows)
 
 
-def test_scale_and_mean_are_those_of_the_sample() -> None:
-    x = torch.randn(500, 2, 9) * torch.tensor([3.0, 0.2])[:, None] + 1
-    dictionary = Dictionary(9, 20, 2)
+def test_prepare_scale_and_mean_are_those_of_the_sample() -> None:
+    x = torch.randn(500, 9) * 3 + 1
+    dictionary = Dictionary(9, 20)
     dictionary.prepare(x)
-    scaled = dictionary.scaled(x).view(500, 2, 9)
-    torch.testing.assert_close(scaled.norm(dim=2).mean(0), torch.full((2,), math.sqrt(9)))
+    scaled = dictionary.scaled(x)
+    assert float(scaled.norm(dim=1).mean()) == pytest.approx(math.sqrt(9))
     torch.testing.assert_close(dictionary.b_dec.detach(), scaled.mean(0))
     with pytest.raises(UsageError, match="all zero"):
-        dictionary.prepare(torch.zeros(4, 2, 9))
+        dictionary.prepare(torch.zeros(4, 9))
 
 
-@pytest.mark.parametrize("sources", [1, 2])
-@pytest.mark.parametrize("kind", ["l1", "topk", "batchtopk", "jumprelu"])
-def test_folding_the_scale_changes_nothing_but_the_unit_of_features(kind: str, sources: int) -> None:
+@pytest.mark.parametrize("kind", ["l1", "topk", "batchtopk"])
+def test_fold_changes_nothing_but_the_unit_of_features(kind: str) -> None:
     torch.manual_seed(0)
-    dictionary = Dictionary(12, 30, sources, kind, {"k": 5} if "topk" in kind else {})
-    x = torch.randn(50, sources, 12) * 40 + 3
+    dictionary = Dictionary(12, 30, kind, {"k": 5} if "topk" in kind else {})
+    x = torch.randn(50, 12) * 40 + 3
     dictionary.prepare(x)
     with torch.no_grad():
         dictionary.b_enc.normal_()
-        if dictionary.architecture == "jumprelu":
-            dictionary.threshold.uniform_(0.1, 1.5)
+        dictionary.threshold.uniform_(0.1, 1.5)
     before, features, scale = dictionary(x), dictionary.encode(x), dictionary.input_scale.clone()
     dictionary.fold()
-    torch.testing.assert_close(dictionary.input_scale, torch.ones(sources))
+    assert dictionary.input_scale.tolist() == [1.0]
     torch.testing.assert_close(dictionary(x), before, rtol=1e-4, atol=1e-3)
-    unit = 1 / scale if sources == 1 else torch.ones(1)
-    torch.testing.assert_close(dictionary.encode(x), features * unit, rtol=1e-4, atol=1e-3)
-    if sources == 1:
-        torch.testing.assert_close(dictionary.W_dec.detach().view(30, -1).norm(dim=1), torch.ones(30))
+    torch.testing.assert_close(dictionary.encode(x), features / scale, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(dictionary.W_dec.detach().norm(dim=1), torch.ones(30))
 
 
-def test_normalizing_keeps_directions() -> None:
-    dictionary = Dictionary(8, 10, 2, kind="jumprelu")
+def test_normalize_keeps_directions() -> None:
+    dictionary = Dictionary(8, 10)
     rows = dictionary.W_dec.detach().clone()
     with torch.no_grad():
-        dictionary.W_dec *= torch.linspace(0.5, 3, 10)[:, None, None]
-        dictionary.threshold[0] = -1.0
+        dictionary.W_dec *= torch.linspace(0.5, 3, 10)[:, None]
     dictionary.normalize()
     torch.testing.assert_close(dictionary.W_dec.detach(), rows)
-    assert float(dictionary.threshold.detach()[0]) == 0.0
-    assert float(dictionary.threshold.detach()[1]) == pytest.approx(0.1)
 
 
-def test_what_is_asked_for_wrongly() -> None:
+def test_unknown_kinds_and_options_are_refused() -> None:
     with pytest.raises(UnknownWord, match=r"no dictionary named 'topkk'.* Did you mean 'topk'"):
         Dictionary(4, 8, kind="topkk")
+    with pytest.raises(UnknownWord, match=r"'jumprelu' was removed\. Use batchtopk"):
+        Dictionary(4, 8, kind="jumprelu")
     with pytest.raises(RecipeError, match="has no key 'kk'"):
         Dictionary(4, 8, kind="topk", options={"kk": 3})
-    for prefixes in ([4, 2], [4, 9], [0], [8, 8]):
-        with pytest.raises(UsageError, match="matryoshka"):
-            Dictionary(4, 8, matryoshka=prefixes)
-    assert Dictionary(4, 8, matryoshka=[2, 8]).prefixes == (2, 8)
-    assert set(dict(Dictionary(4, 8, kind="jumprelu").named_parameters())) == {
-        "W_enc", "W_dec", "b_enc", "b_dec", "threshold",
-    }  # fmt: skip
-    assert "threshold" in dict(Dictionary(4, 8, kind="batchtopk").named_buffers())
+
+
+PRE = torch.tensor([[3.0, -1.0, 0.5, 2.0], [1.0, 4.0, -2.0, 0.25]])
+ZERO = torch.zeros(4)
+
+
+def test_l1() -> None:
+    codes = l1(PRE, ZERO, 1.0, coefficient=0.1)
+    assert codes.features.tolist() == [[3, 0, 0.5, 2], [1, 4, 0, 0.25]]
+    assert float(codes.penalty or 0) == pytest.approx(0.1 * (5.5 + 5.25) / 2)
+    assert codes.threshold is None
+    assert float(l1(PRE, ZERO, 0.01, coefficient=0.1, warmup=0.05).penalty or 0) == pytest.approx(0.1 * 5.375 / 5)
+    assert float(l1(PRE, ZERO, 0.0, coefficient=0.1, warmup=0.0).penalty or 0) == pytest.approx(0.1 * 5.375)
+
+
+def test_topk_keeps_so_many_of_each_row() -> None:
+    assert topk(PRE, ZERO, 1.0, k=2).features.tolist() == [[3, 0, 0, 2], [1, 4, 0, 0]]
+    assert keep_largest(PRE, 9).tolist() == torch.relu(PRE).tolist()
+
+
+def test_batchtopk_keeps_so_many_of_the_batch() -> None:
+    codes = batchtopk(PRE, ZERO, 1.0, k=1.5, sample=1.0)  # 3 of 8: 4, 3, 2; the next is 1
+    assert codes.features.tolist() == [[3, 0, 0, 2], [0, 4, 0, 0]]
+    assert codes.threshold is not None
+    assert codes.threshold.tolist() == [1, 1, 1, 1]
+    later = batchtopk(PRE, torch.full((4,), 2.0), 1.0, k=1.5, sample=1.0, average=0.25)
+    assert later.threshold is not None
+    assert later.threshold.tolist() == [1.75] * 4
+    none = batchtopk(-PRE.abs(), ZERO, 1.0, k=1, sample=1.0)
+    assert none.features.count_nonzero() == 0
+    assert none.threshold is not None
+    assert none.threshold.tolist() == [0] * 4
+
+
+def test_the_threshold_of_a_sample_is_that_of_the_batch_but_for_noise() -> None:
+    pre = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0))
+    sampled, exact = batchtopk(pre, ZERO[:1], 1.0, k=8), batchtopk(pre, ZERO[:1], 1.0, k=8, sample=1.0)
+    assert int(exact.features.count_nonzero()) == 4096 * 8
+    assert int(sampled.features.count_nonzero()) == pytest.approx(4096 * 8, rel=0.06)

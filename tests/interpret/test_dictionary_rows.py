@@ -23,8 +23,8 @@ def paired(tmp_path: Path) -> ActivationStore:
 
 def test_every_epoch_has_every_row_once() -> None:
     batches = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
-    assert [tuple(batch.shape) for batch in batches] == [(8, 1, 2)] * 10
-    rows = torch.cat(batches)[:, 0, 0].long().tolist()
+    assert [tuple(batch.shape) for batch in batches] == [(8, 2)] * 10
+    rows = torch.cat(batches)[:, 0].long().tolist()
     epochs = [rows[start : start + 20] for start in range(0, 80, 20)]
     assert all(sorted(epoch) == list(range(0, 40, 2)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -55,12 +55,10 @@ def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:
 
 def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
     chosen = torch.tensor([7, 3])
-    read = {s: StoreRows(paired, "resid.2", s).gather(chosen) for s in ("base", "post", "difference", "both")}
-    assert torch.equal(read["base"][:, 0], X[chosen])
-    assert torch.equal(read["difference"], (X * 2)[chosen][:, None])
-    assert torch.equal(read["both"], torch.stack([X, X * 3], dim=1)[chosen])
-    assert StoreRows(paired, None, "both").sources == 2
-    with pytest.raises(UsageError, match="say which; these activations have base, post, difference, both"):
+    read = {s: StoreRows(paired, "resid.2", s).gather(chosen) for s in ("base", "post", "difference")}
+    assert torch.equal(read["base"], X[chosen])
+    assert torch.equal(read["difference"], (X * 2)[chosen])
+    with pytest.raises(UsageError, match="say which; these activations have base, post, difference"):
         StoreRows(paired)
     with pytest.raises(UsageError, match="there is no 'model'; these activations have base"):
         StoreRows(paired, None, "model")
@@ -69,7 +67,7 @@ def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
 def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
     store = write_tensors(tmp_path / "store", {"resid.2": X}, dtype="bf16")
     rows = StoreRows(store)
-    assert (rows.source, rows.d, rows.sources, rows.num_rows) == ("model", 2, 1, 30)
+    assert (rows.source, rows.d, rows.num_rows) == ("model", 2, 30)
     assert rows.gather(torch.tensor([1])).dtype == torch.float32
     with pytest.raises(UsageError, match="there is no 'difference'; these activations have model"):
         StoreRows(store, None, "difference")
@@ -78,4 +76,12 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
 def test_a_sample_is_of_the_rows_that_are_trained_on() -> None:
     sample = sample_rows(TensorRows(X), 5, seed=0)
     assert len(sample) == 5
-    assert set(sample[:, 0, 0].tolist()) <= {0.0, 2.0, 4.0, 6.0, 8.0}
+    assert set(sample[:, 0].tolist()) <= {0.0, 2.0, 4.0, 6.0, 8.0}
+
+
+def test_whole_documents_are_not_cut(tmp_path: Path) -> None:
+    documents = [[0] * n for n in (3, 1, 9, 2, 2)]
+    rows = StoreRows(write_tensors(tmp_path / "s", {"resid.1": torch.randn(17, 2)}, documents=documents))
+    assert list(rows.whole_documents(4)) == [(0, 4), (4, 15), (15, 17)]
+    assert list(rows.whole_documents(1)) == [(0, 3), (3, 4), (4, 13), (13, 15), (15, 17)]
+    assert list(rows.whole_documents(100)) == [(0, 17)]

@@ -56,8 +56,9 @@ def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
             "3",
             r"command line: changes.sedes: section 'changes' has no key 'sedes'. Did you mean 'seeds'\? Known keys: ",
         ),
-        ("changes.by", "me", "changes.by: Input should be 'post', 'base' or 'both'; got 'me'"),
+        ("changes.by", "me", "changes.by: Input should be 'post' or 'base'; got 'me'"),
         ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),
+        ("changes.crosscoder", "topk", "changes.crosscoder: this key was removed. Use changes.difference"),
         ("base.recipe", "tiny/sft", "base: give either the 'name' of a model or a run, or a training 'recipe'"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.interpret.differences.changes import ChangeSums, Scaling, Seen, paired_changes
-from posttrain.interpret.differences.divergence import locate_divergence, random_features, token_kl
+from posttrain.interpret.differences.changes import ChangeSums, Scaling, Seen, paired_changes, random_features
+from posttrain.interpret.differences.divergence import locate_divergence, token_kl
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 
@@ -73,8 +73,7 @@ def test_random_features_did_not_change_and_are_a_function_of_the_seed() -> None
     sums = ChangeSums(40)
     sums.add(base, post, torch.arange(3000) // 20)
     changes = paired_changes(sums)
-    nothing = torch.zeros(2, 40)
-    seen = Seen(changes, {}, Scaling(nothing, nothing, torch.zeros(40)), {})
+    seen = Seen(changes, {}, Scaling(torch.zeros(2, 40), torch.zeros(40)), {})
     ranked = changes.ranking()[:8].tolist()
     assert set(ranked) <= set(range(10))
     drawn = random_features(seen, ranked, 0, 1)

@@ -10,43 +10,41 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata, save_dictionary
+from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata, save_dictionary, site_of_hook
 
 D, F = 12, 40
-KINDS = ["l1", "topk", "batchtopk", "jumprelu"]
+KINDS = ["l1", "topk", "batchtopk"]
 
 
-def trained(kind: str, sources: int = 1) -> tuple[Dictionary, torch.Tensor]:
+def trained(kind: str) -> tuple[Dictionary, torch.Tensor]:
     """A dictionary with weights like those after training, and raw activations that it is used on."""
     torch.manual_seed(2)
-    dictionary = Dictionary(D, F, sources, kind, {"k": 5} if "topk" in kind else {})
-    x = torch.randn(64, sources, D) * 30 + 5
+    dictionary = Dictionary(D, F, kind, {"k": 5} if "topk" in kind else {})
+    x = torch.randn(64, D) * 30 + 5
     dictionary.prepare(x)
     with torch.no_grad():
         dictionary.W_enc.add_(torch.randn_like(dictionary.W_enc) * 0.1)
         dictionary.b_enc.normal_(std=0.5)
         if dictionary.architecture == "jumprelu":
             dictionary.threshold.uniform_(0.2, 1.5)
-    return dictionary, x if sources > 1 else x[:, 0]
+    return dictionary, x
 
 
-@pytest.mark.parametrize("sources", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_loaded(kind: str, sources: int, tmp_path: Path) -> None:
-    dictionary, x = trained(kind, sources)
+def test_load_dictionary_gives_what_was_saved(kind: str, tmp_path: Path) -> None:
+    dictionary, x = trained(kind)
     before = {name: value.clone() for name, value in dictionary.state_dict().items()}
     save_dictionary(dictionary, tmp_path / "new" / "folder", {"model_name": "tiny", "layer": 2})
     loaded = load_dictionary(tmp_path / "new" / "folder")
-    assert (loaded.kind, loaded.options, loaded.sources) == (kind, dictionary.options, sources)
+    assert loaded.kind == kind
     torch.testing.assert_close(loaded(x), dictionary(x), rtol=1e-4, atol=1e-3)
-    unit = dictionary.input_scale if sources == 1 else torch.ones(1)
-    torch.testing.assert_close(loaded.encode(x) * unit, dictionary.encode(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loaded.encode(x) * dictionary.input_scale, dictionary.encode(x), rtol=1e-4, atol=1e-4)
     for name, value in dictionary.state_dict().items():
         assert torch.equal(value, before[name]), f"saving changed {name}"
-    metadata = read_metadata(tmp_path / "new" / "folder")
-    assert (metadata["model_name"], metadata["layer"]) == ("tiny", 2)
+    assert read_metadata(tmp_path / "new" / "folder").model_name == "tiny"
 
 
 def test_the_layout(tmp_path: Path) -> None:
@@ -63,10 +61,6 @@ def test_the_layout(tmp_path: Path) -> None:
         "architecture": "jumprelu", "d_in": D, "d_sae": F, "dtype": "float32", "device": "cpu",
         "apply_b_dec_to_input": True, "normalize_activations": "none", "reshape_activations": "none", "metadata": {},
     }  # fmt: skip
-    save_dictionary(trained("topk", 2)[0], tmp_path)
-    assert load_file(tmp_path / "sae_weights.safetensors")["W_dec"].shape == (2, F, D)
-    configuration = json.loads((tmp_path / "cfg.json").read_text())
-    assert (configuration["architecture"], configuration["sources"], configuration["k"]) == ("crosscoder", 2, 5)
 
 
 def change(folder: Path, **changes: Any) -> None:
@@ -74,45 +68,31 @@ def change(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         load_dictionary(tmp_path)
-    save_dictionary(trained("l1")[0], tmp_path)
     for changes, message in (
-        ({"architecture": "gated"}, "architecture 'gated' is not one of standard, topk, jumprelu, crosscoder"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations: 'layer_norm'"),
-        ({"d_in": 7}, r"W_enc has the shape \(1, 12, 40\), but cfg.json means \(1, 7, 40\)"),
-        ({"d_in": None}, "says nothing of d_in"),
+        ({"architecture": "gated"}, "cannot be used here .architecture: Input should be 'standard', 'topk' or"),
+        ({"architecture": "skip_transcoder"}, "architecture: "),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations: Input should be 'none'"),
+        ({"activation_fn_str": "topk"}, "activation_fn_str: Input should be 'relu'"),
+        ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor: "),
+        ({"d_in": 7}, r"W_enc has the shape \(12, 40\), but cfg.json means \(7, 40\)"),
+        ({"d_in": None}, "d_in: "),
+        ({"d_in": -1}, "d_in: "),
+        ({"k": [4]}, "k: "),
         ({"architecture": "topk"}, "says nothing of k, which a topk dictionary needs"),
-        ({"metadata": {"posttrain": {"kind": "topk"}}}, "kind: 'topk' is no dictionary of the architecture 'standard'"),
-        ({"d_in": -1}, "not the configuration of a dictionary .d_in: "),
-        ({"sources": "two"}, "not the configuration of a dictionary .sources: "),
-        ({"k": [4]}, "not the configuration of a dictionary .k: "),
-        ({"metadata": "x"}, "not the configuration of a dictionary .metadata: "),
-        ({"metadata": {"models": [1]}}, r"not the configuration of a dictionary .metadata\.models\.0\."),
-        ({"metadata": {"posttrain": {"options": "k"}}}, r"metadata\.posttrain\.options: "),
-        ({"metadata": {"posttrain": {"kind": "topk", "matryoshka": [-1]}}}, r"metadata\.posttrain\.matryoshka\.0: "),
+        ({"metadata": "x"}, "metadata: "),
+        ({"metadata": {"models": [1]}}, r"metadata\.models\.0\."),
     ):
         save_dictionary(trained("l1")[0], tmp_path)
         change(tmp_path, **changes)
         with pytest.raises(DataError, match=message):
             load_dictionary(tmp_path)
-    save_dictionary(trained("l1")[0], tmp_path)
-    save_file({"W_enc": torch.zeros(D, F)}, tmp_path / "sae_weights.safetensors")
-    with pytest.raises(DataError, match="has no tensor W_dec, b_enc, b_dec; there are: W_enc"):
-        load_dictionary(tmp_path)
     (tmp_path / "sae_weights.safetensors").write_bytes(b"no tensors")
+    change(tmp_path, metadata={}, architecture="standard")
     with pytest.raises(DataError, match="cannot be read"):
         load_dictionary(tmp_path)
-
-
-def test_a_bias_that_is_not_taken_from_the_input(tmp_path: Path) -> None:
-    dictionary, x = trained("l1")
-    save_dictionary(dictionary, tmp_path)
-    change(tmp_path, apply_b_dec_to_input=False)
-    tensors = load_file(tmp_path / "sae_weights.safetensors")
-    expected = torch.relu(x @ tensors["W_enc"] + tensors["b_enc"])
-    torch.testing.assert_close(load_dictionary(tmp_path).encode(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,3 +127,127 @@ def test_we_load_those_of_saelens(architecture: str, tmp_path: Path) -> None:
     x, loaded = torch.randn(30, D), load_dictionary(tmp_path)
     torch.testing.assert_close(loaded.encode(x), made.encode(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loaded(x), made(x), rtol=1e-5, atol=1e-5)
+
+
+# Two numbers at a token, three features. pre = (x - b_dec) @ W_enc + b_enc
+WEIGHTS = {
+    "W_enc": torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, -1.0]]),
+    "W_dec": torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]),
+    "b_enc": torch.tensor([0.0, 1.0, -1.0]),
+    "b_dec": torch.tensor([1.0, 1.0]),
+}
+X = torch.tensor([[2.0, 3.0], [4.0, 1.0], [0.0, 1.0]])
+# x - b_dec = [[1, 2], [3, 0], [-1, 0]], so pre = [[1, 3, -1], [3, 1, 5], [-1, 1, -3]]
+CONFIG: dict[str, Any] = {
+    "d_in": 2,
+    "d_sae": 3,
+    "dtype": "float32",
+    "apply_b_dec_to_input": True,
+    "normalize_activations": "none",
+    "metadata": {"model_name": "gpt2", "hook_name": "blocks.5.hook_resid_pre", "sae_lens_version": "6.1.0"},
+}
+THRESHOLD = torch.tensor([2.0, 1.0, 0.5])
+FEATURES = {
+    "standard": [[1.0, 3, 0], [3, 1, 5], [0, 1, 0]],
+    "jumprelu": [[0.0, 3, 0], [3, 0, 5], [0, 0, 0]],
+    "topk": [[0.0, 3, 0], [0, 0, 5], [0, 1, 0]],
+    "no b_dec": [[2.0, 4, 0], [4, 2, 6], [0, 2, 0]],
+}
+OUTPUTS = {
+    "standard": [[2.0, 4], [14, 12], [1, 2]],
+    "jumprelu": [[1.0, 4], [14, 11], [1, 1]],
+    "topk": [[1.0, 4], [11, 11], [1, 2]],
+    "no b_dec": [[3.0, 5], [17, 15], [1, 3]],
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "standard": {"architecture": "standard", "activation_fn_str": "relu"},
+    "jumprelu": {"architecture": "jumprelu"},
+    "topk": {"architecture": "topk", "k": 1},
+    "no b_dec": {"architecture": "standard", "apply_b_dec_to_input": False},
+}
+
+
+def published(folder: Path, kind: str, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(WEIGHTS | ({"threshold": THRESHOLD} if kind == "jumprelu" else {}), folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps(CONFIG | CHANGES[kind] | changes))
+    return folder
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_features_and_outputs_worked_by_hand(kind: str, tmp_path: Path) -> None:
+    loaded = load_dictionary(published(tmp_path, kind))
+    assert loaded.encode(X).tolist() == FEATURES[kind]
+    assert loaded.decode(torch.tensor(FEATURES[kind])).tolist() == OUTPUTS[kind]
+    assert loaded(X).tolist() == OUTPUTS[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("jumprelu", {"threshold": None}, "has no tensor threshold; there are: W_dec, W_enc, b_dec, b_enc"),
+        ("standard", {"W_gate": torch.ones(2, 3)}, "has tensors that a standard dictionary does not use: W_gate"),
+        ("standard", {"threshold": THRESHOLD}, "a standard dictionary does not use: threshold"),
+        ("standard", {"b_mag": THRESHOLD, "r_mag": THRESHOLD + 1}, "does not use: b_mag, r_mag"),
+        ("topk", {"scaling_factor": 2 * torch.ones(3)}, "a topk dictionary does not use: scaling_factor"),
+        ("jumprelu", {"b_enc": None}, "has no tensor b_enc; there are: W_dec, W_enc, b_dec, threshold"),
+    ],
+)
+def test_load_dictionary_whose_tensors_do_not_match_is_refused(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    published(tmp_path, kind)
+    path = tmp_path / "sae_weights.safetensors"
+    save_file({name: tensor for name, tensor in (load_file(path) | changes).items() if tensor is not None}, path)
+    with pytest.raises(DataError, match=message):
+        load_dictionary(tmp_path)
+
+
+def test_load_dictionary_with_a_scaling_factor_of_ones_is_used(tmp_path: Path) -> None:
+    path = published(tmp_path, "standard") / "sae_weights.safetensors"
+    save_file(WEIGHTS | {"scaling_factor": torch.ones(3)}, path)
+    assert load_dictionary(tmp_path)(X).tolist() == OUTPUTS["standard"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "site"),
+    [
+        ("blocks.19.hook_resid_post", "resid.20"),
+        ("blocks.0.hook_resid_pre", "resid.0"),
+        ("blocks.8.hook_resid_pre", "resid.8"),
+        ("blocks.3.hook_mlp_out", None),
+        ("blocks.3.attn.hook_z", None),
+        ("blocks.x.hook_resid_post", None),
+        (None, None),
+    ],
+)
+def test_the_site_that_a_hook_means(hook: str | None, site: str | None) -> None:
+    assert site_of_hook(hook) == site
+
+
+def test_read_metadata_finds_the_site_in_old_files_and_new_ones(tmp_path: Path) -> None:
+    assert read_metadata(published(tmp_path / "new", "standard")).site == "resid.5"
+    old = published(tmp_path / "old", "standard", metadata=None, hook_name="blocks.5.hook_resid_post")
+    assert read_metadata(old).site == "resid.6"
+
+
+def test_find_dictionary_name_on_the_hub_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sae", "features", "org/repo/layer_5"]) == 2
+    said = capsys.readouterr().err
+    assert "org/repo/layer_5: neither a folder with a dictionary (cfg.json and weights) nor a run in runs" in said
+    assert "`hf download` gets the folder of one on the hub" in said
+
+
+def test_a_folder_of_others_stands_where_a_dictionary_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    from posttrain.interpret.activations.shards import write_tensors
+
+    theirs = published(tmp_path / "theirs", "jumprelu")
+    write_tensors("rows", {"resid.5": torch.randn(40, 2) * 3, "resid.6": torch.randn(40, 2)})
+    assert main(["sae", "features", str(theirs), "--activations", "rows", "--no-lens", "--model", "tiny"]) == 0
+    assert "3 features over 40 rows" in capsys.readouterr().out
+    about = json.loads((theirs / "features.json").read_text())["about"]
+    assert about["site"] == "resid.5"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import DOCUMENTS, FAMILIES, NUM_LAYERS, activations_of, build, naive, padded
+from families import DOCUMENTS, FAMILIES, NUM_LAYERS, activations_of, build, naive
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import Extractor, truncate
+from posttrain.interpret.activations.sites import Extractor
 from posttrain.models.lora import apply_adapter, reference_mode
 from posttrain.recipes.sections import AdapterSection
 
@@ -24,21 +24,6 @@ def test_every_layer_is_bit_equal_to_the_hidden_states(family: str) -> None:
     for layer, name in enumerate(names):
         assert torch.equal(found[name], expected[layer]), name
         assert torch.equal(activations_of(model, DOCUMENTS, [name])[name], expected[layer]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_truncated_model_is_bit_equal_and_leaves_the_whole_as_it_is(family: str) -> None:
-    model = build(family)
-    expected = naive(model, DOCUMENTS)
-    tokens, real = padded(DOCUMENTS)
-    for layer in (1, 3, NUM_LAYERS - 1):
-        shorter = truncate(model, layer)
-        with torch.no_grad():
-            states = shorter(input_ids=tokens, use_cache=False).last_hidden_state
-        assert torch.equal(states[real], expected[layer])
-        assert shorter.config.num_hidden_layers == layer
-        assert torch.equal(activations_of(shorter, DOCUMENTS, [f"resid.{layer}"])[f"resid.{layer}"], expected[layer])
-    assert all(torch.equal(a, b) for a, b in zip(naive(model, DOCUMENTS), expected, strict=True))
 
 
 def test_the_last_layer_is_read_before_the_final_norm() -> None:
@@ -71,12 +56,9 @@ def test_adapters_count_and_are_switched_off_with_the_model() -> None:
                 parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     adapted = naive(model, DOCUMENTS)[3]
     assert (adapted - plain).norm() > 0.05 * plain.norm()
-    shorter = truncate(model, 3)
-    for each in (model, shorter):
-        assert torch.equal(activations_of(each, DOCUMENTS, ["resid.3"])["resid.3"], adapted)
+    assert torch.equal(activations_of(model, DOCUMENTS, ["resid.3"])["resid.3"], adapted)
     with reference_mode(model):
-        for each in (model, shorter):
-            assert torch.equal(activations_of(each, DOCUMENTS, ["resid.3"])["resid.3"], plain)
+        assert torch.equal(activations_of(model, DOCUMENTS, ["resid.3"])["resid.3"], plain)
 
 
 def test_nothing_above_the_layer_is_computed_and_hooks_are_gone_after_an_error() -> None:

@@ -9,18 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.interpret.activations.shards import ActivationStore, Source, StoreIndex, StoreWriter, write_tensors
+from posttrain.interpret.activations.shards import (
+    ActivationStore,
+    Documents,
+    Source,
+    StoreIndex,
+    StoreWriter,
+    write_tensors,
+)
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.features import NUM_BINS, find_contexts, hash_prefixes, whole_documents
+from posttrain.interpret.features.features import NUM_BINS, find_contexts, hash_prefixes
 
 
 def coordinates(d: int) -> Dictionary:
     """Feature i is coordinate i where it is positive."""
     dictionary = Dictionary(d, d, kind="l1")
     with torch.no_grad():
-        dictionary.W_dec.copy_(torch.eye(d)[:, None])
-        dictionary.W_enc.copy_(torch.eye(d)[None])
+        dictionary.W_dec.copy_(torch.eye(d))
+        dictionary.W_enc.copy_(torch.eye(d))
     return dictionary
 
 
@@ -28,8 +35,8 @@ def store_of(
     folder: Path, documents: list[list[int]], x: Tensor, kept: Tensor, rows_per_shard: int = 50
 ) -> ActivationStore:
     """All tokens' activations ``x``, of which the rows that are not ``kept`` were dropped."""
-    index = StoreIndex({"resid.1": x.shape[1]}, [Source("model", "m", "")], "fp32", "", {}, 0, len(documents))
-    writer = StoreWriter(folder, index, documents)
+    index = StoreIndex({"resid.1": x.shape[1]}, [Source("model", "m", "")], "fp32", "", {}, len(documents))
+    writer = StoreWriter(folder, index, Documents(documents))
     columns = {
         "resid.1@model": x,
         "tokens": torch.tensor([token for ids in documents for token in ids]),
@@ -149,14 +156,6 @@ def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
     assert told[0][0] < told[1][0] < told[2][0]
 
 
-def test_documents_are_not_cut(tmp_path: Path) -> None:
-    documents = [[0] * n for n in (3, 1, 9, 2, 2)]
-    store = write_tensors(tmp_path / "s", {"resid.1": torch.randn(17, 2)}, documents=documents)
-    assert list(whole_documents(StoreRows(store), 4)) == [(0, 4), (4, 15), (15, 17)]
-    assert list(whole_documents(StoreRows(store), 1)) == [(0, 3), (3, 4), (4, 13), (13, 15), (15, 17)]
-    assert list(whole_documents(StoreRows(store), 100)) == [(0, 17)]
-
-
 def test_bins_are_joined_when_activations_grow(tmp_path: Path) -> None:
     x = torch.tensor([[0.3], [0.31], [0.9], [700.0], [5.0], [-1.0]])
     store = write_tensors(tmp_path / "s", {"resid.1": x}, documents=[[1], [2], [3], [4], [5], [6]])
@@ -167,7 +166,7 @@ def test_bins_are_joined_when_activations_grow(tmp_path: Path) -> None:
     assert found.top[:, 0].tolist() == [700, 5]
 
 
-def test_two_models(tmp_path: Path) -> None:
+def test_contexts_of_the_difference_of_two_models(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base, post = torch.randn(40, 3), torch.randn(40, 3)
     store = write_tensors(tmp_path / "s", {"resid.1": [base, post]}, documents=[[i] for i in range(40)])
@@ -175,10 +174,6 @@ def test_two_models(tmp_path: Path) -> None:
     expected = (post - base).topk(3, dim=0)
     torch.testing.assert_close(difference.top, expected.values)
     assert torch.equal(difference.top_rows, expected.indices)
-    crosscoder = Dictionary(3, 5, sources=2, kind="l1")
-    both = find_contexts(crosscoder, StoreRows(store, None, "both"), contexts=3)
-    features = crosscoder.encode(torch.stack([base, post], dim=1))
-    torch.testing.assert_close(both.top, features.topk(3, dim=0).values)
 
 
 def test_prefixes_are_told_apart() -> None:

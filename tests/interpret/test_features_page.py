@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from posttrain.interpret.features.features import Context, Feature, FeatureReport
+from posttrain.interpret.features.features import Report
 from posttrain.reports.features import render_features
 from posttrain.reports.page import write_html
 
@@ -26,25 +26,20 @@ EVIL = [
 ]
 
 
-def report_of(count: int) -> FeatureReport:
+def report_of(count: int) -> Report:
     """Features 0 … count − 1; feature i is active on token i % 5 and has density (i + 1) / 10000."""
+    context = {"activation": 2.0, "position": 1, "start": 0, "activations": [0.0, 2.0, None]}
     features = [
-        Feature(
-            number=i,
-            active=i + 1,
-            density=(i + 1) / 10_000,
-            mean=1.0,
-            maximum=2.0,
-            bin_width=0.25,
-            counts=(0, 3, 5),
-            contexts=(Context(2.0, i, 1, 0, (7, i % 5, 8), (0.0, 2.0, None)),) * 9,
-            promoted=((100 + i, 1.5),),
-            suppressed=((7, -1.0),),
-        )
+        {
+            "feature": i, "active": i + 1, "density": (i + 1) / 10_000, "mean": 1.0, "max": 2.0,
+            "histogram": {"bin_width": 0.25, "counts": [0, 3, 5]},
+            "promoted": [[f"word{i}", 100 + i, 1.5]],
+            "suppressed": [[" left\n", 7, -1.0]],
+            "contexts": [context | {"document": i, "tokens": [" left\n", EVIL[i % 5], "right"]}] * 9,
+        }
         for i in range(count)
     ]
-    texts = dict(enumerate(EVIL)) | {7: " left\n", 8: "right"} | {100 + i: f"word{i}" for i in range(count)}
-    return FeatureReport(features, texts, {"dictionary": "<b>mine</b>", "rows": 10_000, "documents": 3})
+    return {"about": {"dictionary": "<b>mine</b>", "rows": 10_000, "documents": 3}, "features": features}
 
 
 def data_of(page: str) -> dict:
@@ -60,7 +55,7 @@ def test_no_text_becomes_markup() -> None:
     assert "<b>" not in page
     assert "<h1>Features of &lt;b&gt;mine&lt;/b&gt;</h1>" in page
     data = data_of(page)
-    assert [text for text in data["texts"] if text in EVIL] == EVIL
+    assert {text for text in data["texts"] if text in EVIL} == set(EVIL)
     number, active, density, mean, largest, width, counts, promoted, suppressed, contexts = data["features"][3]
     assert (number, active, density, mean, largest, width, counts) == (3, 4, 0.0004, 1.0, 2.0, 0.25, [0, 3, 5])
     assert data["texts"][promoted[0][0]] == "word3"
@@ -85,8 +80,9 @@ def test_only_its_own_script_runs_and_nothing_is_loaded() -> None:
 
 
 def test_an_empty_dictionary_has_a_page() -> None:
-    silent = Feature(0, 0, 0.0, 0.0, 0.0, 1 / 32, (), ())
-    page = render_features(FeatureReport([silent], {}, {}))
+    silent = {"feature": 0, "active": 0, "density": 0.0, "mean": 0.0, "max": 0.0, "promoted": [], "suppressed": []}
+    silent |= {"histogram": {"bin_width": 1 / 32, "counts": []}, "contexts": []}
+    page = render_features({"about": {}, "features": [silent]})
     assert data_of(page)["features"] == [[0, 0, 0.0, 0.0, 0.0, 1 / 32, [], [], [], []]]
 
 

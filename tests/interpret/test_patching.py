@@ -106,9 +106,9 @@ def test_a_patch_of_features_is_their_change_along_their_directions() -> None:
     before, after = torch.randn(2, 20, 128)
     change = made.encode(after) - made.encode(before)
     assert (change[:, [4, 7]] != 0).any()
-    expected = change[:, [4, 7]] @ made.W_dec[[4, 7], 0]
+    expected = change[:, [4, 7]] @ made.W_dec[[4, 7]]
     assert torch.allclose(feature_patch(made, [4, 7])(before, after), expected, atol=1e-5)
-    assert torch.allclose(feature_patch(made, None)(before, after), change @ made.W_dec[:, 0], atol=1e-5)
+    assert torch.allclose(feature_patch(made, None)(before, after), change @ made.W_dec, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batchtopk", "topk", "l1"])

@@ -21,19 +21,19 @@ def rows(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_out_and_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pt_shards, "ROWS_AT_A_TIME", 3)
-    pair = {"resid.2": [rows(1), rows(2)], "mlp.2": [rows(3), rows(4)]}
+    pair = {"resid.2": [rows(1), rows(2)], "resid.3": [rows(3), rows(4)]}
     store = write_tensors(tmp_path / "s", pair, documents=DOCUMENTS, dtype="bf16", rows_per_shard=5)
     written = export_pt(store, tmp_path / "pt")
     assert len(written) == 3 * (4 + 3)
-    first = torch.load(tmp_path / "pt" / "mlp.2@post-00001.pt", weights_only=True)
+    first = torch.load(tmp_path / "pt" / "resid.3@post-00001.pt", weights_only=True)
     assert torch.equal(first, rows(4)[3:6].bfloat16())
-    assert (tmp_path / "pt" / "mlp.2@post-00001.pt").stat().st_size < 3000  # its own rows, not those of the shard
-    again = import_pt(tmp_path / "pt", "mlp.2", tmp_path / "again")
+    assert (tmp_path / "pt" / "resid.3@post-00001.pt").stat().st_size < 3000  # its own rows, not those of the shard
+    again = import_pt(tmp_path / "pt", "resid.3", tmp_path / "again")
     everything = torch.arange(8)
     assert again.index.dtype == "bf16"
     assert again.sources == ("base", "post")
     for source in again.sources:
-        assert torch.equal(again.gather(everything, source=source), store.gather(everything, "mlp.2", source))
+        assert torch.equal(again.gather(everything, source=source), store.gather(everything, "resid.3", source))
     assert [again.document_tokens(number) for number in range(3)] == DOCUMENTS
     with pytest.raises(UsageError, match="is not empty"):
         export_pt(store, tmp_path / "pt")

@@ -39,27 +39,15 @@ def test_the_original_recipe_has_the_original_sizes() -> None:
 
 
 def test_what_is_filled_in() -> None:
-    recipe = load_sae_recipe("tiny/sae", [("dictionary.matryoshka", "[0.125, 0.5]"), ("dictionary.features", "64")])
+    recipe = load_sae_recipe("tiny/sae", [("dictionary.features", "64")])
     resolved = recipe.resolve()
     assert resolved.train.auxk == 1 / 32
     assert resolved.dictionary.options == {"k": 16.0, "sample": 1 / 16, "average": 0.05}
-    assert resolved.dictionary.prefixes(128) == [8, 32]
+    assert resolved.dictionary.num_features(128) == 64
     assert load_sae_recipe("tiny/sae", [("dictionary", "l1")]).resolve().train.auxk == 0
     assert load_sae_recipe("tiny/sae", [("train.auxk", "0.5")]).resolve().train.auxk == 0.5
     same = load_sae_recipe("tiny/sae", [("track", "[]")]).resolve()
     assert same.fingerprint() == load_sae_recipe("tiny/sae").resolve().fingerprint()
-
-
-def test_several_sites_are_a_recipe_each() -> None:
-    recipe = load_sae_recipe("tiny/sae", [("activations.site", "resid.1, mlp.3")]).resolve()
-    parts = recipe.each_site()
-    assert [(part.activations.site, part.activations.sites) for part in parts] == [
-        ("resid.1", ["resid.1", "mlp.3"]),
-        ("mlp.3", ["resid.1", "mlp.3"]),
-    ]
-    again = SaeRecipe.model_validate(parts[1].dump()).resolve()
-    assert again.each_site() == [again]
-    assert again.fingerprint() == parts[1].fingerprint() != parts[0].fingerprint()
 
 
 REFUSED: list[tuple[list[tuple[str, str]], str]] = [
@@ -68,12 +56,11 @@ REFUSED: list[tuple[list[tuple[str, str]], str]] = [
     ([("dictionary", "topp")], r"there is no dictionary named 'topp'. Did you mean 'topk'\?"),
     ([("activations.folder", "x")], "give either 'folder', with activations, or the 'model'"),
     ([("activations.text", "x")], "give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'"),
-    ([("activations.site", "resid.1,resid.1")], "'site' is one place such as resid.20, or a list of different ones"),
-    ([("activations.sites", "[resid.1]")], "'sites' are recorded together: those of 'site' among them"),
-    ([("activations.source", "mean")], "activations.source: Input should be 'model', 'base', 'post', 'difference'"),
+    ([("activations.sites", "[resid.1]")], r"activations\.sites: this key was removed\. Use `posttrain activations"),
+    ([("activations.source", "mean")], "activations.source: Input should be 'model', 'base', 'post' or 'difference'"),
     ([("train.batch", "1")], "command line: train.batch: Input should be greater than or equal to 2; got 1"),
     ([("trian.batch", "1")], r"trian: a recipe of a dictionary has no key 'trian'. Did you mean 'train'\?"),
-    ([("dictionary.matryoshka", "[1.5]")], "dictionary.matryoshka.0: Input should be less than 1; got 1.5"),
+    ([("dictionary.skip", "true")], r"dictionary\.skip: this key was removed\. Use `posttrain sae features`"),
 ]
 
 
@@ -94,5 +81,5 @@ def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_a_folder_has_its_texts_already() -> None:
     given: dict[str, Any] = {"activations": {"folder": "x", "text": "y"}, "dictionary": "l1"}
-    with pytest.raises(ValueError, match="'folder' has its texts and models already"):
+    with pytest.raises(ValueError, match="'folder' has its texts already"):
         SaeRecipe.model_validate(given)

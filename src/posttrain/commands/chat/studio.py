@@ -24,7 +24,6 @@ from posttrain.commands.chat.studio_records import (
     Offers,
     check_offered,
     draw_conversation,
-    draw_found_features,
     draw_note,
     draw_problem,
     stylesheet,
@@ -226,7 +225,7 @@ def _build_chat(gradio: Any, stage: Stage, offers: Offers, models: list[str], ru
         stop = gradio.Button("Stop", elem_id="stop")
         clear = gradio.Button("New conversation", elem_id="clear")
     inputs = [session, question, left, right, judge, colouring, *_build_controls(gradio)]
-    inputs += _build_steering(gradio, offers, runs_dir)
+    inputs += _build_steering(gradio, offers)
 
     def answer(own: Session, asked: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         name, other, scorer, colours, instruction, warmth, nucleus, best, longest, number, where, what, who = values
@@ -267,27 +266,12 @@ def _build_controls(gradio: Any) -> list[Any]:
     return [system, temperature, top_p, top_k, max_tokens, seed]
 
 
-def _build_steering(gradio: Any, offers: Offers, runs_dir: str | Path) -> list[Any]:
-    with gradio.Accordion("steered by features of a dictionary", open=False):
-        with gradio.Row():
-            first, *_ = [*offers.dictionaries(), NOBODY]
-            folder = _menu(gradio, offers.dictionaries, [NOBODY], value=first, label="dictionary", elem_id="sae")
-            changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
-            steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
-        wanted = gradio.Textbox(
-            label="find features by", placeholder="a text, a token, or #12", elem_id="find-features"
-        )
-        features = gradio.HTML("", elem_id="features")
-
-    def find(name: str, query: str) -> str:
-        try:
-            chosen = "" if name == NOBODY else check_offered(name, offers.dictionaries(), "dictionary")
-            return draw_found_features(chosen, query, runs_dir)
-        except PosttrainError as error:
-            return draw_problem(str(error))
-
-    wanted.submit(find, [folder, wanted], features)
-    folder.input(find, [folder, wanted], features)
+def _build_steering(gradio: Any, offers: Offers) -> list[Any]:
+    with gradio.Accordion("steered by features of a dictionary", open=False), gradio.Row():
+        first, *_ = [*offers.dictionaries(), NOBODY]
+        folder = _menu(gradio, offers.dictionaries, [NOBODY], value=first, label="dictionary", elem_id="sae")
+        changes = gradio.Textbox(label="features", placeholder="12=8, 40=off", elem_id="steering")
+        steered = gradio.Radio(list(SIDES), value="left", label="who is steered")
     return [folder, changes, steered]
 
 

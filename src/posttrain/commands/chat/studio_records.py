@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.commands.chat.conversation import SpokenToken
-from posttrain.commands.interpret.features import page_of
-from posttrain.commands.interpret.steering import find_dictionary, has_dictionary
+from posttrain.commands.interpret.steering import has_dictionary
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.evals.tables import TextTable
-from posttrain.interpret.features.search import search_features
 from posttrain.reports.charts.panels import NUM_COLORS, Panel, Series
 from posttrain.reports.page import draw, render
 from posttrain.runs.directory import run_names
@@ -258,27 +256,6 @@ class Offers:
             except PosttrainError:
                 self._trains_scorer[key] = None
         return self._trains_scorer[key]
-
-
-def draw_found_features(dictionary: str, query: str, runs_dir: str | Path) -> str:
-    """A table of the features that fit a query, out of what `posttrain sae features` wrote of the dictionary.
-
-    Raises:
-        UsageError: there is no such dictionary, or nothing was written of it yet.
-    """
-    if not dictionary or not query.strip():
-        return draw_note("choose a dictionary, and type what its features are to be found by")
-    page = page_of(find_dictionary(dictionary, runs_dir))
-    if not page.with_suffix(".json").is_file():
-        raise UsageError(f"no features were read of it yet; make them with: posttrain sae features {dictionary}")
-    hits, count = search_features(page.with_suffix(".json"), query)
-    if not hits:
-        return draw_note("no feature fits")
-    head = ["feature", "promotes", "strongest context", "active on", "largest"]
-    rows = [[str(x.number), " ".join(x.speaks_for), x.context, f"{x.density:.2%}", f"{x.largest:.3g}"] for x in hits]
-    first = hits[0]
-    note = f"{len(hits)} of {count} that fit. To try one: {first.number}={first.largest:.3g}, or {first.number}=off. "
-    return draw_note(f"{note}All of it: {page}#feature-{first.number}") + draw_table(head, rows)
 
 
 def _last_written(folder: Path) -> int:

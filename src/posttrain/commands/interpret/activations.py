@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.commands.options.argument_types import naturals, new_place, nonnegative_float, positive
 from posttrain.errors import UsageError
@@ -19,15 +17,13 @@ if TYPE_CHECKING:
     from posttrain.interpret.activations.record import Recorder
     from posttrain.interpret.activations.shards import ActivationStore, Documents
 
-# A recording above this is begun only with --yes, or after asking.
-LARGE_BYTES = 1 << 30
-# What rows are dropped for; all else that is counted was left out of the texts.
+# Reasons to drop rows; all else that is counted was left out of the texts.
 ROW_REASONS = ("first_token", "outlier", "not_finite")
 
 EPILOG = """\
 layer L is what block number L gives (hidden_states[L] in transformers); layer 0 are the embeddings:
   posttrain activations runs/tiny-grpo --layer 2 --task stories --out activations/stories
-  posttrain activations Qwen/Qwen3-0.6B --layer 14 --site resid,mlp --text corpus.jsonl --context-tokens 1024
+  posttrain activations Qwen/Qwen3-0.6B --layer 14 --text corpus.jsonl --context-tokens 1024
   posttrain activations runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
 two models over the same tokens, for what training changed:
   posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --task stories
@@ -48,14 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what = parser.add_argument_group("what is recorded")
     what.add_argument("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
-    what.add_argument(
-        "--site",
-        action="extend",
-        type=lambda text: text.split(","),
-        metavar="resid|mlp|attn|mlp_in",
-        help="the residual stream after a layer, what its MLP or its attention adds, what its MLP reads "
-        "(default: resid)",
-    )
     what.add_argument("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
     what.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
     over = parser.add_argument_group("over which texts (default: the prompts of the run's task)")
@@ -79,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
     )
-    how.add_argument("--yes", action="store_true", help="write without asking, however large it is")
+    how.add_argument("--yes", action="store_true", help="record however much it is")
     how.add_argument("--quiet", action="store_true", help="print nothing but errors")
     files = parser.add_argument_group(".pt files of others, one tensor [rows, width] each")
     files.add_argument("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards")
@@ -98,7 +86,7 @@ def run_activations(arguments: argparse.Namespace) -> int:
         return _convert(arguments, console)
     if not arguments.layer:
         raise UsageError("--layer is needed: the layers to record, such as --layer 2 or --layer 10,20")
-    sites = [f"{place}.{layer}" for layer in arguments.layer for place in arguments.site or ["resid"]]
+    sites = [f"resid.{layer}" for layer in arguments.layer]
     sources = [find_source(name, arguments.runs_dir) for name in (arguments.model, arguments.paired) if name]
     for source in sources:
         check_layers(source.path, sites)  # before texts are read
@@ -113,8 +101,9 @@ def run_activations(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
     )
     out = Path(arguments.out) if arguments.out else _default_out(sources, documents)
-    announce = console.print if not arguments.quiet else lambda *_: None
-    _announce_size(recorder, out, arguments.yes, announce)
+    size = recorder.check_room(out, allow_large=arguments.yes, fewer="--max-rows")
+    if not arguments.quiet:
+        console.print(size)
     store = _record(recorder, out, console, arguments.quiet)
     if not arguments.quiet:
         _print_summary(console, store)
@@ -128,22 +117,28 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
         UsageError: more than one of them, or one that cannot be read.
     """
     from posttrain.commands.options.words import chosen_words
-    from posttrain.interpret.activations.documents import read_documents
+    from posttrain.engines.models import complete_template
+    from posttrain.interpret.activations.documents import MAX_CONTEXT_TOKENS, read_documents
+    from posttrain.interpret.activations.sites import read_config
+    from posttrain.models.load import load_tokenizer
+    from posttrain.models.stated_sizes import context_length
     from posttrain.runs.directory import find_run
+    from posttrain.tasks.base import choose_task
 
     named = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
     if len(named) > 1:
         raise UsageError(f"--{named[0]} and --{named[1]}: give one of --task, --text and --rollouts")
     words = chosen_words(arguments)
-    if named and named[0] != "task" and words:
+    has_task = named in ([], ["task"])
+    if not has_task and words:
         raise UsageError(f"--{named[0]}: options of a task or template have no place here")
     return read_documents(
-        source,
-        task=words.get("task"),
-        template=words.get("template"),
+        load_tokenizer(source.path),
+        task=choose_task(words.get("task"), source.name, source.recipe) if has_task else None,
+        template=complete_template(words.get("template"), source) or source.template,
         text=arguments.text,
-        run=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
-        context_tokens=arguments.context_tokens,
+        rollouts=find_run(arguments.runs_dir, arguments.rollouts) if arguments.rollouts is not None else None,
+        context_tokens=arguments.context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
         max_tokens=arguments.max_rows,
     )
 
@@ -153,30 +148,6 @@ def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
     texts_of = documents.data.get("task") or documents.data.get("file") or documents.data.get("run")
     label = "-".join([*(source.label for source in sources), str(texts_of)])
     return Path("activations") / re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
-
-
-def _announce_size(recorder: Recorder, out: Path, yes: bool, announce: Callable[[str], Any]) -> None:
-    """Say what will be written; refuse what does not fit, and ask before what is large.
-
-    Raises:
-        UsageError: the disk has not that much, or nobody can be asked and ``--yes`` was not given.
-    """
-    size, index = recorder.size, recorder.index
-    announce(
-        f"{size.rows:,} tokens x {size.row_bytes:,} bytes ({', '.join(index.columns)}, {index.dtype}) = "
-        f"{show_bytes(size.num_bytes)} at most, in {out}"
-    )
-    missing, free = recorder.room(out)
-    if missing > free:
-        raise UsageError(f"{out}: {show_bytes(free)} are free, which is too little; record fewer with --max-rows")
-    if missing <= LARGE_BYTES or yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"{show_bytes(size.num_bytes)} are a lot: add --yes to write them, or --max-rows for fewer")
-    from rich.prompt import Confirm
-
-    if not Confirm.ask("Go on?", default=False):
-        raise UsageError("nothing was written")
 
 
 def _record(recorder: Recorder, out: Path, console: Console, quiet: bool) -> ActivationStore:
@@ -199,8 +170,6 @@ def _print_summary(console: Console, store: ActivationStore) -> None:
     for reason, count in index.dropped.items():
         share = f" ({count / everything:.2%} of the rows)" if reason in ROW_REASONS else ""
         console.print(f"left out: {count:,} {reason.replace('_', ' ')}{share}")
-    if isinstance(told := index.data.get("told_tokens"), int):
-        console.print(f"{told:,} tokens are what an environment said in answers, and count as no answer's")
     table = Table("site", "model", "width", "norm: median", "mean", "rms", box=None)
     for site in index.sites:
         for source in index.sources:
@@ -209,15 +178,6 @@ def _print_summary(console: Console, store: ActivationStore) -> None:
             label = source.model if source.name == "model" else f"{source.name}: {source.model}"
             table.add_row(site, label, str(index.widths[site]), *numbers)
     console.print(table)
-
-
-def show_bytes(count: float) -> str:
-    """``10.2 MB``: with the prefix that leaves at most three digits before the point."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def _convert(arguments: argparse.Namespace, console: Console) -> int:

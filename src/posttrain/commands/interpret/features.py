@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from posttrain.commands.options.argument_types import naturals, new_place, positive
 from posttrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from posttrain.commands.interpret.steering import DictionaryPlace
 
 EPILOG = """\
 one page that needs nothing else, and the same as JSON beside it:
@@ -29,17 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("dictionary", metavar="RUN_OR_DICTIONARY_FOLDER", help="a run of `sae train`, or a folder")
     parser.add_argument("--activations", metavar="FOLDER", help="rows to read (default: what the run was trained on)")
-    parser.add_argument("--site", metavar="NAME", help="of these rows, such as resid.20 (default: the dictionary's)")
-    parser.add_argument(
-        "--source", metavar="NAME", help="model, base, post, difference or both (default: the dictionary's)"
-    )
+    parser.add_argument("--source", metavar="NAME", help="model, base, post or difference (default: the dictionary's)")
     parser.add_argument("--model", metavar="NAME", help="for tokens and logit lens (default: the dictionary's)")
     parser.add_argument("--no-lens", action="store_true", help="leave out the logit lens; the model is not loaded")
     parser.add_argument("--features", type=naturals, metavar="1,2,3", help="only these (default: all)")
     parser.add_argument("--contexts", type=positive, default=10, metavar="N", help="of each feature (default: 10)")
-    parser.add_argument(
-        "--top", type=positive, default=10, metavar="N", help="tokens at each end of the logit lens (default: 10)"
-    )
     parser.add_argument(
         "--out",
         type=new_place,
@@ -49,11 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
-def page_of(place: DictionaryPlace, name: str = PAGE) -> Path:
-    """Where the page of a dictionary is written."""
-    return (place.run or place.folder) / name
-
-
 def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON beside it."""
     from rich.progress import Progress
@@ -61,7 +46,7 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
     from posttrain.commands.console import open_console
     from posttrain.commands.interpret.steering import find_dictionary
     from posttrain.interpret.features.features import write_features
-    from posttrain.interpret.features.reading import FeaturesRequest, default_activations, read_features
+    from posttrain.interpret.features.reading import default_activations, read_features
     from posttrain.reports.features import render_features
     from posttrain.reports.page import write_html
     from posttrain.runs.models import find_source
@@ -70,37 +55,33 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
 
     console = open_console()
     place = find_dictionary(arguments.dictionary, arguments.runs_dir)
-    page = Path(arguments.out) if arguments.out else page_of(place, PAGE if arguments.features is None else SOME)
+    name = PAGE if arguments.features is None else SOME
+    page = Path(arguments.out) if arguments.out else (place.run or place.folder) / name
     if page.suffix != ".html":
         raise UsageError(
             f"--out {page}: this is the page, so give a name that ends in .html; the JSON stands beside it"
         )
     with storage_errors("page", page):
         page.parent.mkdir(parents=True, exist_ok=True)
-    asked = FeaturesRequest(
-        arguments.dictionary,
-        place.folder,
-        arguments.activations or default_activations(place.folder, place.run),
-        model=arguments.model,
-        site=arguments.site,
-        source=arguments.source,
-        features=arguments.features,
-        contexts=arguments.contexts,
-        tokens=arguments.top,
-        lens=not arguments.no_lens,
-    )
     with Progress(console=console, transient=True, disable=arguments.quiet or not console.is_terminal) as progress:
         guard_output()
         bar = progress.add_task("reading", total=None)
         report = read_features(
-            asked,
+            arguments.dictionary,
+            place.folder,
+            arguments.activations or default_activations(place.folder, place.run),
             lambda name: find_source(name, arguments.runs_dir).path,
-            lambda done, total: progress.update(bar, completed=done, total=total),
+            model=arguments.model,
+            source=arguments.source,
+            features=arguments.features,
+            contexts=arguments.contexts,
+            with_lens=not arguments.no_lens,
+            observe=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     written = write_features(report, page.with_suffix(".json"))
     write_html(render_features(report), page)
     if not arguments.quiet:
-        about = report.about
+        about = report["about"]
         for notice in about["notices"]:
             console.print(f"note: {notice}")
         console.print(

@@ -17,16 +17,16 @@ from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from posttrain.commands.train import TrainRequest
-    from posttrain.interpret.dictionaries.recipe import SaeRecipe
+    from posttrain.engines.models import ModelSource
     from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.recipes.recipe import Recipe
-    from posttrain.recipes.sections import ModelSection
 
 TRAIN_EPILOG = """\
-any key of the recipe is an option; several sites are recorded in one pass, for a dictionary each:
+any key of the recipe is an option; what was recorded is learned from again by naming its folder:
   posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
-  posttrain sae train tiny/sae --activations.site resid.1,resid.2
+  posttrain sae train tiny/sae --activations.model null --activations.task null \\
+    --activations.folder runs/tiny-sae/activations
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
 """
 
@@ -45,28 +45,14 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
-    """Check the recipe, record activations if it says so, train, measure, and write the dictionary, or one a site."""
+    """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
     from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-    from posttrain.runs.directory import name_of_recipe, run_names
 
     recipe = load_sae_recipe(arguments.recipe, arguments.overrides).resolve()
     if arguments.dry_run:
         print(f"# {arguments.recipe}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    recipes = recipe.each_site()
-    if len(recipes) == 1:
-        return _train(arguments, recipes[0], arguments.run, arguments.resume)
-    base = arguments.run or name_of_recipe(arguments.recipe)
-    for each in recipes:
-        name = f"{base}-{each.activations.one_site}"
-        code = _train(arguments, each, name, arguments.resume and name in run_names(arguments.runs_dir))
-        if code:
-            return code
-    return 0
-
-
-def _train(arguments: argparse.Namespace | TrainRequest, recipe: SaeRecipe, name: str | None, resume: bool) -> int:
     from posttrain.commands.progress import choose_progress, show_duration
     from posttrain.interpret.dictionaries.training import DICTIONARY, train_run
     from posttrain.runs.launch import launch
@@ -75,10 +61,10 @@ def _train(arguments: argparse.Namespace | TrainRequest, recipe: SaeRecipe, name
         result = launch(
             cast("Recipe", recipe),  # a run directory asks no more of a recipe than this one has
             root=arguments.runs_dir,
-            name=name,
+            name=arguments.run,
             recipe_name=arguments.recipe,
-            resume=resume,
-            accept_changes=arguments.accept_changes and resume == arguments.resume,
+            resume=arguments.resume,
+            accept_changes=arguments.accept_changes,
             observer=progress,
             train=partial(train_run, allow_large=arguments.yes),
         )
@@ -137,7 +123,6 @@ def add_diff_options(parser: argparse.ArgumentParser) -> None:
         help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
     )
     parser.add_argument("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
-    parser.add_argument("--site", choices=("resid", "mlp", "attn"), help="of the layer (default: resid)")
     parser.add_argument("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
     parser.add_argument("--run", metavar="NAME", help="name of the directory under the runs directory")
     parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
@@ -181,7 +166,7 @@ def _compare(
     recipe: DiffRecipe, arguments: argparse.Namespace, say: Callable[[str], Any], started: float
 ) -> tuple[Path, list[str]]:
     """The folder with the report, and what was found in sentences."""
-    from posttrain.interpret.differences.comparison import compare_in, prepare
+    from posttrain.interpret.differences.comparison import compare, prepare
     from posttrain.interpret.differences.recipe import Compared
     from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
@@ -193,9 +178,8 @@ def _compare(
     post = find_model(recipe.post, root, base, arguments.quiet, say)
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     sources = find_source(base, root), find_source(post, root)
-    setting, recipe = prepare(recipe, *sources, allow_large=arguments.yes)
-    about = _about(recipe, setting.sections, arguments)
-    content = compare_in(folder, recipe, setting, about, say, started)
+    work = prepare(recipe, *sources, folder, say, allow_large=arguments.yes)
+    content = compare(work, _about(work.recipe, *sources, arguments), started)
     replace_file(folder / REPORT, render_diff(content).encode())
     return folder, list(findings(content))
 
@@ -203,10 +187,8 @@ def _compare(
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """Keys of the recipe; the command's own options are short for some of them."""
     overrides = list(arguments.overrides)
-    if arguments.site is not None and arguments.layer is None:
-        raise UsageError("--site: say which layer with --layer")
     if arguments.layer is not None:
-        overrides.append(("changes.site", f"{arguments.site or 'resid'}.{arguments.layer}"))
+        overrides.append(("changes.site", f"resid.{arguments.layer}"))
     if arguments.seeds is not None:
         overrides.append(("changes.seeds", str(arguments.seeds)))
     return overrides
@@ -252,8 +234,8 @@ def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, sa
     return str(folder)
 
 
-def _about(recipe: DiffRecipe, sections: dict[str, ModelSection], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was compared, and the command that does it again."""
+def _about(recipe: DiffRecipe, base: ModelSource, post: ModelSource, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The models and the recipe of a comparison, and the command that does it again."""
     words = ["posttrain", "sae", "diff", *arguments.models]
     for key, value in _overrides(arguments):
         words += [f"--{key}", value]
@@ -262,8 +244,8 @@ def _about(recipe: DiffRecipe, sections: dict[str, ModelSection], arguments: arg
     return {
         "title": "What did training change?",
         "description": recipe.description,
-        "base": sections["base"].name,
-        "post": sections["post"].name,
+        "base": base.section().name,
+        "post": post.section().name,
         "recipe": recipe.dump(),
         "fingerprint": recipe.fingerprint(),
         "command": shlex.join(words),

@@ -1,4 +1,4 @@
-"""What activations are recorded over: prompts of a task, plain texts, or what a run has sampled; as token ids."""
+"""Documents to record activations over: prompts of a task, plain texts, or what a run has sampled; as token ids."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.models import ModelSource, complete_template
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import Documents
-from posttrain.interpret.activations.sites import read_config, tokenizer_hash
+from posttrain.interpret.activations.sites import tokenizer_hash
 from posttrain.models.load import load_tokenizer
-from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of
 from posttrain.render.template import build_template
-from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.tasks.base import Task, build_task, choose_task
+from posttrain.store.rollouts import RolloutStore
+from posttrain.tasks.base import Task, build_task
 from posttrain.tasks.reading import SUFFIXES, read_file
 
 TEXT_KEY = "text"
@@ -25,34 +23,34 @@ MAX_CONTEXT_TOKENS = 8192
 
 
 def read_documents(
-    source: ModelSource,
+    tokenizer: Any,
     *,
     task: Word | None = None,
     template: Word | None = None,
     text: str | None = None,
-    run: Path | None = None,
-    context_tokens: int | None = None,
+    rollouts: Path | None = None,
+    context_tokens: int,
     max_tokens: int | None = None,
+    where: str = "--",
 ) -> Documents:
-    """What a model reads: a file of texts, what a run has sampled, or the prompts of a task (its run's own by default).
+    """Return what a model reads: a file of texts, what a run has sampled, or the prompts of a task.
+
+    ``where``: how messages begin the names of these (``--task``, ``activations.task``).
 
     Raises:
-        UsageError: one of them cannot be read, or a run with another tokenizer.
+        UsageError, DataError: they cannot be read, or the run has another tokenizer.
     """
-    tokenizer = load_tokenizer(source.path)
-    limits: dict[str, Any] = {
-        "context_tokens": context_tokens or min(MAX_CONTEXT_TOKENS, context_length(read_config(source.path))),
-        "max_tokens": max_tokens,
-    }
+    limits: dict[str, Any] = {"context_tokens": context_tokens, "max_tokens": max_tokens}
     if text is not None:
         return texts(text, tokenizer, **limits)
-    if run is not None:
-        if tokenizer_hash(load_tokenizer(str(run))) != tokenizer_hash(tokenizer):
-            raise UsageError(f"--rollouts {run}: its tokenizer is another than that of {source.name}")
-        return recorded_rollouts(run / "rollouts.db", about=run.name, **limits)
-    asked = build_task(choose_task(task, source.name, source.recipe), "--task")
-    rendered = build_template(complete_template(template, source) or source.template, "--template")
-    return task_prompts(asked, tokenizer, rendered, **limits)
+    if rollouts is not None:
+        if tokenizer_hash(load_tokenizer(str(rollouts))) != tokenizer_hash(tokenizer):
+            raise UsageError(f"{where}rollouts: {rollouts}: its tokenizer is not that of the model")
+        return recorded_rollouts(rollouts / "rollouts.db", about=rollouts.name, **limits)
+    assert task is not None, "its callers choose one"
+    assert template is not None, "its callers choose one"
+    prompts_of = build_task(task, f"{where}task")
+    return task_prompts(prompts_of, tokenizer, build_template(template, f"{where}template"), **limits)
 
 
 def task_prompts(
@@ -69,7 +67,7 @@ def task_prompts(
     """
     data = {"source": "task", "task": task.name, "split": task.split, "template": template.name}
     prompts = (encode_prompt(tokenizer, template, example.messages, example.variables) for example in task.examples)
-    return _collect(((ids, len(ids), []) for ids in prompts), data, context_tokens, max_tokens)
+    return _collect(((ids, len(ids)) for ids in prompts), data, context_tokens, max_tokens)
 
 
 def recorded_rollouts(
@@ -86,22 +84,13 @@ def recorded_rollouts(
         why = "an earlier posttrain wrote it, without the tokens" if missing else "this run has sampled nothing"
         raise DataError(path, f"no rollouts to read: {why}; record over the prompts of its task instead, with --task")
     documents = _collect(
-        (_sequence(r) for r in rollouts if r.token_ids is not None),
+        ((list(ids), len(ids) - r.num_tokens) for r in rollouts if (ids := r.token_ids) is not None),
         {"source": "rollouts", "run": about},
         context_tokens,
         max_tokens,
     )
     documents.dropped["rollouts_without_tokens"] += missing
-    num_told = sum(map(len, documents.told))
-    documents.data |= {"told_tokens": num_told} if num_told else {}
     return documents
-
-
-def _sequence(rollout: RecordedRollout) -> tuple[list[int], int, list[int]]:
-    """(ids; length of the prompt; the places of what an environment said)."""
-    assert rollout.token_ids is not None, "its caller looks"
-    start = len(rollout.token_ids) - rollout.num_tokens
-    return list(rollout.token_ids), start, [start + i for i, is_own in enumerate(rollout.own or ()) if not is_own]
 
 
 def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: int | None = None) -> Documents:
@@ -119,11 +108,11 @@ def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: 
     if size < 1:
         raise UsageError(f"--context-tokens {context_tokens}: a document needs at least {len(leading) + 1} tokens here")
 
-    def pieces() -> Iterator[tuple[list[int], int, list[int]]]:
+    def pieces() -> Iterator[tuple[list[int], int]]:
         for text in _read_texts(place):
             ids = encode_plain(tokenizer, text)
             for start in range(0, len(ids), size):
-                yield leading + ids[start : start + size], 0, []
+                yield leading + ids[start : start + size], 0
 
     return _collect(pieces(), {"source": "text", "file": place.name}, context_tokens, max_tokens)
 
@@ -141,15 +130,15 @@ def _read_texts(path: Path) -> Iterator[str]:
 
 
 def _collect(
-    sequences: Iterable[tuple[list[int], int, list[int]]],
+    sequences: Iterable[tuple[list[int], int]],
     data: dict[str, Any],
     context_tokens: int,
     max_tokens: int | None,
 ) -> Documents:
-    """Documents (ids, length of the prompt, places of what was told) within both limits; reads until that is enough."""
+    """Documents (ids, length of the prompt) within both limits; reads until that is enough."""
     documents = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
     room = max_tokens
-    for ids, prompt_length, told in sequences:
+    for ids, prompt_length in sequences:
         if room == 0:
             break
         documents.dropped["beyond_context_tokens"] += max(0, len(ids) - context_tokens)
@@ -159,7 +148,6 @@ def _collect(
             continue
         documents.ids.append(kept)
         documents.prompt_lengths.append(min(prompt_length, len(kept)))
-        documents.told.append([place for place in told if place < len(kept)])
         room = None if room is None else room - len(kept)
     if not documents.ids:
         raise UsageError(f"nothing to record over: {', '.join(str(x) for x in data.values() if x)} has no tokens")

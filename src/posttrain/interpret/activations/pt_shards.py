@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.errors import DataError, UsageError, first_line
 from posttrain.interpret.activations.shards import ROW_FACTS, ActivationStore, write_tensors
-from posttrain.interpret.activations.sites import read_site
+from posttrain.interpret.activations.sites import layer_of
 from posttrain.store.durable import storage_errors
 
 ROWS_AT_A_TIME = 65536
@@ -56,11 +56,12 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
         DataError: no files, or one that holds something else.
         UsageError: the output folder holds something else.
     """
-    place, name = Path(folder), str(read_site(site))
-    own = sorted(place.glob(f"{name}@*-*.pt"))
+    layer_of(site)
+    place = Path(folder)
+    own = sorted(place.glob(f"{site}@*-*.pt"))
     sources = sorted({file.name.partition("@")[2].rpartition("-")[0] for file in own})
     if own:
-        parts = [[_read(f, 2) for f in own if f.name.startswith(f"{name}@{source}-")] for source in sources]
+        parts = [[_read(f, 2) for f in own if f.name.startswith(f"{site}@{source}-")] for source in sources]
         documents = _read_documents(place)
     else:
         parts, documents = [[_read(file, 2) for file in sorted(place.glob("*.pt"))]], None
@@ -71,7 +72,7 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
         raise DataError(place, f"the files hold rows of different widths: {sorted(widths)}")
     tensors = [torch.cat(each) for each in parts]
     dtype = "bf16" if all(tensor.dtype == torch.bfloat16 for tensor in tensors) else "fp32"
-    return write_tensors(out, {name: tensors}, documents=documents, dtype=dtype, about=place.name)
+    return write_tensors(out, {site: tensors}, documents=documents, dtype=dtype, about=place.name)
 
 
 def _read_documents(folder: Path) -> list[list[int]] | None:

@@ -19,10 +19,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, UsageError, first_line
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
@@ -41,21 +42,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Documents:
     """Token ids of documents, none empty.
 
-    ``prompt_lengths``: how many tokens of each are its prompt (none given: plain texts). ``told``: the places in each
-    of what an environment said between the turns of an answer, which the model did not write. ``data`` says where they
-    come from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
+    ``prompt_lengths``: how many tokens of each are its prompt (none given: plain texts). ``data`` says where they come
+    from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
     """
 
     ids: list[Sequence[int]] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
-    told: list[list[int]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, texts: Documents | Sequence[Sequence[int]]) -> Documents:
-        """Themselves, or token ids alone as documents."""
-        return texts if isinstance(texts, Documents) else cls(list(texts))
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +99,6 @@ class StoreIndex:
     dtype: str
     tokenizer: str
     data: dict[str, Any]
-    seed: int
     documents: int
     documents_sha256: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -147,7 +140,6 @@ class StoreIndex:
             "dtype": self.dtype,
             "tokenizer": self.tokenizer,
             "data": self.data,
-            "seed": self.seed,
             "documents": self.documents_sha256,
             **{source.name: source.weights_hash for source in self.sources},
             **self.settings,
@@ -193,6 +185,7 @@ def _contradictions(index: StoreIndex) -> Iterator[tuple[Any, str]]:
     yield index.dtype not in DTYPES, f"dtype: not one of {', '.join(DTYPES)}"
     yield index.documents < 0 or any(shard.rows < 0 for shard in index.shards), "less than nothing"
     yield index.finished and index.rows != sum(shard.rows for shard in index.shards), "rows: not those of the shards"
+    yield index.finished and not index.shards, "shards: none"
     yield index.finished and set(index.norms) != set(index.columns), "norms: not those of the sites"
     yield any(not SHARD_FILE.fullmatch(shard.file) for shard in index.shards), "shards: a file of another name"
     weights = index.settings.get("weights", ["float32"])
@@ -215,16 +208,10 @@ def check_files(folder: Path, index: StoreIndex, *, contents: bool = True) -> No
 
 
 ROW_FACTS = ("tokens", "document", "position")
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "I64": torch.int64}
 
 
 class ActivationStore:
-    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents.
-
-    ``chunks``: where rows are quickly read only beside others (``stream``), the pieces that should be read as one.
-    """
-
-    chunks: Sequence[range] | None = None
+    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents."""
 
     def __init__(self, folder: Path, index: StoreIndex) -> None:
         self.folder, self.index = folder, index
@@ -297,10 +284,6 @@ class ActivationStore:
         """
         return self._pick(rows, column(self._site(site), self._source(source)))
 
-    def norms(self, rows: Tensor) -> Tensor:
-        """Norms ``float32 [n]`` of the given rows at the only site, before rounding to the stored dtype."""
-        return self._pick(rows, f"norm.{column(self._site(None), self._source(None))}")
-
     def tokens(self, rows: Tensor) -> Tensor:
         """Token ids ``int64 [n]``: the token *at* each row."""
         return self._pick(rows, "tokens").long()
@@ -336,35 +319,22 @@ class ActivationStore:
         """How many leading tokens of the given documents are their prompts, ``int64 [n]``; 0 in a plain text."""
         return self._documents["prompt_lengths"][documents].long()
 
-    def told(self, rows: Tensor) -> Tensor:
-        """Whether the token at each row is what an environment said between two turns, ``bool [n]``."""
-        if "told" not in self._documents:
-            return torch.zeros(len(rows), dtype=torch.bool)
-        return self._documents["told"][self._documents["offsets"][self.documents(rows)] + self.positions(rows)].bool()
-
-    def _shard(self, number: int) -> Mapping[str, Tensor]:
-        return self._shards[number]
-
     def _pick(self, rows: Tensor, name: str) -> Tensor:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.num_rows}")
         shards = torch.searchsorted(self._starts, rows, right=True) - 1
         involved = shards.unique().tolist()
-        if len(involved) == 1:
-            return self._shard(involved[0])[name][rows - self._starts[involved[0]]]
+        if len(involved) <= 1:  # of no rows, or of no shards, what is left is the shape
+            first = involved[0] if involved else 0
+            return self._shards[first][name][rows - self._starts[first]]
         out: Tensor | None = None
         for shard in involved:
             here = (shards == shard).nonzero()[:, 0]
-            part = self._shard(shard)[name][rows[here] - self._starts[shard]]
+            part = self._shards[shard][name][rows[here] - self._starts[shard]]
             out = part.new_empty((len(rows), *part.shape[1:])) if out is None else out
             out[here] = part
-        return self._empty(name) if out is None else out
-
-    def _empty(self, name: str) -> Tensor:
-        width = self.index.widths.get(name.partition("@")[0])
-        if width is None:
-            return torch.empty(0, dtype=torch.float32 if name.startswith("norm.") else torch.int32)
-        return torch.empty((0, width), dtype=DTYPES[self.index.dtype])
+        assert out is not None, "at least two shards"
+        return out
 
     def _site(self, site: str | None) -> str:
         return _choose(site, self.sites, "site", self.folder)
@@ -379,7 +349,7 @@ class StoreWriter:
     Args:
         folder: made if missing.
         index: what is recorded; its ``settings`` decide whether an interrupted recording may go on.
-        documents: all of them, or their token ids alone.
+        documents: all of them.
 
     Raises:
         UsageError: the folder holds something else, or a recording under other settings (named).
@@ -390,11 +360,11 @@ class StoreWriter:
         self,
         folder: str | Path,
         index: StoreIndex,
-        documents: Documents | Sequence[Sequence[int]],
+        documents: Documents,
     ) -> None:
-        self.folder, texts = Path(folder), Documents.of(documents)
-        content = pack_documents(texts)
-        self.index = replace(index, documents=len(texts.ids), documents_sha256=_hash(content))
+        self.folder = Path(folder)
+        content = pack_documents(documents)
+        self.index = replace(index, documents=len(documents.ids), documents_sha256=_hash(content))
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
             _refuse_changes(self.folder, stored.deciding(), self.index.deciding())
@@ -488,8 +458,8 @@ def write_tensors(
     names = ("model",) if len(next(iter(pairs.values()))) == 1 else ("base", "post")
     widths = {site: tensors[0].shape[1] for site, tensors in pairs.items()}
     sources = [Source(name, about, "") for name in names]
-    index = StoreIndex(widths, sources, dtype, tokenizer="", data={"source": about}, seed=0, documents=len(texts))
-    writer = StoreWriter(folder, index, texts)
+    index = StoreIndex(widths, sources, dtype, tokenizer="", data={"source": about}, documents=len(texts))
+    writer = StoreWriter(folder, index, Documents([*texts]))
     columns = {column(s, n): x for s, tensors in pairs.items() for n, x in zip(names, tensors, strict=True)}
     columns["tokens"] = torch.tensor([token for ids in texts for token in ids])
     columns["document"] = torch.tensor([number for number, ids in enumerate(texts) for _ in ids])
@@ -519,22 +489,13 @@ def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str,
 
 
 def pack_documents(documents: Documents) -> bytes:
-    """The documents as a safetensors file: ``ids`` of all, ``offsets`` of each, ``prompt_lengths`` (0 by default).
-
-    Where an environment said something in one of them, ``told`` is 1 at each such token and 0 at all others.
-    """
+    """Return the documents as a safetensors file: ``ids`` of all, ``offsets`` and ``prompt_lengths`` of each."""
     sizes = [len(ids) for ids in documents.ids]
     offsets = torch.tensor([0, *np.cumsum(sizes, dtype=np.int64).tolist()], dtype=torch.long)
     flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents.ids]
     ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int32)
     lengths = torch.as_tensor(documents.prompt_lengths or [0] * len(sizes), dtype=torch.int32)
-    tensors = {"ids": ids, "offsets": offsets, "prompt_lengths": lengths}
-    if any(documents.told):
-        tensors["told"] = torch.zeros(len(ids), dtype=torch.int32)
-        tensors["told"][
-            [start + place for start, its in zip(offsets.tolist(), documents.told, strict=False) for place in its]
-        ] = 1
-    return bytes(save(tensors))
+    return bytes(save({"ids": ids, "offsets": offsets, "prompt_lengths": lengths}))
 
 
 def _check_shapes(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -545,30 +506,15 @@ def _check_shapes(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str
 
 
 def _map_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, memory-mapped copy-on-write: pages are read when they are needed.
-
-    No file stays open for it, so that there may be thousands of shards.
+    """Return the tensors of a safetensors file, memory-mapped by the library: pages are read when they are needed.
 
     Raises:
         DataError: it is no such file, or holds numbers of another kind.
     """
     try:
-        return _mapped(path)
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
-        what = str(error).partition("\n")[0][:200]
-        raise DataError(path, f"holds no tensors that can be read ({type(error).__name__}: {what})") from None
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    size = int.from_bytes(bytes(raw[:8].tolist()), "little")
-    header = json.loads(bytes(raw[8 : 8 + size].numpy()))
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = (8 + size + offset for offset in entry["data_offsets"])
-            tensors[name] = raw[start:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
-    return tensors
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(path, f"holds no tensors that can be read ({first_line(error)})") from None
 
 
 def _summarize(norms: Sequence[Tensor]) -> Norms:

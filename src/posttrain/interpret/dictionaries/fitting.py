@@ -11,22 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.interpret.dictionaries.dictionary import Codes, Dictionary, keep_largest
+from posttrain.interpret.dictionaries.dictionary import Dictionary, keep_largest
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
 
-# The loss of a dictionary, with the gradients of its matrix products by hand.
+# The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):
 #
-# For rows x [n, D] (D = M·d, scaled) and nested prefixes F₁ < … < F_P = F, with mean squared errors over D:
+#     c = b_enc − b_dec·W_enc     pre = x·W_enc + c     f = kind(pre)     x̂ = f·W_dec + b_dec
+#     loss = mean (x − x̂)² + penalty(f) + auxk · mean (x − x̂ − ê)²
 #
-#     c = b_enc − b_dec·W_enc            pre = x·W_enc + c            f = kind(pre)
-#     x̂ₚ = f[:, :Fₚ]·W_dec[:Fₚ] + b_dec
-#     loss = 1/P Σₚ mean (x − x̂ₚ)² + penalty(f) + auxk · mean (x − x̂ − ê)²
-#
-# ê (AuxK, Gao et al. 2024) is what the features that have not fired for long make of the error that is left: the D/2
+# ê (AuxK, Gao et al. 2024) is what the features that have not fired for long make of the error that is left: the d/2
 # largest of their pre-activations in each row.
-#
-# For a transcoder, x̂ is compared with targets y, c = b_enc, and a skip adds x·W_skip to every x̂ₚ.
 #
 # By hand, since what autograd adds costs more than it seems: the bias of the decoder is folded into that of the encoder
 # (five matrix products instead of six, and no copy of x), and with bf16 each operand is rounded once. Weights, biases,
@@ -36,10 +31,10 @@ from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
 
 @dataclass(slots=True)
 class Measured:
-    """What a step saw, as tensors (no waiting for a device).
+    """Numbers of a step, as tensors (no waiting for a device).
 
-    ``squared_error``: mean over rows and D, of the whole dictionary. ``fired`` [F]: whether a feature was active.
-    ``threshold``: the new running threshold or None. ``features`` [n, F].
+    ``squared_error``: mean over rows and d. ``fired`` [F]: whether a feature was active. ``threshold``: the new running
+    threshold or None. ``features`` [n, F].
     """
 
     squared_error: Tensor
@@ -58,20 +53,15 @@ def dictionary_loss(
     auxk: float = 0.0,
     dead: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    targets: Tensor | None = None,
 ) -> tuple[Tensor, Measured]:
-    """The loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, D], and what was measured.
+    """Return the loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, d], and what was measured.
 
     ``progress`` in [0, 1]: the share of the training that is done. ``dead`` [F]: which features AuxK revives; None for
-    no AuxK. ``dtype``: of the operands of the matrix products. ``targets`` [n, D], scaled: what a transcoder is to
-    write; None: the rows themselves.
+    no AuxK. ``dtype``: of the operands of the matrix products.
     """
-    assert dictionary.transcoder == (targets is not None), "a transcoder has targets, and nothing else has"
     with torch.no_grad():
-        loss, gradients, measured = _evaluate(dictionary, x, progress, auxk, dead, dtype, targets)
-    weights = [dictionary.W_enc, dictionary.W_dec, dictionary.b_enc, dictionary.b_dec, dictionary.threshold]
-    if dictionary.W_skip is not None:
-        weights.append(dictionary.W_skip)
+        loss, gradients, measured = _evaluate(dictionary, x, progress, auxk, dead, dtype)
+    weights = (dictionary.W_enc, dictionary.W_dec, dictionary.b_enc, dictionary.b_dec)
     return _Loss.apply((loss, gradients), *weights), measured
 
 
@@ -79,93 +69,45 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradients are known; the backward pass hands them out, once."""
 
     @staticmethod
-    def forward(ctx: Any, known: tuple[Tensor, list[Tensor | None]], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, known: tuple[Tensor, list[Tensor]], *weights: Tensor) -> Tensor:
         loss, ctx.gradients = known
-        ctx.shapes = [w.shape for w in weights]
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        pairs, ctx.gradients = zip(ctx.gradients, ctx.shapes, strict=True), ()
-        return (None, *(None if g is None else g.view(shape).mul_(upstream[0]) for g, shape in pairs))
+        gradients, ctx.gradients = ctx.gradients, ()
+        return (None, *(gradient.mul_(upstream[0]) for gradient in gradients))
 
 
 def _evaluate(
-    dictionary: Dictionary,
-    x: Tensor,
-    progress: float,
-    auxk: float,
-    dead: Tensor | None,
-    dtype: torch.dtype,
-    targets: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None], Measured]:
-    encoder = dictionary.W_enc.detach().view(-1, dictionary.features)  # [D, F]
-    decoder = dictionary.W_dec.detach().view(dictionary.features, -1)  # [F, D]
-    b_dec = dictionary.b_dec.detach().view(-1)
-    bias = dictionary.b_enc.detach() if dictionary.transcoder else dictionary.b_enc.detach() - b_dec @ encoder
+    dictionary: Dictionary, x: Tensor, progress: float, auxk: float, dead: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], Measured]:
+    encoder, decoder, b_dec = dictionary.W_enc.detach(), dictionary.W_dec.detach(), dictionary.b_dec.detach()
+    bias = dictionary.b_enc.detach() - b_dec @ encoder
     low_x, low_encoder, low_decoder = x.to(dtype), encoder.to(dtype), decoder.to(dtype)
     pre = torch.addmm(bias.to(dtype), low_x, low_encoder).requires_grad_()
-    threshold = dictionary.threshold.detach().requires_grad_(dictionary.learns_threshold)
     with torch.enable_grad():
-        codes: Codes = dictionary.codes(pre, threshold, progress)
+        codes = dictionary.codes(pre, dictionary.threshold, progress)
     features = codes.features.detach()
-    offset = b_dec - (x if targets is None else targets)
-    if dictionary.W_skip is not None:
-        offset += low_x @ dictionary.W_skip.detach().to(dtype)
-    error, on_features, on_decoder, heard, squared = _reconstruct(dictionary, features, low_decoder, offset)
-    outputs = [codes.features] + ([codes.penalty] if codes.penalty is not None else [])
-    inputs = [pre] + ([threshold] if dictionary.learns_threshold else [])
-    upstream = [on_features] + ([torch.ones_like(codes.penalty)] if codes.penalty is not None else [])
-    pulled = torch.autograd.grad(outputs, inputs, upstream)
-    on_pre = pulled[0]
+    error = (b_dec - x).add_(features @ low_decoder)
+    squared = torch.linalg.vector_norm(error).square() / error.numel()
+    heard = error * (2.0 / error.numel())
+    low = heard.to(dtype)
+    on_decoder = (features.T @ low).to(error.dtype)
+    outputs, upstream = [codes.features], [low @ low_decoder.T]
+    if codes.penalty is not None:
+        outputs, upstream = [*outputs, codes.penalty], [*upstream, torch.ones_like(codes.penalty)]
+    (on_pre,) = torch.autograd.grad(outputs, [pre], upstream)
     fired = (on_decoder != 0).any(dim=1)  # a feature that was active somewhere got a gradient; n times as few numbers
     auxiliary = x.new_zeros(())
     if auxk and dead is not None:
         auxiliary = auxk * _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
-    on_encoder = (low_x.T @ on_pre).to(encoder.dtype)
     sums = on_pre.sum(0, dtype=encoder.dtype)
-    on_b_dec = heard.sum(0)
-    if not dictionary.transcoder:
-        on_encoder.addr_(b_dec, sums, alpha=-1)
-        on_b_dec = on_b_dec - encoder @ sums
-    on_skip = [] if dictionary.W_skip is None else [(low_x.T @ heard.to(dtype)).to(encoder.dtype)]
+    on_encoder = (low_x.T @ on_pre).to(encoder.dtype).addr_(b_dec, sums, alpha=-1)
+    on_b_dec = heard.sum(0) - encoder @ sums
     penalty = x.new_zeros(()) if codes.penalty is None else codes.penalty.detach()
-    loss = squared[1] + penalty + auxiliary
-    measured = Measured(squared[0], penalty, auxiliary, fired, features, codes.threshold)
-    on_threshold = pulled[1] if dictionary.learns_threshold else None
-    return loss, [on_encoder, on_decoder, sums, on_b_dec, on_threshold, *on_skip], measured
-
-
-def _reconstruct(
-    dictionary: Dictionary, features: Tensor, decoder: Tensor, offset: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """(error x̂ − x of the whole [n, D], ∂/∂f [n, F], ∂/∂W_dec [F, D], ∂/∂x̂ [n, D], (its mean square, the loss)).
-
-    ``offset`` [n, D], which is overwritten: the error without any feature. Prefix by prefix: the sum so far is
-    continued by the next block of features; backwards, a block hears of the errors of all prefixes that it belongs to.
-    """
-    prefixes, dtype = dictionary.prefixes, decoder.dtype
-    blocks = list(zip((0, *prefixes), prefixes, strict=False))
-    errors: list[Tensor] = []
-    so_far = offset
-    for start, end in blocks:
-        part = features[:, start:end] @ decoder[start:end]
-        so_far = so_far + part if len(blocks) > 1 else so_far.add_(part)
-        errors.append(so_far)
-    means = [torch.linalg.vector_norm(error).square() / error.numel() for error in errors]
-    factor = 2.0 / (offset.numel() * len(blocks))
-    on_features: list[Tensor] = []
-    on_decoder: list[Tensor] = []
-    heard: Tensor | None = None
-    for (start, end), error in zip(reversed(blocks), reversed(errors), strict=True):
-        heard = error * factor if heard is None else heard.add(error, alpha=factor)
-        low = heard.to(dtype)
-        on_decoder.insert(0, (features[:, start:end].T @ low).to(offset.dtype))
-        on_features.insert(0, low @ decoder[start:end].T)
-    assert heard is not None
-    joined = on_features[0] if len(blocks) == 1 else torch.cat(on_features, dim=1)
-    gradient = on_decoder[0] if len(blocks) == 1 else torch.cat(on_decoder, dim=0)
-    return errors[-1], joined, gradient, heard, (means[-1], torch.stack(means).mean())
+    measured = Measured(squared, penalty, auxiliary, fired, features, codes.threshold)
+    return squared + penalty + auxiliary, [on_encoder, on_decoder, sums, on_b_dec], measured
 
 
 def _revive(
@@ -193,16 +135,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_dictionary(rows: Rows, word: DictionaryWord, seed: int) -> Dictionary:
-    """A dictionary for such rows, with its first weights; ``input_scale`` and ``b_dec`` are not set yet.
-
-    Raises:
-        UsageError: prefixes that do not fit the number of features.
-    """
-    features, prefixes = word.num_features(rows.d), word.prefixes(rows.d) or None
-    return Dictionary(
-        rows.d, features, rows.sources, word.name, word.options, prefixes, seed,
-        transcoder=rows.has_targets, skip=word.skip,
-    )  # fmt: skip
+    """Return a dictionary for such rows with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
+    return Dictionary(rows.d, word.num_features(rows.d), word.name, word.options, seed)
 
 
 class Learner:
@@ -233,20 +167,15 @@ class Learner:
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
-        """The loss of raw rows [n, M, d], of a transcoder [n, 2, d], at a step.
-
-        Which features fired, and the running threshold, are kept.
-        """
+        """Return the loss of raw rows [n, d] at a step; which features fired, and the running threshold, are kept."""
         dictionary = self.dictionary
-        read, wanted = dictionary.sides(batch)
         loss, measured = dictionary_loss(
             dictionary,
-            dictionary.scaled(read),
+            dictionary.scaled(batch),
             progress=step / self.settings.steps,
             auxk=self.auxk,
             dead=dictionary.since_fired > self.dead_rows if self.auxk else None,
             dtype=_DTYPES[self.settings.precision],
-            targets=dictionary.scaled_target(wanted) if dictionary.transcoder else None,
         )
         self.measured = measured
         dictionary.since_fired.add_(len(batch)).masked_fill_(measured.fired, 0)

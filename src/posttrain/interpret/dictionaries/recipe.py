@@ -1,13 +1,13 @@
 """A recipe that trains a dictionary: which activations, which kind, how long. No torch is imported here.
 
-It is told from other recipes by its section ``dictionary``.
+Its section ``dictionary`` distinguishes it from other recipes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -20,30 +20,18 @@ from posttrain.recipes.sections import ModelSection, Section, Word, Words, as_li
 SECTION = "dictionary"
 
 
-def _split_sites(value: Any) -> Any:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) and "," in value else value
-
-
 class ActivationsSection(Section):
-    """What is learned from: a ``folder`` that `posttrain activations` made, or what is recorded first (``recording``).
+    """The activations to learn from: a ``folder`` that `posttrain activations` made, or a recording made first.
 
-    ``site``: such as ``resid.20``, the output of the 20th block; of several (``[resid.10, resid.20]``) each gets a
-    dictionary in a run of its own. ``sites``: those that are recorded in the same pass (default: all of ``site``).
-    ``target``: the site that a transcoder writes while it reads
-    ``site``: ``mlp.20`` with ``mlp_in.20`` is what an MLP does. ``source``: of a folder with two models ``base``,
-    ``post``, their ``difference`` (post − base) or ``both`` (a crosscoder). To record: ``model``, with ``paired`` for a
-    second model over the same tokens, and one of ``task``, ``text`` (a file) and ``rollouts`` (a run), as
-    `posttrain activations` takes them. ``stream_rows``: nothing is recorded; rows are computed when they are needed,
-    from documents of so many tokens at a time, and forgotten (``interpret/activations/record.py``).
+    ``site``: such as ``resid.20``, the output of the 20th block. ``source``: of a folder with two models ``base``,
+    ``post`` or their ``difference`` (post − base). To record: a ``model``, a ``site`` and one of ``task``, ``text`` (a
+    file) and ``rollouts`` (a run), as `posttrain activations` takes them.
     """
 
     folder: str | None = None
-    site: Annotated[str | list[str] | None, BeforeValidator(_split_sites)] = None
-    sites: list[str] | None = None
-    target: str | None = None
-    source: Literal["model", "base", "post", "difference", "both"] | None = None
+    site: str | None = None
+    source: Literal["model", "base", "post", "difference"] | None = None
     model: ModelSection | None = None
-    paired: str | None = None
     task: Word | None = None
     text: str | None = None
     rollouts: str | None = None
@@ -53,7 +41,6 @@ class ActivationsSection(Section):
     batch: int | None = Field(default=None, ge=1)
     dtype: Literal["bf16", "fp32"] = "bf16"
     outliers: float = Field(default=10.0, ge=0)
-    stream_rows: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -62,47 +49,22 @@ class ActivationsSection(Section):
             raise ValueError("give either 'folder', with activations, or the 'model' whose activations are recorded")
         if self.model is not None and (len(texts) != 1 or self.site is None):
             raise ValueError("to record, give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'")
-        if self.folder is not None and (texts or self.paired is not None):
-            raise ValueError(
-                "'folder' has its texts and models already; leave out 'task', 'text', 'rollouts', 'paired'"
-            )
-        named = self.site if isinstance(self.site, list) else [self.site]
-        targets = [] if self.target is None else [self.target]
-        if not named or len(set(named)) < len(named):
-            raise ValueError("'site' is one place such as resid.20, or a list of different ones")
-        if self.target is not None and (len(named) != 1 or named[0] in (None, self.target)):
-            raise ValueError("'target' is what a transcoder writes; it goes with one other 'site', which it reads")
-        if self.stream_rows is not None and self.folder is not None:
-            raise ValueError("'stream_rows' is about what a 'model' computes; a 'folder' is read as it is")
-        if self.sites is not None and (self.folder is not None or not {*named, *targets} <= set(self.sites)):
-            raise ValueError("'sites' are recorded together: those of 'site' among them, and none with a 'folder'")
+        if self.folder is not None and texts:
+            raise ValueError("'folder' has its texts already; leave out 'task', 'text' and 'rollouts'")
         return self
-
-    @property
-    def one_site(self) -> str | None:
-        """The place of one dictionary (``SaeRecipe.each_site``)."""
-        assert not isinstance(self.site, list), "a recipe of several dictionaries is trained one by one"
-        return self.site
 
 
 class DictionaryWord(Word):
     """A kind of dictionary with its options, and how large it is.
 
-    ``expansion``: features for each coordinate of an activation, unless ``features`` says how many. ``matryoshka``:
-    sizes of nested dictionaries, each of which reconstructs alone, as shares of all features. ``skip``: a
-    transcoder with a linear map of what it reads beside its features (Paulo et al. 2025).
+    ``expansion``: features for each coordinate of an activation, unless ``features`` says how many.
     """
 
     expansion: float = Field(default=8.0, gt=0)
     features: int | None = Field(default=None, ge=1)
-    matryoshka: list[Annotated[float, Field(gt=0, lt=1)]] | None = None
-    skip: bool = False
 
     def num_features(self, d: int) -> int:
         return self.features if self.features is not None else max(1, round(self.expansion * d))
-
-    def prefixes(self, d: int) -> list[int]:
-        return [max(1, round(share * self.num_features(d))) for share in self.matryoshka or ()]
 
 
 class DictionaryTrainSection(Section):
@@ -162,12 +124,6 @@ class SaeRecipe(Content):
     eval: DictionaryEvalSection = Field(default_factory=DictionaryEvalSection)
     track: Annotated[Words, BeforeValidator(as_list)] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _check_skip(self) -> Self:
-        if self.dictionary.skip and self.activations.target is None:
-            raise ValueError("dictionary.skip is for a transcoder; give activations.target, the site that it writes")
-        return self
-
     def resolve(self) -> SaeRecipe:
         """The recipe with every word's options checked and all their defaults filled in.
 
@@ -185,18 +141,6 @@ class SaeRecipe(Content):
         activations.template = complete_word(activations.template, "template", "activations.template")
         resolved.track = [complete_word(word, "tracker", f"track.{i}") for i, word in enumerate(resolved.track)]
         return resolved
-
-    def each_site(self) -> list[SaeRecipe]:
-        """A recipe for each dictionary; where the sites are several, all of them name the same recording."""
-        sites = self.activations.site
-        if not isinstance(sites, list):
-            return [self]
-        recorded = None if self.activations.folder is not None else self.activations.sites or sites
-        changes = [{"site": site, "sites": recorded} for site in sites]
-        return [
-            self.model_copy(update={"activations": self.activations.model_copy(update=change)}, deep=True)
-            for change in changes
-        ]
 
 
 def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> SaeRecipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,9 +25,9 @@ from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, Usage
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
 from posttrain.interpret.dictionaries.fitting import Learner, build_dictionary
-from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure, recovered_by, results_of
+from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure, recovered_by
 from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.recording import forget_recorded, open_or_record
+from posttrain.interpret.dictionaries.recording import ACTIVATIONS, open_or_record
 from posttrain.interpret.dictionaries.rows import RowBatches, Rows, StoreRows, first_held_out, sample_rows, too_few_rows
 from posttrain.recipes.document import decisive
 from posttrain.store.checkpoint_files import (
@@ -302,7 +303,7 @@ def train_run(
             raise too_few_rows(f"at most {most:,}", recipe.eval.rows, recipe.train.batch)
 
     store = open_or_record(asked, files.folder, notify, allow_large=allow_large, check_rows=check_rows)
-    rows = StoreRows(store, asked.one_site, asked.source, asked.target)
+    rows = StoreRows(store, asked.site, asked.source)
     metrics = TrackedMetrics(files.metrics, trackers)
     try:
         trained = train_dictionary(
@@ -316,13 +317,15 @@ def train_run(
         )
     except UsageError:
         if not resume:  # so that the run, which came to nothing, can be taken back
-            forget_recorded(files.folder)
+            shutil.rmtree(files.folder / ACTIVATIONS, ignore_errors=True)
         raise
     finally:
         metrics.close()
     if trained.reason == "finished":
         save_dictionary(trained.dictionary, files.folder / DICTIONARY, describe_training(rows, recipe, trained.step))
-        recovered = recovered_by(rows, recipe, trained.dictionary, notify)
-        content = json.dumps(results_of(trained.quality, recovered), indent=1)
-        replace_file(files.folder / RESULTS, content.encode() + b"\n")
+        quality = trained.quality
+        results: dict[str, Any] = {"held_out": quality.numbers() | {"rows": quality.rows}}
+        if (recovered := recovered_by(rows, recipe, trained.dictionary, notify)) is not None:
+            results["recovered"] = recovered
+        replace_file(files.folder / RESULTS, json.dumps(results, indent=1).encode() + b"\n")
     return trained

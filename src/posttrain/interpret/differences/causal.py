@@ -24,14 +24,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.evals.statistics import summarize_seeds
-from posttrain.interpret.activations.sites import backbone_of, read_site, replaced, truncate
+from posttrain.interpret.activations.sites import read_sites, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.changes import Seen
-from posttrain.interpret.differences.divergence import feature_patch, random_features
+from posttrain.interpret.differences.changes import Seen, random_features
+from posttrain.interpret.differences.divergence import feature_patch
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
 from posttrain.render import decode_response, encode_prompt, stop_ids
 from posttrain.types import Completion, Example, Rollout
@@ -39,53 +39,23 @@ from posttrain.types import Completion, Example, Rollout
 # [rows, d] to be added to the writer's activations, given the writer's and the donor's at the same tokens.
 Added = Callable[[Tensor, Tensor], Tensor]
 COMPACT_EVERY = 4  # tokens between looks at which rows have ended
-ROOM = 32  # tokens for which a cache takes memory ahead
-
-
-class _Growing(DynamicLayer):
-    """Keys and values that are written in place, into memory taken ahead, and not copied for every token."""
-
-    keys: Tensor
-    values: Tensor
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = _appended(self.keys, key_states), _appended(self.values, value_states)
-        return self.keys, self.values
-
-
-def _appended(seen: Tensor, new: Tensor) -> Tensor:
-    """``seen`` [R, heads, T, d] with ``new`` behind it; a view of memory with room for more."""
-    have = seen.shape[-2] if seen.dim() == new.dim() else 0
-    need, room = have + new.shape[-2], seen._base
-    if room is None or room.shape[-2] < need or room.shape[0] != new.shape[0]:
-        room = new.new_empty((*new.shape[:-2], need + ROOM, new.shape[-1]))
-        if have:
-            room[..., :have, :] = seen
-    room[..., have:need, :] = new
-    return room[..., :need, :]
-
-
-def _caches() -> dict[str, Any]:
-    return {name: Cache(layer_class_to_replicate=_Growing) for name in ("writer", "donor")}
 
 
 @dataclass
 class _Rows:
-    """What is being decoded: one row for each treatment and prompt, in that order; ended rows leave the batch."""
+    """The batch being decoded: a row for each treatment and prompt, in that order; ended rows leave it."""
 
     treatment: Tensor  # int64 [R]
     number: Tensor  # int64 [R], the place of the row among all
     tokens: Tensor  # int64 [R, T] to be read next
     mask: Tensor  # int64 [R, so far], 0 where a prompt was padded on the left
     ended: Tensor  # bool [R]
-    caches: dict[str, Any] = field(default_factory=_caches)
+    caches: tuple[Cache, Cache] = field(default_factory=lambda: (DynamicCache(), DynamicCache()))  # writer, donor
 
     def keep(self, rows: Tensor) -> None:
         self.treatment, self.number, self.tokens = self.treatment[rows], self.number[rows], self.tokens[rows]
         self.mask, self.ended = self.mask[rows], self.ended[rows]
-        for cache in self.caches.values():
+        for cache in self.caches:
             cache.batch_select_indices(rows)
 
     def slices(self, num_treatments: int) -> list[slice]:
@@ -119,11 +89,8 @@ def write_with(
     device = next(writer.parameters()).device
     rows = _start(prompts, len(treatments), device)
     written: list[list[int]] = [[] for _ in range(len(treatments) * len(prompts))]
-    short = None
-    if donor is not None:  # it need not go further than the site; a truncated backbone gives its residual stream
-        short = truncate(donor, read_site(site).layer) if read_site(site).place == "resid" else backbone_of(donor)
     for step in range(max_tokens):
-        chosen = _advance(writer, short, site, rows, treatments)
+        chosen = _advance(writer, donor, site, rows, treatments)
         for number, token, ended in zip(rows.number.tolist(), chosen.tolist(), rows.ended.tolist(), strict=True):
             if not ended:
                 written[number].append(token)
@@ -161,7 +128,7 @@ def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments:
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()
     read = {"input_ids": rows.tokens, "attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
-    donated = None if donor is None else _donated(donor, site, read, rows.caches["donor"], len(treatments))
+    donated = None if donor is None else _donated(donor, site, read, rows.caches[1], len(treatments))
 
     def change(x: Tensor) -> Tensor:
         added = torch.zeros_like(x, dtype=torch.float32)
@@ -173,32 +140,22 @@ def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments:
         return (x.float() + added).to(x.dtype)
 
     with replaced(writer, site, change):
-        output = writer(**read, past_key_values=rows.caches["writer"], logits_to_keep=1)
+        output = writer(**read, past_key_values=rows.caches[0], logits_to_keep=1)
     likeliest: Tensor = output.logits[:, -1].argmax(-1)
     return likeliest
 
 
 def _donated(donor: Any, site: str, read: dict[str, Any], cache: Any, num_treatments: int) -> Tensor:
     """The donor's activations [R, tokens, d], float32. Prompts, the same under every treatment, are read once."""
-    is_first = read["input_ids"].shape == read["attention_mask"].shape  # a donor without blocks keeps no cache to tell
+    is_first = read["input_ids"].shape == read["attention_mask"].shape
     size = len(read["input_ids"]) // num_treatments
     if is_first:
         read = {name: value[:size] if isinstance(value, Tensor) else value for name, value in read.items()}
-    seen: list[Tensor] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(x)
-        return x
-
-    if read_site(site).place == "resid":
-        seen.append(donor(**read, past_key_values=cache).last_hidden_state)
-    else:
-        with replaced(donor, site, look):
-            donor(**read, past_key_values=cache)
+    (seen,) = read_sites(donor, [site], **read, past_key_values=cache)
     if not is_first:
-        return seen[0].float()
-    cache.batch_select_indices(torch.arange(size, device=seen[0].device).repeat(num_treatments))
-    return seen[0].float().repeat(num_treatments, 1, 1)
+        return seen.float()
+    cache.batch_select_indices(torch.arange(size, device=seen.device).repeat(num_treatments))
+    return seen.float().repeat(num_treatments, 1, 1)
 
 
 Measure = Literal["reward", "accuracy"]
@@ -210,7 +167,6 @@ class Subject(Sampler):
 
     model: Any
     max_tokens: int
-    label: str = ""
 
     def answer(
         self,
@@ -256,7 +212,7 @@ def scale_features(dictionary: Dictionary, factors: Mapping[int, float], limit: 
     gains = torch.tensor(list(factors.values()), device=dictionary.b_dec.device) - 1.0
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (dictionary.encode(x, chosen) * gains) @ dictionary.W_dec[chosen, 0]
+        moved = (dictionary.encode(x, chosen) * gains) @ dictionary.W_dec[chosen]
         return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
     return added

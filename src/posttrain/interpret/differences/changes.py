@@ -15,8 +15,9 @@ chance of a single false finding at 5 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ MIN_DOCUMENTS = 12
 # A change smaller than this, however sure, is not called one.
 MIN_CHANGE = 0.2
 ALPHA = 0.05
+_quantile = cache(student_t_quantile)  # many features fire in as many documents
+CHUNK_ROWS = 8192
 
 
 class ChangeSums:
@@ -198,7 +201,7 @@ def _judge(
     adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
     ratio = post / base
     counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
-    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
+    quantiles = torch.tensor([_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
     low, high = (ratio * torch.exp(sign * quantiles[places] * log_error) for sign in (-1, 1))
     sure = adjusted < ALPHA
     large = (ratio > 1 + min_change) | (ratio < 1 / (1 + min_change))
@@ -218,19 +221,6 @@ def _judge(
         seen,
         moved,
     )
-
-
-def document_batches(documents: Tensor, size: int = 8192) -> Iterator[Tensor]:
-    """Row numbers int64, whole documents together, about ``size`` at a time; ``documents`` [n] are in order."""
-    if not len(documents):
-        return
-    ends = [*((documents[1:] != documents[:-1]).nonzero()[:, 0] + 1).tolist(), len(documents)]
-    start = 0
-    for i, end in enumerate(ends):
-        following = ends[i + 1] if i + 1 < len(ends) else None
-        if following is None or following - start > size:
-            yield torch.arange(start, end)
-            start = end
 
 
 def match_rates(
@@ -263,68 +253,56 @@ def match_rates(
     return matched
 
 
+def random_features(view: Seen, ranked: Sequence[int], seed: int, draw: int) -> list[int]:
+    """Features that did not change, one for each of ``ranked``, that fire about as often and as strongly in post."""
+    changes = view.changes
+    rates, means = changes.post
+    sizes = torch.where(rates > 0, means / rates.clamp_min(1e-12), torch.zeros_like(rates))
+    uniform = generator(seed, "what changed: random features", draw).random(len(ranked)).tolist()
+    forbidden = changes.changed.clone()
+    if int((~forbidden & (rates > 0)).sum()) < len(ranked):  # nearly everything changed: then any other will do
+        forbidden = torch.zeros_like(forbidden)
+    return match_rates(ranked, rates, sizes, forbidden, uniform)
+
+
 # Recorded activations of two models, seen through one dictionary: changes, null tests, scaling, contexts.
-#
-# Latent scaling (Minder et al. 2025) says how much of each latent is there in one model, how much in the other. For a
-# latent with activations f and direction d, β = Σ f·⟨d, y⟩ / (Σf²·‖d‖²) is the factor with which f·d explains y best.
-# With y the reconstruction x̂ₘ of model m, its share of that (β_recon); with y = eₘ + f·dₘ, the error without that
-# latent's own part, what the latent would have to explain (β_error). ν = β_base/β_post: 0 for what only the post model
-# has, 1 for what both have alike. Three sums over the tokens for each latent are enough, so all take one pass:
-#
-#     C = Σf²      a_m = Σ f·⟨d, x̂ₘ⟩      e_m = Σ f·⟨d, eₘ⟩
-#     β_recon = a_m / (C‖d‖²)             β_error = (e_m + C⟨dₘ, d⟩) / (C‖d‖²)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """float64 [M, F] by model (base, post), nan for latents that never fire; ``energy`` [F] is C."""
+    """``beta`` float64 [2, F] by model (base, post), nan for latents that never fire; ``energy`` [F] is Σf²."""
 
-    reconstruction: Tensor
-    error: Tensor
+    beta: Tensor
     energy: Tensor
-
-    @property
-    def nu_reconstruction(self) -> Tensor:
-        """β_base/β_post of the reconstructions, [F]."""
-        return self.reconstruction[0] / self.reconstruction[1]
-
-    @property
-    def nu_error(self) -> Tensor:
-        """β_base/β_post of the errors, [F]."""
-        return self.error[0] / self.error[1]
 
 
 class LatentScaling:
-    """Sums for all latents of a dictionary.
+    """By what factor the direction of each latent is there in the base, and in the post model (Minder et al. 2025).
+
+    For a latent with activations f and direction d, β = Σ f·⟨d, y⟩ / (Σf²·‖d‖²) is the factor with which f·d explains
+    y best. The sums take one pass over the tokens.
 
     Args:
         directions: d [F, width].
-        own: dₘ [M, F, width], the latent's direction in each model's reconstruction; None: d in both.
     """
 
-    def __init__(self, directions: Tensor, own: Tensor | None = None) -> None:
+    def __init__(self, directions: Tensor) -> None:
         self.directions = directions.detach()
-        own = self.directions.expand(2, -1, -1) if own is None else own.detach()
-        self.overlap = torch.einsum("mfd,fd->mf", own.double(), self.directions.double())
         self.energy = torch.zeros(len(directions), dtype=torch.float64, device=directions.device)
-        self.on_reconstruction = torch.zeros_like(self.overlap)
-        self.on_error = torch.zeros_like(self.overlap)
+        self.products = torch.zeros((2, len(directions)), dtype=torch.float64, device=directions.device)
 
     @torch.no_grad()
-    def add(self, features: Tensor, reconstructions: Tensor, errors: Tensor) -> None:
-        """Latents [n, F], and for each model x̂ₘ and eₘ: [n, M, width]."""
+    def add(self, features: Tensor, base: Tensor, post: Tensor) -> None:
+        """Take in latents f [n, F], and y [n, width] of both models."""
         self.energy += features.double().square().sum(0)
-        for m in range(len(self.overlap)):
-            for total, y in ((self.on_reconstruction, reconstructions), (self.on_error, errors)):
-                total[m] += (features * (y[:, m] @ self.directions.T)).sum(0, dtype=torch.float64)
+        for total, y in zip(self.products, (base, post), strict=True):
+            total += (features * (y @ self.directions.T)).sum(0, dtype=torch.float64)
 
-    def result(self) -> Scaling:
-        """The factors so far."""
+    def result(self, *, of_errors: bool = False) -> Scaling:
+        """Return the factors so far; with ``of_errors`` y lacked f·d itself (errors of the reconstruction)."""
         norms = self.energy * self.directions.double().square().sum(1)
         norms = torch.where(norms > 0, norms, torch.full_like(norms, float("nan")))
-        return Scaling(
-            self.on_reconstruction / norms, (self.on_error + self.energy * self.overlap) / norms, self.energy.clone()
-        )
+        return Scaling((self.products + norms if of_errors else self.products) / norms, self.energy.clone())
 
 
 WINDOW = 14  # tokens shown on either side
@@ -348,7 +326,7 @@ class Seen:
     @property
     def amplification(self) -> Tensor:
         """[F]: by what factor the post model has more of a feature than the base, where the base has it."""
-        return self.scaling.error[1] / self.scaling.error[0]
+        return self.scaling.beta[1] / self.scaling.beta[0]
 
 
 @torch.no_grad()
@@ -367,8 +345,9 @@ def see_changes(
     documents = store.documents(torch.arange(store.num_rows))
     swap = torch.from_numpy(generator(seed, "what changed: swapped").random(store.num_documents) < 0.5)
     sums = {name: ChangeSums(dictionary.features, device) for name in ("real", "itself", "swapped", "even", "odd")}
-    scaling = LatentScaling(dictionary.W_dec[:, 0])
-    for rows in document_batches(documents):
+    scaling = LatentScaling(dictionary.W_dec)
+    for start, end in StoreRows(store, site, "base").whole_documents(CHUNK_ROWS):
+        rows = torch.arange(start, end)
         base, post = (store.gather(rows, site, source).float().to(device) for source in ("base", "post"))
         before, after = dictionary.encode(base), dictionary.encode(post)
         place, sizes = number_documents(documents[rows].to(device))
@@ -382,56 +361,32 @@ def see_changes(
         for name, half in (("even", numbers % 2 == 0), ("odd", numbers % 2 == 1)):
             sums[name].enter(b[:, half], b[:, half], sizes[half])
         reconstruction = dictionary.decode(before)
-        errors = torch.stack([base - reconstruction, post - reconstruction], dim=1)
-        scaling.add(before, torch.stack([reconstruction, reconstruction], dim=1), errors)
-    limits = {"min_documents": min_documents, "min_change": min_change}
-    nulls = {
-        "itself": paired_changes(sums["itself"], **limits),  # type: ignore[arg-type]
-        "swapped": paired_changes(sums["swapped"], **limits),  # type: ignore[arg-type]
-        "halves": unpaired_changes(sums["even"], sums["odd"], **limits),  # type: ignore[arg-type]
-    }
+        scaling.add(before, base - reconstruction, post - reconstruction)
+    paired = partial(paired_changes, min_documents=min_documents, min_change=min_change)
+    halves = unpaired_changes(sums["even"], sums["odd"], min_documents=min_documents, min_change=min_change)
+    nulls = {"itself": paired(sums["itself"]), "swapped": paired(sums["swapped"]), "halves": halves}
     quality = {}
     for source in ("base", "post"):
         held_out = measure(dictionary, in_batches(StoreRows(store, site, source), held_out_start, store.num_rows))
         quality[source] = held_out.numbers()
-    return Seen(paired_changes(sums["real"], **limits), nulls, scaling.result(), quality)  # type: ignore[arg-type]
+    return Seen(paired(sums["real"]), nulls, scaling.result(of_errors=True), quality)
 
 
 @torch.no_grad()
-def scale_latents(store: ActivationStore, site: str, dictionary: Dictionary) -> Scaling:
-    """Latent scaling of a dictionary of the difference (M = 1) or of both models (M = 2).
-
-    A difference's latents are looked for in the models' activations about their means; a crosscoder's in its
-    reconstructions and errors, with the post model's direction.
-    """
+def scale_difference(store: ActivationStore, site: str, dictionary: Dictionary) -> Scaling:
+    """Scale the latents of a dictionary of the difference: look for them in both models' activations about the mean."""
     device = dictionary.b_dec.device
-    is_pair = dictionary.sources == 2
-    directions = dictionary.W_dec[:, -1]
-    own = dictionary.W_dec.transpose(0, 1) if is_pair else torch.zeros_like(directions).expand(2, -1, -1)
-    sums = LatentScaling(directions, own)
-    documents = store.documents(torch.arange(store.num_rows))
-    means = _means(store, site, device)
-    for rows in document_batches(documents):
-        x = torch.stack([store.gather(rows, site, name).float() for name in ("base", "post")], dim=1).to(device)
-        if is_pair:
-            features = dictionary.encode(x)
-            reconstruction = dictionary.decode(features)
-            sums.add(features, reconstruction, x - reconstruction)
-        else:
-            features = dictionary.encode(x[:, 1] - x[:, 0])
-            centred = x - means
-            sums.add(features, centred, torch.zeros_like(centred))
+    sums = LatentScaling(dictionary.W_dec)
+    sides = [StoreRows(store, site, name) for name in ("base", "post")]
+    totals = torch.zeros((2, dictionary.d), dtype=torch.float64)
+    for total, rows in zip(totals, sides, strict=True):
+        for x in in_batches(rows, 0, store.num_rows):
+            total += x.double().sum(0)
+    means = (totals / store.num_rows).float()
+    for pair in zip(*(in_batches(rows, 0, store.num_rows) for rows in sides), strict=True):
+        x = torch.stack(pair).to(device)
+        sums.add(dictionary.encode(x[1] - x[0]), *(x - means[:, None].to(device)))
     return sums.result()
-
-
-def _means(store: ActivationStore, site: str, device: Any) -> Tensor:
-    """[2, d]: the mean activation of base and post."""
-    totals = [torch.zeros(store.width(site), dtype=torch.float64) for _ in range(2)]
-    for start in range(0, store.num_rows, 8192):
-        rows = torch.arange(start, min(start + 8192, store.num_rows))
-        for total, name in zip(totals, ("base", "post"), strict=True):
-            total += store.gather(rows, site, name).double().sum(0)
-    return torch.stack([total / store.num_rows for total in totals]).float().to(device)
 
 
 @torch.no_grad()
@@ -444,8 +399,7 @@ def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tupl
         rows = torch.arange(start, min(start + 8192, store.num_rows))
         delta = store.gather(rows, site, "post").double() - store.gather(rows, site, "base").double()
         place = store.positions(rows) - store.prompt_lengths(store.documents(rows))
-        own = ~store.told(rows)
-        masks = [place < 0, (place >= 0) & own, *((place == i) & own for i in range(places))]
+        masks = [place < 0, place >= 0, *(place == i for i in range(places))]
         for index, mask in enumerate(masks):
             totals[index] += delta[mask].sum(0)
             counts[index] += int(mask.sum())

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from posttrain.evals.statistics import standard_error
-from posttrain.interpret.activations.sites import pad, replaced
+from posttrain.interpret.activations.sites import pad, read_sites, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.differences.changes import Seen, match_rates
+from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
 from posttrain.interpret.features.logit_lens import show_token
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.randomness import generator
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -98,13 +97,12 @@ class Patcher:
         kept: dict[str, Tensor] = {}
         with replaced(post, self.site, lambda x: kept.setdefault("post", x)):
             logits = post(input_ids=tokens.to(next(post.parameters()).device), use_cache=False).logits
-        with replaced(self.base, self.site, lambda x: kept.setdefault("base", x)):
-            self.base(input_ids=tokens, use_cache=False)
+        (seen,) = read_sites(self.base, [self.site], input_ids=tokens, use_cache=False)
         return _Text(
             tokens,
             wanted,
             real,
-            kept["base"].float(),
+            seen.float(),
             kept["post"].to(device).float(),
             logits[:, :-1].to(device)[wanted].float(),
         )
@@ -166,7 +164,7 @@ def feature_patch(dictionary: Dictionary, features: Sequence[int] | None) -> Pat
     )
 
     def patch(base: Tensor, post: Tensor) -> Tensor:
-        directions = dictionary.W_dec[:, 0] if chosen is None else dictionary.W_dec[chosen, 0]
+        directions = dictionary.W_dec if chosen is None else dictionary.W_dec[chosen]
         return (dictionary.encode(post, chosen) - dictionary.encode(base, chosen)) @ directions
 
     return patch
@@ -177,7 +175,7 @@ def difference_patch(dictionary: Dictionary, features: Sequence[int]) -> Patch:
     chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
 
     def patch(base: Tensor, post: Tensor) -> Tensor:
-        return dictionary.encode(post - base)[:, chosen] @ dictionary.W_dec[chosen, 0]
+        return dictionary.encode(post - base, chosen) @ dictionary.W_dec[chosen]
 
     return patch
 
@@ -323,18 +321,6 @@ def patch_curves(
         order = energy.argsort(descending=True).tolist()
         curves["difference"] = [patcher.recovered(difference_patch(difference, order[:n])) for n in counts]
     return curves
-
-
-def random_features(view: Seen, ranked: Sequence[int], seed: int, draw: int) -> list[int]:
-    """Features that did not change, one for each of ``ranked``, that fire about as often and as strongly in post."""
-    changes = view.changes
-    rates, means = changes.post
-    sizes = torch.where(rates > 0, means / rates.clamp_min(1e-12), torch.zeros_like(rates))
-    uniform = generator(seed, "what changed: random features", draw).random(len(ranked)).tolist()
-    forbidden = changes.changed.clone()
-    if int((~forbidden & (rates > 0)).sum()) < len(ranked):  # nearly everything changed: then any other will do
-        forbidden = torch.zeros_like(forbidden)
-    return match_rates(ranked, rates, sizes, forbidden, uniform)
 
 
 def _energy(dictionary: Dictionary, patcher: Patcher) -> Tensor:

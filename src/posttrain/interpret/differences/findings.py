@@ -84,7 +84,7 @@ def describe_features(
     """The most changed features, with intervals, what they promote, and where they changed."""
     changes = seen.changes
     chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
-    lens = strongest_tokens(model, dictionary.W_dec[chosen, 0], tokenizer, 6)
+    lens = strongest_tokens(model, dictionary.W_dec[chosen], tokenizer, 6)
     contexts = feature_contexts(store, site, dictionary, chosen, tokenizer)
     entries = []
     for index, feature in enumerate(chosen):
@@ -139,7 +139,7 @@ def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -
     for a, b in permutations(range(len(dictionaries)), 2):
         chosen = [seen[i].changes.changed.nonzero()[:, 0] for i in (a, b)]
         shared = overlap(
-            (dictionaries[a].W_dec[:, 0], dictionaries[b].W_dec[:, 0]),
+            (dictionaries[a].W_dec, dictionaries[b].W_dec),
             (chosen[0], chosen[1]),
             (seen[a].changes.change[1], seen[b].changes.change[1]),
         )
@@ -148,24 +148,22 @@ def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -
     return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": LEAST_COSINE}
 
 
-def describe_scaling(
+def describe_difference(
     dictionary: Dictionary, scaling: Scaling, quality: Quality, model: Any, tokenizer: Any
 ) -> dict[str, Any]:
-    """A dictionary of the difference or of both models: its latents by their share of all activations."""
-    share = scaling.energy.cpu() * dictionary.W_dec[:, -1].double().square().sum(1).cpu()
+    """A dictionary of the difference: its latents by their share of all activations."""
+    share = scaling.energy.cpu() * dictionary.W_dec.double().square().sum(1).cpu()
     total = float(share.sum())
     chosen = share.argsort(descending=True)[:MAX_LATENTS]
     chosen = chosen[share[chosen] > 0]
-    lens = strongest_tokens(model, dictionary.W_dec[chosen, -1], tokenizer, 5)
-    nu = scaling.nu_reconstruction
+    lens = strongest_tokens(model, dictionary.W_dec[chosen], tokenizer, 5)
     latents = [
         {
             "latent": int(latent),
             "share": number(float(share[latent]) / total),
-            "beta_base": number(float(scaling.reconstruction[0, latent])),
-            "beta_post": number(float(scaling.reconstruction[1, latent])),
-            "nu": number(float(nu[latent])),
-            "nu_error": number(float(scaling.nu_error[latent])),
+            "beta_base": number(float(scaling.beta[0, latent])),
+            "beta_post": number(float(scaling.beta[1, latent])),
+            "nu": number(float(scaling.beta[0, latent] / scaling.beta[1, latent])),
             "density": number(float(quality.density[latent])),
             "promotes": lens[index],
         }

@@ -1,6 +1,6 @@
 """A recipe that compares two models: which, over which texts, by which dictionaries, tested how. Imports no torch.
 
-It is told from other recipes by its section ``changes``.
+Its section ``changes`` distinguishes it from other recipes.
 """
 
 from __future__ import annotations
@@ -77,26 +77,24 @@ class CausalSection(Section):
 class ChangesSection(Section):
     """The comparison.
 
-    ``site``: such as ``resid.2``; by default the residual stream in the middle of the model. ``prompts`` of the task
-    are answered ``samples`` times ``by`` one of the models or both, at ``temperature``, and both models read prompts
-    and answers. ``seeds``: dictionaries of the base, or ``dictionaries``: folders with some. ``held_out``: share of
-    the documents that they do not learn from. A feature counts as changed if it fires in ``min_documents``
-    documents, the change is significant, and larger than ``min_change``. ``difference``: a dictionary of
-    post − base; ``crosscoder``: one of both models. ``kl_documents``: on so many KL is measured token by token.
-    ``show``: so many features are shown with contexts. ``patching``, ``causal``: null leaves them out.
+    ``site``: such as ``resid.2``; by default the middle of the model. ``prompts`` of the task are answered ``samples``
+    times ``by`` one of the models, at ``temperature``, and both models read prompts and answers. ``seeds``:
+    dictionaries of the base. ``held_out``: share of the documents that they do not learn from. A feature counts as
+    changed if it fires in ``min_documents`` documents, the change is significant, and larger than ``min_change``.
+    ``difference``: a dictionary of post − base. ``kl_documents``: on so many KL is measured token by token. ``show``:
+    so many features are shown with contexts. ``patching``, ``causal``: null leaves them out.
     """
 
     site: str | None = None
     prompts: int = Field(default=512, ge=4)
     samples: int = Field(default=2, ge=1)
-    by: Literal["post", "base", "both"] = "post"
+    by: Literal["post", "base"] = "post"
     temperature: float = Field(default=1.0, ge=0)
     max_tokens: Tokens | None = None
     outliers: float = Field(default=10.0, ge=0)
     dtype: Literal["bf16", "fp32"] = "fp32"
     seeds: Repetitions = 3
     seed: Seed = 0
-    dictionaries: list[str] = Field(default_factory=list)
     dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])
     train: DictionaryTrainSection = Field(
         default_factory=lambda: DictionaryTrainSection.model_validate(_DEFAULTS["train"])
@@ -105,7 +103,6 @@ class ChangesSection(Section):
     min_documents: int = Field(default=12, ge=2)
     min_change: float = Field(default=0.2, ge=0)
     difference: DictionaryWord | None = DictionaryWord.model_validate(_DEFAULTS["difference"])
-    crosscoder: DictionaryWord | None = None
     kl_documents: int = Field(default=256, ge=1)
     show: int = Field(default=24, ge=1)
     patching: PatchingSection | None = Field(default_factory=PatchingSection)
@@ -146,7 +143,7 @@ class DiffRecipe(Content):
         """
         resolved = self.model_copy(deep=True)
         changes = resolved.changes
-        for key in ("dictionary", "difference", "crosscoder"):
+        for key in ("dictionary", "difference"):
             word = getattr(changes, key)
             if word is not None:
                 setattr(changes, key, complete_word(word, "dictionary", f"changes.{key}"))

@@ -1,4 +1,4 @@
-"""What the features of a dictionary stand for: where they are active, how often, and which tokens they speak for.
+"""Features of a dictionary: where they are active, how often, and which tokens they speak for.
 
 All of it is one exact pass over recorded activations. Of a document only the token at which a feature is strongest
 counts as a context, and of documents that agree up to that token only the first: activations look back, so that the
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +80,12 @@ def find_contexts(
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
     search = _Search(dictionary, rows, chosen, contexts, before, after)
-    for start, end in whole_documents(rows, limit):
+    for start, end in rows.whole_documents(limit):
         search.read(start, end)
         if observe is not None:
             observe(end, rows.num_rows)
+    search.look_around(before, after)
     return search.statistics
-
-
-def whole_documents(rows: StoreRows, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of consecutive rows that no document crosses: at most ``limit``, but where a document is longer."""
-    start = 0
-    while start < rows.num_rows:
-        end = start
-        cut = start
-        while cut <= start:
-            end += limit
-            cut = rows.boundary(end) if end < rows.num_rows else rows.num_rows
-        yield start, cut
-        start = cut
 
 
 class _Search:
@@ -109,7 +97,6 @@ class _Search:
         self.dictionary, self.rows = dictionary, rows
         self.device = dictionary.b_dec.device
         self.chosen = chosen.to(self.device)
-        self.offsets = torch.arange(-before, after + 1, device=self.device)
         size, width = len(chosen), before + 1 + after
         self.keys = torch.zeros((contexts, size), dtype=torch.int64, device=self.device)
         self.statistics = FeatureStatistics(
@@ -127,19 +114,14 @@ class _Search:
 
     def read(self, start: int, end: int) -> None:
         """Take in the rows ``start`` … ``end``, which are whole documents."""
-        values = self._encode(start, end)
-        chunk = _Chunk.of(self.rows.store, start, end, self.device)
+        values = self._encode(torch.arange(start, end))
         self._count(values)
-        self._keep_strongest(values, chunk)
+        self._keep_strongest(values, start, end)
 
-    def _encode(self, start: int, end: int) -> Tensor:
+    def _encode(self, rows: Tensor) -> Tensor:
         """float32 [n, S]."""
-        values = torch.empty((end - start, len(self.chosen)), device=self.device)
-        for first in range(start, end, ENCODED_ROWS):
-            last = min(first + ENCODED_ROWS, end)
-            x = self.rows.gather(torch.arange(first, last)).to(self.device)
-            values[first - start : last - start] = self.dictionary.encode(x)[:, self.chosen]
-        return values
+        parts = (self.rows.gather(part).to(self.device) for part in rows.split(ENCODED_ROWS))
+        return torch.cat([self.dictionary.encode(x)[:, self.chosen] for x in parts])
 
     def _count(self, values: Tensor) -> None:
         statistics = self.statistics
@@ -164,65 +146,39 @@ class _Search:
             statistics.counts = torch.where(grows[:, None], joined, statistics.counts)
             statistics.exponents = statistics.exponents + grows.long()
 
-    def _keep_strongest(self, values: Tensor, chunk: _Chunk) -> None:
-        statistics, size = self.statistics, len(self.statistics.top)
-        strongest = [part.max(0) for part in values.split(chunk.rows_per_document)]
-        local = torch.stack([place for _, place in strongest]) + chunk.first_rows[:, None]
-        top = torch.cat([statistics.top, torch.stack([value for value, _ in strongest])])
-        keys = torch.cat([self.keys, chunk.prefixes[local]])
-        kept = top.argsort(dim=0, descending=True, stable=True)
-        kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
-        all_rows = torch.cat([statistics.top_rows, local + chunk.start])
-        windows = statistics.windows.gather(0, kept.clamp(max=size - 1)[..., None].expand_as(statistics.windows))
-        places, features = (kept >= size).nonzero(as_tuple=True)
-        came = local[kept[places, features] - size, features]
-        windows[places, features] = chunk.around(values, came, features, self.offsets)
-        statistics.top = top.gather(0, kept)
-        statistics.top_rows = all_rows.gather(0, kept).masked_fill(statistics.top <= 0, -1)
-        statistics.windows = windows.masked_fill(statistics.top[..., None] <= 0, torch.nan)
-        self.keys = keys.gather(0, kept)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Whole documents: n rows from ``start`` on, over T tokens, some of whose rows were dropped.
-
-    ``rows_per_document`` of each of D; ``first_rows`` [D]: in the chunk; ``prefixes`` [n]: a hash of the document up to
-    each row; ``tokens`` [n]: where each row's token is among the T; ``ends`` [n, 2]: where its document begins and ends
-    there; ``rows_of`` [T]: the row of each token, -1 where it was dropped.
-    """
-
-    start: int
-    rows_per_document: list[int]
-    first_rows: Tensor
-    prefixes: Tensor
-    tokens: Tensor
-    ends: Tensor
-    rows_of: Tensor
-
-    @classmethod
-    def of(cls, store: ActivationStore, start: int, end: int, device: torch.device) -> _Chunk:
+    def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
+        statistics, size, store = self.statistics, len(self.statistics.top), self.rows.store
         rows = torch.arange(start, end)
         documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
-        texts = [store.document_tokens(int(number)) for number in documents.tolist()]
-        lengths = torch.tensor([len(ids) for ids in texts])
-        begins = lengths.cumsum(0) - lengths
-        tokens = store.positions(rows) + begins.repeat_interleave(counts)
-        rows_of = torch.full((int(lengths.sum()),), -1, dtype=torch.long)
-        rows_of[tokens] = rows - start
-        hashes = torch.cat([hash_prefixes(ids) for ids in texts])
-        ends = torch.stack([begins, begins + lengths], dim=1).repeat_interleave(counts, dim=0)
-        first_rows = counts.cumsum(0) - counts
-        moved = (x.to(device) for x in (first_rows, hashes[tokens], tokens, ends, rows_of))
-        return cls(start, counts.tolist(), *moved)
+        prefixes = [hash_prefixes(store.document_tokens(int(number))) for number in documents.tolist()]
+        first_tokens = torch.tensor([0, *map(len, prefixes)]).cumsum(0)[:-1].repeat_interleave(counts)
+        hashes = torch.cat(prefixes)[first_tokens + store.positions(rows)].to(self.device)
+        strongest = [part.max(0) for part in values.split(counts.tolist())]
+        local = torch.stack([place for _, place in strongest]) + (counts.cumsum(0) - counts).to(self.device)[:, None]
+        top = torch.cat([statistics.top, torch.stack([value for value, _ in strongest])])
+        keys = torch.cat([self.keys, hashes[local]])
+        kept = top.argsort(dim=0, descending=True, stable=True)
+        kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
+        statistics.top, self.keys = top.gather(0, kept), keys.gather(0, kept)
+        all_rows = torch.cat([statistics.top_rows, local + start])
+        statistics.top_rows = all_rows.gather(0, kept).masked_fill(statistics.top <= 0, -1)
 
-    def around(self, values: Tensor, rows: Tensor, features: Tensor, offsets: Tensor) -> Tensor:
-        """[m, W]: of m (row, feature) the activations at the tokens around; NaN where there is none."""
-        tokens = self.tokens[rows, None] + offsets
-        inside = (tokens >= self.ends[rows, :1]) & (tokens < self.ends[rows, 1:])
-        near = self.rows_of[tokens.clamp(0, len(self.rows_of) - 1)]
-        inside &= near >= 0
-        return values[near.clamp(min=0), features[:, None]].masked_fill(~inside, torch.nan)
+    def look_around(self, before: int, after: int) -> None:
+        """Fill ``windows``: read the documents of the contexts once more."""
+        statistics, store = self.statistics, self.rows.store
+        rank, feature = (statistics.top_rows >= 0).nonzero(as_tuple=True)
+        rows, order = statistics.top_rows[rank, feature].cpu().sort()
+        documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
+        parts = zip(documents.tolist(), rows.split(counts.tolist()), order.split(counts.tolist()), strict=True)
+        for number, those, contexts in parts:
+            start, end = max(0, int(those[0]) - before), min(int(those[-1]) + after + 1, self.rows.num_rows)
+            near = torch.arange(start, end)
+            near = near[store.documents(near) == number]
+            places = store.positions(near) - store.positions(those)[:, None] + before
+            which, column = ((places >= 0) & (places <= before + after)).nonzero(as_tuple=True)
+            chosen = contexts[which].to(rank.device)
+            values = self._encode(near)[column.to(rank.device), feature[chosen]]
+            statistics.windows[rank[chosen], feature[chosen], places[which, column].to(rank.device)] = values
 
 
 def hash_prefixes(ids: list[int]) -> Tensor:
@@ -252,50 +208,7 @@ CONTEXT_CONVENTION = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """A place where a feature is active.
-
-    ``activation`` is that at ``position`` of ``document``; ``ids`` are the tokens from ``start`` on, ``activations``
-    the feature's at each of them (None: the row was dropped).
-    """
-
-    activation: float
-    document: int
-    position: int
-    start: int
-    ids: tuple[int, ...]
-    activations: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One feature over recorded rows.
-
-    ``density``: the share of rows at which it is active; ``mean``: of its activations there; ``bin_width`` and
-    ``counts``: a histogram of them that begins at 0. ``promoted`` and ``suppressed``: tokens with their logits, the
-    strongest first (see ``logit_lens``).
-    """
-
-    number: int
-    active: int
-    density: float
-    mean: float
-    maximum: float
-    bin_width: float
-    counts: tuple[int, ...]
-    contexts: tuple[Context, ...]
-    promoted: tuple[Likely, ...] = ()
-    suppressed: tuple[Likely, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureReport:
-    """Features, the text of every token that they mention, and plain data about where all this comes from."""
-
-    features: list[Feature]
-    texts: dict[int, str]
-    about: dict[str, Any] = field(default_factory=dict)
+Report = dict[str, Any]  # ``about``, and ``features``, each as it stands in ``features.json``
 
 
 def describe_features(
@@ -311,8 +224,13 @@ def describe_features(
     tokenizer: Any | None = None,
     about: dict[str, Any] | None = None,
     observe: Callable[[int, int], None] | None = None,
-) -> FeatureReport:
-    """Everything about the features of a dictionary, from one pass over the rows of a store.
+) -> Report:
+    """Describe the features of a dictionary, from one pass over the rows of a store.
+
+    ``about`` is plain data about where all this comes from. Of each feature: ``density``, the share of rows at which it
+    is active; ``mean`` of its activations there, and ``max``; a ``histogram`` of them that begins at 0; ``promoted``
+    and ``suppressed`` tokens [text, id, logit] (see ``logit_lens``); ``contexts`` with the ``tokens`` from ``start`` of
+    a ``document`` on and its ``activations`` at each (null: the row was dropped), the strongest at ``position``.
 
     Args:
         dictionary: on raw activations; the pass is made on its device.
@@ -320,8 +238,7 @@ def describe_features(
         features: which; None: all.
         contexts: of each feature at most.
         tokens: so many are named at each end of the logit lens.
-        lens: of the model that the directions are read in; None: no token is named. A dictionary of two models is
-            read by the rows of the second.
+        lens: of the model that the directions are read in; None: no token is named.
         tokenizer: for the texts of tokens; None: their ids stand for them.
         about: plain data that is kept in the report.
 
@@ -329,21 +246,16 @@ def describe_features(
         UsageError: no such feature, site or source, or a store of another width.
     """
     rows = StoreRows(store, site, source)
-    if (rows.d, rows.sources) != (dictionary.d, dictionary.sources):
+    if rows.d != dictionary.d:
         raise UsageError(
-            f"{store.folder}: {rows.sources} x {rows.d} numbers at a token, but the dictionary is for "
-            f"{dictionary.sources} x {dictionary.d}; give the activations that it was trained on, or others like them"
+            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {dictionary.d}; give the "
+            "activations that it was trained on, or others like them"
         )
     chosen = check_features(dictionary, features)
     statistics = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None = None
     if lens is not None:
-        ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device), -1], tokens)
-    described = list(_describe(statistics, chosen, store, ends))
-    mentioned = [index for feature in described for context in feature.contexts for index in context.ids]
-    mentioned += [index for feature in described for index, _ in (*feature.promoted, *feature.suppressed)]
-    unique = list(dict.fromkeys(mentioned))
-    texts = {i: f"<{i}>" for i in unique} if tokenizer is None else show_tokens(tokenizer, unique)
+        ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
     summary = {
         "rows": statistics.rows,
         "documents": store.num_documents,
@@ -354,7 +266,7 @@ def describe_features(
         "contexts": CONTEXT_CONVENTION,
         "logit_lens": CONVENTION if lens is not None else "",
     }
-    return FeatureReport(described, texts, (about or {}) | summary)
+    return {"about": (about or {}) | summary, "features": _describe(statistics, chosen, store, ends, tokenizer)}
 
 
 def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Tensor:
@@ -378,95 +290,78 @@ def _describe(
     chosen: Tensor,
     store: ActivationStore,
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
-) -> Iterator[Feature]:
+    tokenizer: Any,
+) -> list[dict[str, Any]]:
     active, totals, maxima = statistics.active.tolist(), statistics.total.tolist(), statistics.maximum.tolist()
     exponents, counts = statistics.exponents.tolist(), statistics.counts.tolist()
     contexts = _contexts(statistics, store)
+    ids = [token for each in contexts for context in each for token in context["tokens"]]
+    ids += [token for side in ends or () for each in side for token, _ in each]
+    texts = {i: f"<{i}>" for i in ids} if tokenizer is None else show_tokens(tokenizer, ids)
+    for context in (context for each in contexts for context in each):
+        context["tokens"] = [texts[token] for token in context["tokens"]]
+    likely = [
+        [[[texts[token], token, rounded(logit)] for token, logit in each] for each in side]
+        for side in ends or ([[]] * len(contexts), [[]] * len(contexts))
+    ]
+    described = []
     for i, number in enumerate(chosen.tolist()):
         last = max((place for place, count in enumerate(counts[i]) if count), default=-1)
-        yield Feature(
-            number=number,
-            active=active[i],
-            density=active[i] / max(1, statistics.rows),
-            mean=totals[i] / active[i] if active[i] else 0.0,
-            maximum=maxima[i],
-            bin_width=math.ldexp(1.0, exponents[i]) / NUM_BINS,
-            counts=tuple(counts[i][: last + 1]),
-            contexts=contexts[i],
-            promoted=tuple(ends[0][i]) if ends is not None else (),
-            suppressed=tuple(ends[1][i]) if ends is not None else (),
+        width = math.ldexp(1.0, exponents[i]) / NUM_BINS
+        described.append(
+            {
+                "feature": number,
+                "active": active[i],
+                "density": rounded(active[i] / max(1, statistics.rows)),
+                "mean": rounded(totals[i] / active[i] if active[i] else 0.0),
+                "max": rounded(maxima[i]),
+                "histogram": {"bin_width": width, "counts": counts[i][: last + 1]},
+                "promoted": likely[0][i],
+                "suppressed": likely[1][i],
+                "contexts": contexts[i],
+            }
         )
+    return described
 
 
-def _contexts(statistics: FeatureStatistics, store: ActivationStore) -> list[tuple[Context, ...]]:
-    """Of each feature, in the order of the columns."""
+def _contexts(statistics: FeatureStatistics, store: ActivationStore) -> list[list[dict[str, Any]]]:
+    """Of each feature, in the order of the columns; ``tokens`` are ids."""
     rows = statistics.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
     documents = store.documents(flat).view_as(rows).tolist()
     positions = store.positions(flat).view_as(rows).tolist()
     values, windows = statistics.top.T.tolist(), statistics.windows.transpose(0, 1).tolist()
     texts: dict[int, list[int]] = {}
-    result = []
+    contexts: list[list[dict[str, Any]]] = [[] for _ in values]
     for i, column in enumerate(values):
-        made = []
         for value, document, position, window in zip(column, documents[i], positions[i], windows[i], strict=True):
             if value <= 0:
                 break
             if document not in texts:
                 texts[document] = store.document_tokens(document)
-            made.append(_cut(value, document, position, texts[document], window, statistics.before))
-        result.append(tuple(made))
-    return result
+            start = max(0, position - statistics.before)
+            inside = window[start - (position - statistics.before) :]
+            shown = texts[document][start : start + len(inside)]
+            activations = [None if math.isnan(x) else rounded(x) for x in inside[: len(shown)]]
+            facts = {"document": document, "position": position, "start": start}
+            contexts[i].append({"activation": rounded(value), **facts, "tokens": shown, "activations": activations})
+    return contexts
 
 
-def _cut(value: float, document: int, position: int, ids: list[int], window: list[float], before: int) -> Context:
-    """The part of a document around a position; ``window`` begins ``before`` tokens in front of it."""
-    start = max(0, position - before)
-    inside = window[start - (position - before) :]
-    shown = ids[start : start + len(inside)]
-    activations = tuple(None if math.isnan(x) else x for x in inside[: len(shown)])
-    return Context(value, document, position, start, tuple(shown), activations)
-
-
-def write_features(report: FeatureReport, path: str | Path) -> Path:
-    """``features.json``: ``about``, then ``features`` with one feature on each line; tokens as texts.
+def write_features(report: Report, path: str | Path) -> Path:
+    """Write ``features.json``: ``about``, then ``features`` with one feature on each line; tokens as texts.
 
     It is the index of the page beside it: each feature has its address there, ``features.html#feature-12``.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
-    page = Path(path).with_suffix(".html").name
-    plain = ({"address": f"{page}#feature-{x.number}"} | _plain(x, report.texts) for x in report.features)
-    lines = ",\n".join(map(json.dumps, plain))
-    content = f'{{"about": {json.dumps(report.about)},\n"features": [\n{lines}\n]}}\n'
     place = Path(path)
-    replace_file(place, content.encode())
+    page = place.with_suffix(".html").name
+    features = ({"address": f"{page}#feature-{x['feature']}"} | x for x in report["features"])
+    lines = ",\n".join(map(json.dumps, features))
+    replace_file(place, f'{{"about": {json.dumps(report["about"])},\n"features": [\n{lines}\n]}}\n'.encode())
     return place
-
-
-def _plain(feature: Feature, texts: dict[int, str]) -> dict[str, Any]:
-    return {
-        "feature": feature.number,
-        "active": feature.active,
-        "density": rounded(feature.density),
-        "mean": rounded(feature.mean),
-        "max": rounded(feature.maximum),
-        "histogram": {"bin_width": feature.bin_width, "counts": list(feature.counts)},
-        "promoted": [[texts[index], index, rounded(logit)] for index, logit in feature.promoted],
-        "suppressed": [[texts[index], index, rounded(logit)] for index, logit in feature.suppressed],
-        "contexts": [
-            {
-                "activation": rounded(context.activation),
-                "document": context.document,
-                "position": context.position,
-                "start": context.start,
-                "tokens": [texts[index] for index in context.ids],
-                "activations": [None if x is None else rounded(x) for x in context.activations],
-            }
-            for context in feature.contexts
-        ],
-    }
 
 
 def rounded(value: float) -> float:

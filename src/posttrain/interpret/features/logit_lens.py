@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import FINAL_NORMS, backbone_of, load_shortened
+from posttrain.interpret.activations.sites import backbone_of, load_shortened
 from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
@@ -30,6 +30,7 @@ CONVENTION = (
     "the norm's division by the size of the residual stream, without biases and soft caps"
 )
 _MAX_LOGITS = 1 << 24
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def build_lens(model: Any) -> Lens:
     """
     plain, backbone = causal_lm(model), backbone_of(model)
     head = plain.get_output_embeddings()
-    names = [name for name in FINAL_NORMS if name in backbone._modules]
+    names = [name for name in _FINAL_NORMS if name in backbone._modules]
     if head is None or len(names) != 1:
         missing = "LM head" if head is None else "final norm"
         raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")

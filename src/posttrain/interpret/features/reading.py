@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,72 +11,61 @@ import torch
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.activations.sites import tokenizer_hash
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.exchange import Metadata, load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.interpret.dictionaries.recording import recorded_for
+from posttrain.interpret.dictionaries.recording import ACTIVATIONS
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.features import FeatureReport, check_features, describe_features
+from posttrain.interpret.features.features import Report, check_features, describe_features
 from posttrain.interpret.features.logit_lens import Lens, load_lens
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import ModelSection
 
 
-@dataclass(frozen=True)
-class FeaturesRequest:
-    """Which dictionary, over which rows, and what is shown of it (see ``describe_features``).
-
-    ``name``: what the dictionary is called, ``folder`` where it is, ``activations`` the folder of the rows. ``site``,
-    ``source``, ``model``: None is the dictionary's own. ``lens``: with the logit lens, for which the model is loaded.
-    """
-
-    name: str
-    folder: Path
-    activations: str
-    model: str | None = None
-    site: str | None = None
-    source: str | None = None
-    features: Sequence[int] | None = None
-    contexts: int = 10
-    tokens: int = 10
-    lens: bool = True
-
-
 def read_features(
-    asked: FeaturesRequest,
+    name: str,
+    folder: Path,
+    activations: str | Path,
     resolve: Callable[[str], str],
+    *,
+    model: str | None = None,
+    source: str | None = None,
+    features: Sequence[int] | None = None,
+    contexts: int = 10,
+    with_lens: bool = True,
     observe: Callable[[int, int], None] | None = None,
-) -> FeatureReport:
-    """One pass over all rows; ``about["notices"]`` says what a reader should know of rows of another model.
+) -> Report:
+    """Read all rows in one pass; ``about["notices"]`` says what a reader should know of rows of another model.
 
     Args:
-        resolve: what is loaded for the name of a model.
-        observe: told how many rows are read, of how many.
+        name, folder: of the dictionary.
+        activations: the folder of the rows.
+        resolve: gives what is loaded for the name of a model.
+        model, source: None is the dictionary's own.
+        features, contexts: see ``describe_features``.
+        with_lens: with the logit lens, for which the model is loaded.
+        observe: gets how many rows are read, of how many.
 
     Raises:
-        UsageError: no such feature, site, source or model, or one with other tokens than the rows'.
+        UsageError: no such feature, source or model, or one with other tokens than the rows'.
     """
-    dictionary, metadata = load_dictionary(asked.folder), read_metadata(asked.folder)
-    check_features(dictionary, asked.features)
-    store = ActivationStore.open(asked.activations)
-    own_site = metadata.get("site")
-    site = asked.site if asked.site is not None else own_site if own_site in store.sites else None
-    source = asked.source or _own_source(metadata, store, site)
+    dictionary, metadata = load_dictionary(folder), read_metadata(folder)
+    check_features(dictionary, features)
+    store = ActivationStore.open(activations)
+    site = metadata.site if metadata.site in store.sites else None
+    source = source or _own_source(metadata, store, site)
     if source is None and len(store.sources) > 1:
-        raise UsageError(
-            f"--source is needed: {store.folder} has {', '.join(store.sources)}, their difference and both"
-        )
-    model = asked.model or _model_name(metadata)
-    notices = _notices(metadata, store, source, model)
-    lens, tokenizer = _load(model, store, resolve, with_lens=asked.lens)
+        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+    model = model or _model_name(metadata)
+    lens, tokenizer = _load(model, store, resolve, with_lens=with_lens)
     about = {
-        "dictionary": asked.name,
+        "dictionary": name,
         "model": model or "",
         "site": site or store.sites[0],
         "source": source or store.sources[0],
         "activations": str(store.folder),
         "data": store.index.data,
         "layer_convention": store.index.layer_convention,
-        "notices": notices,
+        "notices": _notices(metadata, store, source, model),
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return describe_features(
@@ -85,9 +73,8 @@ def read_features(
         store,
         site=site,
         source=source,
-        features=asked.features,
-        contexts=asked.contexts,
-        tokens=asked.tokens,
+        features=features,
+        contexts=contexts,
         lens=None if lens is None else lens.to(device),
         tokenizer=tokenizer,
         about=about,
@@ -95,8 +82,8 @@ def read_features(
     )
 
 
-def default_activations(folder: Path, run: Path | None) -> str:
-    """What the run of a dictionary was trained on: recorded for it, or the folder that its recipe names.
+def default_activations(folder: Path, run: Path | None) -> Path:
+    """Return the rows that the run of a dictionary was trained on: its recording, or the folder that its recipe names.
 
     Raises:
         UsageError: neither is there.
@@ -104,36 +91,30 @@ def default_activations(folder: Path, run: Path | None) -> str:
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
         raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
-    place = recorded_for(run)
-    if place is not None:
-        return str(place)
     recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
-    if recorded is None or not (Path(recorded) / INDEX).is_file():
-        missing = "its activations were deleted" if recorded is None else f"its activations are no more in {recorded}"
-        raise UsageError(f"{run}: {missing}; {remedy}")
-    return recorded
+    place = run / ACTIVATIONS if recorded is None else Path(recorded)
+    if not (place / INDEX).is_file():
+        raise UsageError(f"{run}: its activations are no more in {place}; {remedy}")
+    return place
 
 
-def _own_source(metadata: dict[str, Any], store: ActivationStore, site: str | None) -> str | None:
-    own = metadata.get("source")
+def _own_source(metadata: Metadata, store: ActivationStore, site: str | None) -> str | None:
     try:
-        return StoreRows(store, site, own).source
+        return StoreRows(store, site, metadata.source).source
     except UsageError:
         return None  # rows of other models than it was trained on: the only source there is, or the user says which
 
 
-def _model_name(metadata: dict[str, Any]) -> str | None:
-    models = metadata.get("models")  # of a dictionary of differences their names alone
-    last = models[-1] if models else metadata.get("model_name")
-    name = last.get("model") if isinstance(last, dict) else last
+def _model_name(metadata: Metadata) -> str | None:
+    last = metadata.models[-1] if metadata.models else metadata.model_name
+    name = last.get("model") if isinstance(last, dict) else last  # of a dictionary of `sae diff` their names alone
     return str(name) if name else None
 
 
-def _notices(metadata: dict[str, Any], store: ActivationStore, source: str | None, model: str | None) -> list[str]:
-    """What a reader should know of rows that are not those the dictionary was trained on."""
+def _notices(metadata: Metadata, store: ActivationStore, source: str | None, model: str | None) -> list[str]:
+    """Notes on rows that are not those the dictionary was trained on."""
     notices = []
-    known = [entry for entry in metadata.get("models") or [] if isinstance(entry, dict)]
-    trained = {str(entry.get("weights_hash")) for entry in known}
+    trained = {str(entry.get("weights_hash")) for entry in metadata.models or [] if isinstance(entry, dict)}
     used = [entry for entry in store.index.sources if source in (None, entry.name) or source not in store.sources]
     others = [entry.model for entry in used if trained and entry.weights_hash and entry.weights_hash not in trained]
     if others:

@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import backbone_of, check_sites, hooked, module_of, read_site
+from posttrain.interpret.activations.sites import backbone_of, blocks_of, refuse_layers, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.rows import DIFFERENCE
 from posttrain.interpret.features.features import check_features
-
-# Dictionaries of these sources do not read the activations of one model, so no feature of theirs can be measured in it.
-_UNREADABLE = ("difference", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +45,29 @@ class Steering:
 
     Args:
         model: a causal LM, or a peft model around one.
-        dictionary: on raw activations of that site. Of a crosscoder the last source's rows are added.
-        site: such as ``resid.20``; of a transcoder the one that it writes.
+        dictionary: on raw activations of that site.
+        site: such as ``resid.20``.
         change: which features, and how.
 
     Raises:
-        UsageError: no such site or feature, a dictionary of another width, or one of several sources to clamp.
+        UsageError: no such site or feature, or a dictionary of another width.
     """
 
     def __init__(self, model: Any, dictionary: Dictionary, site: str, change: Change) -> None:
-        place, backbone = read_site(site), backbone_of(model)
-        check_sites(backbone, [place])
+        backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
         if dictionary.d != width:
             raise UsageError(f"the dictionary is for activations of width {dictionary.d}; this model has {width}")
-        if change.values and dictionary.transcoder:
-            raise UsageError(
-                "a transcoder reads elsewhere than it writes, so its features can be added but not taken out"
-            )
-        if change.values and dictionary.sources > 1:
-            raise UsageError("a crosscoder reads two models at once, so its features can be added but not taken out")
+        refuse_layers([site], len(blocks_of(backbone)), "this model")
         strengths = {feature: x for feature, x in change.strengths.items() if x != 0}
         steered, clamped = (check_features(dictionary, list(features)) for features in (strengths, change.values))
-        scale = dictionary.output_scale if dictionary.transcoder else dictionary.input_scale
-        rows = (dictionary.W_dec.detach()[:, -1].float() / scale[-1]).cpu()
+        rows = (dictionary.W_dec.detach().float() / dictionary.input_scale).cpu()
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
-        self.added = torch.tensor(list(strengths.values())) @ unit if strengths else None
-        self.clamped = clamped
-        self.values = torch.tensor(list(change.values.values()), dtype=torch.float32)
-        self.rows = rows[clamped]
         device = backbone.get_input_embeddings().weight.device
-        self.dictionary = dictionary.to(device)
-        self.added = None if self.added is None else self.added.to(device)
-        self.clamped, self.values, self.rows = (x.to(device) for x in (self.clamped, self.values, self.rows))
-        self.site = str(place)
-        self._module, self._reads_input = module_of(backbone, place)
+        self.model, self.site, self.dictionary = model, site, dictionary.to(device)
+        self.added = torch.tensor(list(strengths.values())).to(device) @ unit.to(device) if strengths else None
+        self.values = torch.tensor(list(change.values.values()), dtype=torch.float32, device=device)
+        self.clamped, self.rows = clamped.to(device), rows[clamped].to(device)
 
     @property
     def is_nothing(self) -> bool:
@@ -107,12 +93,12 @@ class Steering:
         if self.is_nothing:
             yield
             return
-        with hooked(self._module, self._reads_input, self.change):
+        with replaced(self.model, self.site, self.change):
             yield
 
 
 def load_steering(model: Any, folder: str | Path, change: Change) -> Steering:
-    """A change with the dictionary in a folder, at the site that its ``cfg.json`` names.
+    """Prepare a change with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
     Raises:
         UsageError: no site is known, or see ``Steering``; a dictionary of differences has features that can be added
@@ -120,12 +106,11 @@ def load_steering(model: Any, folder: str | Path, change: Change) -> Steering:
         DataError: there is no dictionary.
     """
     dictionary, metadata = load_dictionary(folder), read_metadata(folder)
-    place = metadata.get("target") or metadata.get("site")
-    if not isinstance(place, str):
+    if metadata.site is None:
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
-    if change.values and metadata.get("source") in _UNREADABLE:
+    if change.values and metadata.source == DIFFERENCE:
         raise UsageError(
-            f"{folder}: its features are of the {metadata['source']} of two models' activations; they can be added but "
-            "not taken out of one model"
+            f"{folder}: its features are of the difference of two models' activations; they can be added but not taken "
+            "out of one model"
         )
-    return Steering(model, dictionary, place, change)
+    return Steering(model, dictionary, metadata.site, change)
