@@ -347,7 +347,9 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
         if item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
-            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
+            gone = GONE.get(f"{label} {last}")
+            hint = suggest(last, names) if gone is None else f" It was removed. Use {gone}."
+            lines.append(f"{key}: {label} has no key {last!r}.{hint} Known keys: {', '.join(names)}")
         elif item["type"] == "missing":
             lines.append(f"{key}: {label} needs this key")
         else:

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.environments.games import NumberGuess
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError, RecipeError, UsageError
 
 
 def make(name: str, **options):
@@ -59,7 +59,7 @@ def test_what_is_no_sum_is_refused(expression: str, says: str) -> None:
 
 
 def test_programs_run_and_what_they_print_comes_back() -> None:
-    python = make("python", level="process", seconds=5, max_output_chars=400)
+    python = make("python", sandbox="process", seconds=5, max_output_chars=400)
     assert python.python("print(6 * 7)") == "42"
     assert python.python("print(sorted({'b', 'a'}))\nopen('x', 'w').write('1')") == "['a', 'b']"
     complaint = python.python("print(open('x').read())")  # begins anew
@@ -68,6 +68,8 @@ def test_programs_run_and_what_they_print_comes_back() -> None:
     assert python.python("import os; print(os.getcwd(), __file__)") == "/box /box/program.py"
     assert python.python("x = 1") == "(nothing was printed)"
     assert python.python("print('y' * 1000)") == "y" * 400 + " ... (cut off)"
+    with pytest.raises(RecipeError, match=r"'python' has no key 'level'\. It was removed\. Use sandbox: bubblewrap"):
+        make("python", level="process")
 
 
 def test_search_ranks_by_bm25(tmp_path: Path) -> None:
