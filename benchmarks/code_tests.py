@@ -4,13 +4,13 @@
     POSTTRAIN_DATA=/path/to/data python benchmarks/code_tests.py --only attacks --size smallest
 
 attacks    the programs of tests/adversaries/code_attacks.txt: which of them pass where program and tests are one
-           process whose exit code 0 is the verdict (as most harnesses have it), at the level ``process``, and at
-           ``namespaces``.
+           process whose exit code 0 is the verdict (as most harnesses have it), in the sandbox ``process``, and in
+           ``bubblewrap``.
 solutions  the data sets' own solutions, each against its tests, through prompt, answer and extraction; and an empty
            answer, an answer without code, and an empty function of the right name, of which none may pass.
 seconds    of one grading of a small program, one at a time and two at a time.
 
-Writes results/code_tests.json, and prints the table of docs/code.md.
+Writes results/code_tests.json, and prints a table of the attacks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from typing import Any
 
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, grade
-from posttrain.graders.sandbox.kernel import landlock_version
-from posttrain.graders.sandbox.levels import refusal
-from posttrain.graders.sandbox.sandbox import Bounds
+from posttrain.graders.sandbox.sandbox import Bounds, refusal
 from posttrain.tasks.verifiable.programs import humaneval, mbpp
 from posttrain.types import Example
 
@@ -51,9 +49,9 @@ def measure_attacks(smallest: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, code_targets.targets(Path(folder)) as aims:
         one = {attack.name: code_targets.passes_in_one_process(aims, attack) for attack in chosen}
         ways = {"one process": one}
-        for level in ("process", "namespaces"):
-            outcomes = code_targets.outcomes(level, aims, chosen)  # type: ignore[arg-type]
-            ways[level] = {name: outcome == "right" for name, outcome in outcomes.items()}
+        for kind in ("process", "bubblewrap"):
+            outcomes = code_targets.outcomes(kind, aims, chosen)  # type: ignore[arg-type]
+            ways[kind] = {name: outcome == "right" for name, outcome in outcomes.items()}
     rows = {attack.name: [ways[way][attack.name] for way in ways] for attack in chosen}
     for name, passes in rows.items():
         print(f"| {name} | {' | '.join('passes' if one else '–' for one in passes)} |")
@@ -96,12 +94,12 @@ def measure_seconds(smallest: bool) -> dict[str, float]:
     num = 4 if smallest else NUM_TIMED
     asked = [(f"def f(x): return x + {n} - {n} + 1", Checks(("f",), "assert f(1) == 2")) for n in range(num)]
     seconds = {}
-    for level in ("process", "namespaces"):
-        walls = Walls(level, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
+    for kind in ("process", "bubblewrap"):
+        walls = Walls(kind, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
         for workers in (1, 2):
             started = time.perf_counter()
             assert set(judge_all(asked, walls, workers)) == {"right"}
-            seconds[f"{level}, {workers} at a time"] = (time.perf_counter() - started) / num
+            seconds[f"{kind}, {workers} at a time"] = (time.perf_counter() - started) / num
     print(json.dumps(seconds))
     return seconds
 
@@ -111,13 +109,13 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--size", choices=("full", "smallest"), default="full")
     arguments = parser.parse_args()
-    if refusal("namespaces"):
-        sys.exit(f"this machine has no namespaces: {refusal('namespaces')}")
+    if refusal("bubblewrap"):
+        sys.exit(f"this machine has no bubblewrap: {refusal('bubblewrap')}")
     smallest = arguments.size == "smallest"
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.only and RESULTS.exists() else {}
     results |= {
         "machine": {
-            "kernel": platform.release(), "python": platform.python_version(), "landlock": landlock_version(),
+            "kernel": platform.release(), "python": platform.python_version(),
             "user": os.getuid(), "processors": os.cpu_count(), "load": os.getloadavg()[0],
         }
     }  # fmt: skip

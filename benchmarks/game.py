@@ -3,7 +3,7 @@
     python benchmarks/game.py                        # three seeds, six to twelve minutes each
     python benchmarks/game.py --seeds 0 --sft-steps 150 --grpo-steps 40
 
-For each seed ``posttrain train tiny/sft-nim``, and from there ``tiny/grpo-nim``, as they ship. Told is what greedy play
+For each seed ``posttrain train contrib/nim/sft-nim.yaml``, and from there ``grpo-nim.yaml``. Told is what greedy play
 wins of games that begin as those of training did, as none of training did, and with heaps larger than any that was met;
 each beside what the best play wins of the same. Writes results/game.json.
 """
@@ -27,6 +27,8 @@ from posttrain.recipes.recipe import load_recipe
 from posttrain.store.rollouts import RolloutStore
 
 RESULTS = Path(__file__).parent / "results" / "game.json"
+NIM = Path(__file__).resolve().parents[1] / "contrib" / "nim"
+SFT, GRPO = str(NIM / "sft-nim.yaml"), str(NIM / "grpo-nim.yaml")
 COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 BEYOND = 49  # stones; training begins from half as many at most
 STARTS = {"episodes/train": "trained", "episodes/validation": "held out"}
@@ -44,7 +46,7 @@ def played(run: Path, name: str, step: int, options: Mapping[str, Any]) -> dict[
     """Of the games of an evaluation: how many, what greedy play and the best play are paid, and the share by heap."""
     store = RolloutStore(run / "rollouts.db", read_only=True)
     rows = [row for row in store.evaluations() if row.evaluation == name and row.step == step]
-    game = registry.find("environment", "nim").bind(options)()
+    game = registry.find("environment", "nim:nim").bind(options)()
     rewards: dict[int, list[float]] = {}
     best = []
     for row in rows:
@@ -58,13 +60,13 @@ def played(run: Path, name: str, step: int, options: Mapping[str, Any]) -> dict[
 
 def run_seed(seed: int, folder: Path, sft_steps: int | None, grpo_steps: int | None) -> dict[str, Any]:
     """The facts of one seed."""
-    options = load_recipe("tiny/grpo-nim").environment.options
+    options = load_recipe(GRPO).environment.options
     words = ["--train.seed", str(seed)]
     short = [[] if steps is None else ["--train.steps", str(steps)] for steps in (sft_steps, grpo_steps)]
-    seconds = {"sft": train("tiny/sft-nim", folder, "sft", [*words, *short[0]])}
+    seconds = {"sft": train(SFT, folder, "sft", [*words, *short[0]])}
     start = ["--model.name", str(folder / "sft")]
-    seconds["grpo"] = train("tiny/grpo-nim", folder, "grpo", [*words, *start, *short[1]])
-    last = grpo_steps or load_recipe("tiny/grpo-nim").train.steps
+    seconds["grpo"] = train(GRPO, folder, "grpo", [*words, *start, *short[1]])
+    last = grpo_steps or load_recipe(GRPO).train.steps
     results = {
         label: {
             "before": played(folder / "grpo", name, 0, options),
@@ -75,9 +77,9 @@ def run_seed(seed: int, folder: Path, sft_steps: int | None, grpo_steps: int | N
     larger = [heap for heap in range(options["max_heap"] + 1, BEYOND + 1) if heap % (options["take"] + 1)]
     changed = options | {"max_heap": BEYOND, "held_out": larger}
     # The evaluation before the first step is of the model that it starts with.
-    far = ["--environment", json.dumps({"name": "nim", **changed}), "--rollout.max_turns", "12"]
+    far = ["--environment", json.dumps({"name": "nim:nim", **changed}), "--rollout.max_turns", "12"]
     far += ["--rollout.max_tokens", "512", "--eval.max_tokens", "512", "--train.steps", "1"]
-    train("tiny/grpo-nim", folder, "beyond", [*far, "--model.name", str(folder / "grpo")])
+    train(GRPO, folder, "beyond", [*far, "--model.name", str(folder / "grpo")])
     results["larger"] = {"after": played(folder / "beyond", "episodes/validation", 0, changed)}
     return {"seed": seed, "seconds": seconds, "results": results}
 

@@ -61,8 +61,6 @@ DOORS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("tasks/verifiable/reasoning_gym",),
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
-    "gymnasium": ("environments/gymnasium.py",),
-    "openenv": ("environments/openenv.py",),
     "starlette": ("commands/serve/",),
     "lm_eval": ("commands/evaluate/",),
     "uvicorn": ("commands/serve/",),
@@ -82,7 +80,6 @@ DOORS: dict[str, tuple[str, ...]] = {
     "wandb": ("store/trackers.py",),
     "tensorboard": ("store/trackers.py",),
     "torch.utils.tensorboard": ("store/trackers.py",),
-    "langdetect": ("graders/ifeval.py",),
     "sympy": ("graders/math/values.py", "graders/math/magnitudes.py"),
     "mpmath": ("graders/math/values.py", "graders/math/magnitudes.py"),
     "antlr4": ("graders/math/values.py",),
@@ -108,8 +105,8 @@ IMPURE_MODULES = {
 IMPURE_CALLS = {"open", "print", "input"}
 # Not words but what some words run in: processes that can be killed, sandboxes, and what runs inside of them.
 WORKERS = {
-    *(f"graders.sandbox.{name}" for name in ("docker", "kernel", "sandbox", "supervisor", "worker_process", "workers")),
-    *(f"graders.code.{name}" for name in ("candidate", "judging", "plain", "tester")),
+    *(f"graders.sandbox.{name}" for name in ("inside", "sandbox", "system_calls", "worker_process", "workers")),
+    *(f"graders.code.{name}" for name in ("exchange", "judging")),
 }
 
 

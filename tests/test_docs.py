@@ -15,7 +15,6 @@ import pytest
 from posttrain import cli
 from posttrain.commands.explain import KINDS
 from posttrain.commands.recipes import recipes_called
-from posttrain.engines.feedback.principles import read_principles
 from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import recipe_names
@@ -99,9 +98,6 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
             continue
         path = tmp_path / f"{page}-{number}.yaml"
         path.write_text(text, encoding="utf-8")
-        if "principles:" in text:
-            assert len(read_principles(str(path), "revise")) == len(read_principles(str(path), "label")) == 2
-            continue
         if "methods:" in text:
             assert len(load_comparison(str(path), folder=tmp_path / "unused").cells) == 9
             continue

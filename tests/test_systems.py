@@ -36,7 +36,6 @@ SMALLER: dict[str, str] = {
     "study": "--dry-run",
     "pipeline": "--dry-run",
     "evaluate": "--n 3 --max-tokens 4 --quiet",
-    "feedback": "--n 8 --max-tokens 64 --quiet",
     "quantize": "--n 2 --max-tokens 4 --quiet",
     "activations": "--max-rows 200 --quiet",
     "data show": "--n 20",
@@ -56,18 +55,13 @@ DEMO = {
     "tiny/sft": LITTLE,
     "tiny/grpo-demo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
 }
-PRINCIPLES = """\
-principles:
-  - name: plain ending
-    rule: {name: without_phrases, phrases: [So the answer is], instead: "Answer:"}
-"""
 
 
 def rows() -> list[tuple[str, list[str], str]]:
     """(id, commands, state) of every row."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| S\d", line)]
     cells = [line.strip("|").split("|") for line in lines]
-    return [(row[0].strip(), re.findall(r"`(posttrain [^`]+)`", row[2]), row[-1].strip()) for row in cells]
+    return [(row[0].strip(), re.findall(r"`((?:posttrain|python) [^`]+)`", row[2]), row[-1].strip()) for row in cells]
 
 
 # Once each, under the first row that names it.
@@ -113,7 +107,6 @@ def place(
         (folder / "traces.jsonl").write_text("".join(json.dumps(row) + "\n" for row in traces))
         texts = [{"text": f"Eva has {a} shells and finds {a + 1} more. " * 6} for a in range(60)]
         (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-        (folder / "FILE").write_text(PRINCIPLES)
         for recipe in ("tiny/grpo", "tiny/rm", "rm-hh-gpt2", "dpo-hh-gpt2"):
             run_small(f"posttrain train {recipe}", random_models, local_data)
         assert main(["sae", "train", "tiny/sae", *SMALLER["sae train"].split()]) == 0
@@ -203,6 +196,11 @@ def test_the_command_of_a_row_works(
     local_data: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if command.startswith("python "):
+        script = shlex.split(command.replace("contrib/", f"{PAGE.parents[1]}/contrib/"))[1:]
+        done = subprocess.run([sys.executable, *script, "--n", "8"], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{row}: {command}\n{done.stderr[-2000:]}"
+        return
     words = words_of(command, random_models, local_data)
     alone = OF_THEIR_OWN.get(words[0]) or OF_THEIR_OWN.get(" ".join(words[:2]))
     if alone is not None:

@@ -92,9 +92,9 @@ def game_text() -> str:
         rows.append([str(one["seed"]), *shares, *(f"{one['seconds'][part]:.0f}" for part in ("sft", "grpo"))])
     head = ["seed", *(f"{label}, {when} GRPO" for label, when in kinds), "seconds of SFT", "seconds of GRPO"]
     about = (
-        "Nim, `tiny/sft-nim` then `tiny/grpo-nim` (`python benchmarks/game.py`): games won by greedy play, as a share "
-        "of what the best play wins; 96 games of each kind, that begin from heaps as in training, from four heaps that "
-        "no game of training began from, and from heaps larger than any that training met (26 to 49 stones)."
+        "Nim, `contrib/nim/sft-nim.yaml` then `grpo-nim.yaml` (`python benchmarks/game.py`): games won by greedy play, "
+        "as a share of what the best play wins; 96 games of each kind, that begin from heaps as in training, "
+        "from four heaps that no game of training began from, and from larger heaps (26 to 49 stones)."
     )
     return f"## A game against an opponent who makes no mistake\n\n{about}\n\n{table(head, rows)}"
 

@@ -250,8 +250,6 @@ COMMANDS = {
                         models=("models", "against", "best_of", "judge"), tables=True),
     "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _ASKED,
                         models=("model",)),
-    "feedback": Command("make preference pairs from a model's own answers, by principles", "feedback:run_feedback",
-                        keys=(*_ASKED, "engine")),
     "chat": Command("talk to a model, or to several at once", "chat.command:run_chat", _add_chat_options, ("template",),
                     models=("models",)),
     "serve": Command("let other programs ask a model over HTTP, as they ask OpenAI", "serve.command:run_serve",

@@ -48,9 +48,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.environments.calculator": "calculator",
         "posttrain.environments.python": "python",
         "posttrain.environments.search": "search",
-        "posttrain.environments.games": "nim number_guess",
-        "posttrain.environments.gymnasium": "gymnasium",
-        "posttrain.environments.openenv": "openenv",
+        "posttrain.environments.games": "number_guess",
     },
     "reward": {
         "posttrain.rewards.words": (
@@ -65,14 +63,10 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "exact numeric",
         "posttrain.graders.math.grader": "math",
         "posttrain.graders.choice": "multiple_choice",
-        "posttrain.graders.ifeval": "ifeval",
         "posttrain.graders.grading": "any_answer",
         "posttrain.graders.code.grader": "code_tests",
         "posttrain.graders.scored": "scored",
         "posttrain.graders.behaviour": "refusal",
-    },
-    "principle": {
-        "posttrain.graders.behaviour": "at_most_words closes_tags shows_working without_phrases",
     },
     "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
@@ -82,7 +76,6 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
-        "posttrain.tasks.verifiable.ifeval": "ifeval",
         "posttrain.tasks.jsonl": "jsonl",
         "posttrain.tasks.preferences.task": "preferences",
         "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
@@ -95,7 +88,6 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.episodes": "episodes",
         "posttrain.tasks.mixture": "mixture",
         "posttrain.tasks.sums": "sums",
-        "posttrain.environments.games": "random_play",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",
@@ -357,7 +349,9 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
         elif item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
-            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
+            gone = GONE.get(f"{label} {last}")
+            hint = suggest(last, names) if gone is None else f" It was removed. Use {gone}."
+            lines.append(f"{key}: {label} has no key {last!r}.{hint} Known keys: {', '.join(names)}")
         elif item["type"] == "missing":
             lines.append(f"{key}: {label} needs this key")
         else:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from answered import MAX_TOKENS, Answered
 
 from posttrain.cli import main
+from posttrain.consent import declare_code
 from serving import Served, serving
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "contrib"))
+
+
+@pytest.fixture(autouse=True)
+def _declared() -> None:
+    declare_code(["gymnasium_adapter:gymnasium", "openenv_adapter:openenv"])
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Message
 
 pytestmark = pytest.mark.adapters
-LAKE = {"name": "gymnasium", "id": "FrozenLake-v1", "options": {"is_slippery": False}}
+LAKE = {"name": "gymnasium_adapter:gymnasium", "id": "FrozenLake-v1", "options": {"is_slippery": False}}
 NAMES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "right", "down", "right"]
 

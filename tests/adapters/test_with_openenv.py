@@ -53,7 +53,7 @@ def guessing() -> Iterator[str]:
 
 
 def toolset(url: str, **options: Any) -> Toolset:
-    return build_toolset(Word(name="openenv", url=url, **options))
+    return build_toolset(Word(name="openenv_adapter:openenv", url=url, **options))
 
 
 def begun(built: Toolset, pool: Pool, seed: int = 98) -> Session:
@@ -188,7 +188,7 @@ def test_a_model_is_trained_in_it(guessing: str, tmp_path: Path, capsys: pytest.
     recipe.write_text(
         f"""
 extends: tiny/grpo-number-guess
-environment: {{name: openenv, url: "{guessing}", show: [text]}}
+environment: {{name: "openenv_adapter:openenv", url: "{guessing}", show: [text]}}
 """
     )
     small = ["--rollout.prompts", "2", "--rollout.group", "4", "--train.steps", "2", "--eval.every", "0", "--quiet"]

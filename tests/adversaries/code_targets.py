@@ -17,8 +17,7 @@ from code_attacks import Attack
 
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome
-from posttrain.graders.sandbox.levels import Level, open_sandbox
-from posttrain.graders.sandbox.sandbox import Bounds, SandboxGone
+from posttrain.graders.sandbox.sandbox import Bounds, Kind, run
 
 # Far below what the attacks on resources ask for, and enough for an honest program.
 BOUNDS = Bounds(cpu_seconds=2, memory_bytes=256 << 20, processes=6, file_bytes=4 << 20, disk_bytes=8 << 20)
@@ -98,29 +97,26 @@ def _say(listener: socket.socket, token: str) -> None:
                 caller.sendall(token.encode())
 
 
-def outcomes(level: Level, aims: Targets, attacks: list[Attack]) -> dict[str, Outcome]:
-    """The verdict on each attack at a level."""
+def outcomes(kind: Kind, aims: Targets, attacks: list[Attack]) -> dict[str, Outcome]:
+    """The verdict on each attack in a sandbox."""
     verdicts: dict[str, Outcome] = {}
     for seconds in sorted({one.seconds for one in attacks}):
         some = [one for one in attacks if one.seconds == seconds]
         asked = [(aims.fill(one.program), Checks(("solve",), aims.fill(one.tests))) for one in some]
-        judged = judge_all(asked, Walls(level, BOUNDS, seconds), NUM_AT_A_TIME)
+        judged = judge_all(asked, Walls(kind, BOUNDS, seconds), NUM_AT_A_TIME)
         verdicts.update((one.name, outcome) for one, outcome in zip(some, judged, strict=True))
     return verdicts
 
 
 def passes_in_one_process(aims: Targets, attack: Attack) -> bool:
     """Whether the program passes where it and its tests are one text and the exit code 0 is the verdict."""
-    with open_sandbox("process", replace(BOUNDS, processes=1000)) as box:
-        box.write_file("all.py", f"{aims.fill(attack.program)}\n{aims.fill(attack.tests)}".encode())
-        try:
-            done = box.exec([*box.python, "all.py"], seconds=attack.seconds)
-        except SandboxGone:
-            return False
-    return done.exit == 0 and not done.timed_out
+    text = f"{aims.fill(attack.program)}\n{aims.fill(attack.tests)}".encode()
+    bounds = replace(BOUNDS, processes=1000, memory_bytes=1000 * (256 << 20))
+    done = run(["all.py"], {"all.py": text}, kind="process", bounds=bounds, seconds=attack.seconds)
+    return done.code == 0 and not done.timed_out
 
 
-def honest(level: Level) -> Outcome:
+def honest(kind: Kind) -> Outcome:
     """The verdict on a program that solves the problem which the attacks do not."""
     asked = [(code_attacks.HONEST, Checks(("solve",), code_attacks.SOLVE))]
-    return judge_all(asked, Walls(level, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]
+    return judge_all(asked, Walls(kind, replace(BOUNDS, cpu_seconds=20), 120.0), 1)[0]

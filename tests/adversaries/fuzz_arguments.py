@@ -227,16 +227,10 @@ def override_cases(random: Random) -> list[Case]:
                 start = (*start, "--bits", "8")
             if command == "activations":
                 start = (*start, "--layer", "1", "--task", "stories", "--yes", "--out", "acts")
-            files: dict[str, bytes | str] = {}
-            if command == "feedback":
-                start = (*start, "--principles", "mine.yaml", "--task", "stories", "--n", "1")
-                files = {"mine.yaml": b"principles: [{name: short, rule: {name: at_most_words, limit: 3}}]\n"}
             for wrong, value in (("nonsense", "1"), ("²", "1"), ("", "1"), ("name.x", "1")):
                 option = f"--{section}.{wrong}"
                 extra = ("--task", "stories", "--n", "1") if command == "evaluate" else ()
-                cases.append(
-                    Case("override", (*start, *extra, option, value), (option, f"{section}.{wrong}", section), files)
-                )
+                cases.append(Case("override", (*start, *extra, option, value), (option, f"{section}.{wrong}", section)))
     return cases
 
 

@@ -52,10 +52,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("prompt", "entry_point", "test"),
     ),
-    "ifeval": (
-        {"key": 7, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
-        ("prompt", "instruction_id_list", "kwargs"),
-    ),
     "jsonl": ({"prompt": "1+1?", "answer": "2"}, ("prompt", "answer")),
     "judged_solutions": ({"question": "1+1?", "response": "It is 2.", "is_correct": True}, ("question", "response")),
     "math": (PROBLEM | {"level": "Level 1", "type": "Algebra"}, ("problem", "level")),
@@ -201,8 +197,6 @@ OPTIONAL = {
 
 def _allowed(task: str, key: str, value: Any) -> bool:
     """What a reader takes: an empty list of steps before this one, no arguments."""
-    if value == [None]:
-        return (task, key) == ("ifeval", "kwargs")
     return value == [] and (task, key) == ("prm800k", "responses")
 
 

@@ -273,8 +273,6 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "dictionary": (("sae", "train"), SAE, "dictionary"),
 }
 REQUIRED = {
-    "id": "FrozenLake-v1",
-    "environment": "nim",
     "path": "rows.jsonl",
     "dataset": "chain_sum",
     "run": "runs/x",

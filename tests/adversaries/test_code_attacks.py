@@ -9,16 +9,15 @@ import code_targets
 import pytest
 from code_attacks import ATTACKS, Attack
 
-from posttrain.graders.sandbox.levels import refusal
+from posttrain.graders.sandbox.sandbox import refusal
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "code.md"
-needs_namespaces = pytest.mark.skipif(bool(refusal("namespaces")), reason=f"no namespaces: {refusal('namespaces')}")
+needs_bubblewrap = pytest.mark.skipif(bool(refusal("bubblewrap")), reason=f"no bubblewrap: {refusal('bubblewrap')}")
 
 
-def documented() -> dict[str, tuple[str, ...]]:
-    """Of each attack in the table of the document, who lets it pass: in one process, process, namespaces."""
-    rows = re.findall(r"^\| ([^|]+) \| (passes|–) \| (passes|–) \| (passes|–) \|$", DOCUMENT.read_text(), re.MULTILINE)
-    return {name.strip(): cells for name, *cells in rows}  # type: ignore[misc]
+def documented() -> set[str]:
+    """Return the attacks that pass at ``process``, as the document lists them."""
+    return set(re.findall(r"^- (.+)$", DOCUMENT.read_text().partition("## Attacks")[2], re.MULTILINE))
 
 
 def check(level: str, attacks: list[Attack], folder: Path, allowed: set[str]) -> None:
@@ -27,29 +26,29 @@ def check(level: str, attacks: list[Attack], folder: Path, allowed: set[str]) ->
         outcomes = code_targets.outcomes(level, aims, attacks)  # type: ignore[arg-type]
         assert {name for name, outcome in outcomes.items() if outcome == "right"} <= allowed
         assert "ungraded" not in outcomes.values(), "every attack is a program with tests"
-        if level == "namespaces":
+        if level == "bubblewrap":
             assert not aims.was_written
             assert aims.survivors() == []
 
 
-def test_the_table_names_every_attack() -> None:
+def test_attacks_that_are_documented_exist() -> None:
     assert len(ATTACKS) >= 60
-    assert list(documented()) == [one.name for one in ATTACKS]
-    assert {cells[2] for cells in documented().values()} == {"–"}
+    assert documented() < {one.name for one in ATTACKS}
+    learns_the_tests = {one.name for one in ATTACKS if "tests of the neighbour" in one.name or "memory of" in one.name}
+    assert not documented() & learns_the_tests
 
 
-@needs_namespaces
+@needs_bubblewrap
 def test_one_attack_of_five_does_not_pass(tmp_path: Path) -> None:
-    check("namespaces", [one for one in ATTACKS if one.seconds == 20.0][::5], tmp_path, set())
+    check("bubblewrap", [one for one in ATTACKS if one.seconds == 20.0][::5], tmp_path, set())
 
 
-@needs_namespaces
+@needs_bubblewrap
 @pytest.mark.slow
-def test_no_attack_passes_in_namespaces(tmp_path: Path) -> None:
-    check("namespaces", ATTACKS, tmp_path, set())
+def test_no_attack_passes_in_bubblewrap(tmp_path: Path) -> None:
+    check("bubblewrap", ATTACKS, tmp_path, set())
 
 
 @pytest.mark.slow
 def test_what_passes_in_a_process_is_documented(tmp_path: Path) -> None:
-    allowed = {name for name, cells in documented().items() if cells[1] == "passes"}
-    check("process", ATTACKS, tmp_path, allowed)
+    check("process", ATTACKS, tmp_path, documented())

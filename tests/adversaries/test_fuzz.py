@@ -24,7 +24,7 @@ from fuzz_case import Case
 
 from posttrain import registry
 from posttrain.cli import COMMANDS
-from posttrain.graders.sandbox import sandbox, workers
+from posttrain.graders.sandbox import workers
 from posttrain.recipes.recipe import Recipe
 
 FEW, MANY, REAL = 300, 5000, 50
@@ -122,7 +122,7 @@ def test_the_runner_sees_files_processes_and_hangs(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "stderr", open(2, "w", buffering=1, closefd=False))  # noqa: SIM115
     monkeypatch.setattr(fuzz_runner, "WALL_SECONDS", 3.0)
     monkeypatch.setattr(fuzz_runner, "PATIENCE", 1)
-    for kept in (*sandbox._STARTERS, *workers._POOLS.values()):  # of tests before: a case would be told of leaving it
+    for kept in workers._POOLS.values():  # of tests before: a case would be told of leaving it
         kept.close()
     expected = {
         "nothing": [],

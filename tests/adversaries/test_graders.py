@@ -36,7 +36,7 @@ def check(report: Report, least: int) -> None:
 def test_every_grader_has_its_adversary() -> None:
     """A new grader needs a test here."""
     assert set(registry.entries("grader")) == {
-        "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
+        "any_answer", "code_tests", "exact", "math", "multiple_choice", "numeric",
         "refusal", "scored",
     }  # fmt: skip
 
@@ -224,36 +224,6 @@ def test_every_way_to_name_a_letter_is_read(way: int) -> None:
     ]
     found = grade("multiple_choice", [Submission(whole, own, "B", {"choices": CHOICES}) for _, whole, own in wrapped])
     assert [text for (text, _, _), verdict in zip(wrapped, found, strict=True) if verdict.outcome != "right"] == []
-
-
-# Instructions that a response of nothing would follow: it contains no comma, no capital and few words.
-INSTRUCTIONS = [
-    ("punctuation:no_comma", {}),
-    ("change_case:english_lowercase", {}),
-    ("change_case:english_capital", {}),
-    ("length_constraints:number_words", {"relation": "less than", "num_words": 100}),
-    ("keywords:forbidden_words", {"forbidden_words": ["field", "thanks"]}),
-    ("length_constraints:number_sentences", {"relation": "less than", "num_sentences": 10}),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 1}),
-]
-
-
-@pytest.mark.parametrize(("instruction", "arguments"), INSTRUCTIONS)
-def test_a_response_of_nothing_follows_no_instruction(instruction: str, arguments: dict[str, object]) -> None:
-    meta = {"instruction_id_list": (instruction,), "kwargs": (arguments,)}
-    texts = empty_answers.invisible_texts()[:: 3 if instruction.startswith("punctuation") else 12]
-    ways = [
-        *texts,
-        *(f"<think> hm </think> <answer> {text} </answer>" for text in texts),
-        *(f"<think>x</think>{text}" for text in texts),
-    ]
-    found = grade("ifeval", [Submission(text, None, None, meta) for text in ways])
-    paid = [
-        text
-        for text, verdict in zip(ways, found, strict=True)
-        if verdict.outcome == "right" or any(verdict.facts.values())
-    ]
-    assert paid == []
 
 
 def test_nothing_that_is_no_program_passes_tests() -> None:

@@ -35,7 +35,6 @@ MIXES = {
     "curriculum": CODE,
 }
 PLAYS = {"environment": CODE, "tools": [CODE]}
-SHOWS = {"task": {"name": "random_play", "environment": CODE}}
 
 SHORT = ["--max-tokens", "4"]
 # Every command that may meet a run, as it would be typed; those that need none say so with an empty list.
@@ -63,11 +62,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "completion": [],
     "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
-    "feedback": [
-        ["evil", "--principles", "own/rule.yaml", "--n", "2", *SHORT],
-        ["evil", "--principles", "own/rule.yaml", "--n", "2", *SHORT, "--task", "stories", "--template", "plain"],
-        ["tiny", "--principles", "runs/evil/rule.yaml", "--n", "2", *SHORT, "--task", "stories"],
-    ],
     "chat": [["evil", *SHORT]],
     "studio": [["evil"]],
     "serve": [["evil"]],
@@ -123,9 +117,6 @@ def lay_out(folder: Path, changes: dict[str, Any]) -> Path:
     (folder / "runs" / "evil-compare" / "compare.yaml").write_text(yaml.safe_dump(compare))
     own = folder / "own"
     own.mkdir()
-    rules = {own: {"name": "at_most_words", "limit": 1}, evil: CODE}
-    for place, rule in rules.items():
-        (place / "rule.yaml").write_text(yaml.safe_dump({"principles": [{"name": "short", "rule": rule}]}))
     (own / "link.yaml").symlink_to(evil / "recipe.yaml")
     (own / "extends.yaml").write_text("extends: ../runs/evil/recipe.yaml\n")
     plain = {"base": base, "methods": {"grpo": "rl/grpo"}, "seeds": 1}
@@ -157,9 +148,7 @@ def test_every_command_is_attacked() -> None:
     assert set(build_parser()[1]) == set(COMMANDS), "a new command opens runs, or says in COMMANDS that it does not"
 
 
-@pytest.mark.parametrize(
-    "changes", [TRAINS, ANSWERS, MIXES, PLAYS, SHOWS], ids=["trains", "answers", "mixes", "plays", "shows"]
-)
+@pytest.mark.parametrize("changes", [TRAINS, ANSWERS, MIXES, PLAYS], ids=["trains", "answers", "mixes", "plays"])
 @pytest.mark.parametrize(("command", "arguments"), CASES, ids=[" ".join([n, *a]) for n, a in CASES])
 def test_opening_a_strangers_run_runs_nothing_of_it(
     command: str,
@@ -198,7 +187,6 @@ def test_the_payload_would_run(place: Path) -> None:
         ({"rewards": [CODE]}, "rewards.0: reward"),
         ({"environment": CODE}, "environment: environment"),
         ({"tools": [CODE]}, "tools.0: tool"),
-        (SHOWS, "task.environment: environment"),
     ],
 )
 def test_a_resume_says_what_the_recipe_names_and_how_to_allow_it(

@@ -59,8 +59,7 @@ def untagged(example: Example, answer: str) -> Submission:
 def wrong_answers(example: Example, other: str) -> list[Submission]:
     """Nothing, in its kinds, with and without tags; and, in tags, hedges between a gold and another answer."""
     nothing = empty_answers.invisible_texts()[::9]
-    if example.grader != "ifeval":  # whose responses may be marks
-        nothing += [] if example.grader == "refusal" else empty_answers.empty_marks()[::3]  # marks refuse nothing
+    nothing += [] if example.grader == "refusal" else empty_answers.empty_marks()[::3]  # marks refuse nothing
     hedged: list[str] = []
     for gold in golds_of(example):
         if example.grader == "multiple_choice":
@@ -94,9 +93,7 @@ def test_nothing_and_hedges_are_wrong_for_every_task(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_the_gold_is_right_and_where_there_is_none_nothing_is(name: str, tmp_path: Path) -> None:
     for example in islice(first_rows(name, tmp_path).examples, NUM_EXAMPLES):
-        assert bool(golds_of(example)) == (
-            name not in (*UNGRADED, "episodes", "humaneval", "ifeval", "mbpp", "random_play", "refusals")
-        )
+        assert bool(golds_of(example)) == (name not in (*UNGRADED, "episodes", "humaneval", "mbpp", "refusals"))
         for gold in golds_of(example):
             assert grade(example.grader, [tagged(example, gold)])[0].outcome == "right"
         if name in UNGRADED:

@@ -13,11 +13,11 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.graders.grading import Submission, grade
-from posttrain.graders.sandbox.levels import refusal
+from posttrain.graders.sandbox.sandbox import refusal
 from posttrain.tasks.verifiable.programs import humaneval, mbpp
 from posttrain.types import Example
 
-LEVEL = "process" if refusal("namespaces") else "namespaces"
+KIND = "process" if refusal("bubblewrap") else "bubblewrap"
 HELPER = "from typing import List\n\n\ndef helper(n):\n    return n + 1\n\n\n"
 HEAD = HELPER + 'def total(items: List[int]) -> int:\n    """Add."""\n'
 HUMANEVAL = {
@@ -46,7 +46,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 def outcomes(examples: Sequence[Example], texts: Sequence[str | None]) -> list[str]:
     asked = [Submission(t or "", None, None, e.meta) for e, t in zip(examples, texts, strict=True)]
     assert {example.grader for example in examples} == {"code_tests"}
-    return [one.outcome for one in grade("code_tests", asked, {"level": LEVEL, "timeout_seconds": 60})]
+    return [one.outcome for one in grade("code_tests", asked, {"sandbox": KIND, "timeout_seconds": 60})]
 
 
 def test_a_row_of_humaneval(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from posttrain.tasks.jsonl import jsonl
 from posttrain.tasks.reader import _places
 from posttrain.tasks.verifiable.mathematics import gsm8k
 
-MAKERS = {"stories", "reasoning_gym", "episodes", "random_play", "sums"}  # these make as many examples as ``size`` says
+MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "curriculum": ("curriculum", "when which parts of a mixture are drawn from, and which prompts are left out"),
     "reward": ("rewards", "a number for one completion"),
     "grader": ("rewards.correct.mode", "says whether a completion's answer is right"),
-    "principle": ("principles.rule", "what is wrong with an answer, and the answer put right (`posttrain feedback`)"),
     "template": ("prompt.template", "how an example becomes a prompt, and where the answer is found"),
     "task": ("task", "examples with answers"),
     "environment": ("environment", "what answers between the turns of a completion: its methods are tools"),

@@ -321,6 +321,8 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
         if kind_of_file(path / "recipe.yaml") == "file":
             what = f"this is the folder of a run; give its recipe, {path / 'recipe.yaml'}"
         raise RecipeError(f"{name_or_path}: {what}. `posttrain recipes` lists those that ship")
+    if name_or_path in GONE:
+        raise RecipeError(f"the recipe {name_or_path!r} was removed. Use {GONE[name_or_path]}.")
     if name_or_path not in known:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
         hint = registry.suggest(name_or_path, near) or registry.suggest(name_or_path, known)

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from posttrain.graders.code import plain
+from posttrain.graders.code import exchange
+from posttrain.graders.code.exchange import ProgramRaised, error_of
 from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
 from posttrain.graders.code.judging import Checks, Walls, judge_all
-from posttrain.graders.code.tester import ProgramRaised, error_of
 from posttrain.graders.grading import Outcome, Submission, grade
-from posttrain.graders.sandbox.levels import choose_level, refusal
-from posttrain.graders.sandbox.sandbox import Bounds
+from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal
 from posttrain.registry import find
 from posttrain.rewards.calling import bind_reward
 
-LEVEL = "process" if refusal("namespaces") else "namespaces"
-PATIENT = Walls(LEVEL, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
-SHORT = Walls(LEVEL, Bounds(cpu_seconds=1), 120.0)  # type: ignore[arg-type]
+KIND = "process" if refusal("bubblewrap") else "bubblewrap"
+PATIENT = Walls(KIND, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]
+SHORT = Walls(KIND, Bounds(cpu_seconds=1), 120.0)  # type: ignore[arg-type]
 
 
 def outcomes(*asked: tuple[str, str], names: Sequence[str] = ("f",), walls: Walls = PATIENT) -> list[Outcome]:
@@ -117,13 +116,13 @@ def test_encoding_of_what_a_program_may_send() -> None:
         (Counter("a"), {"a": 1}),
         (bytearray(b"a"), b"a"),
     ):
-        assert plain.decode(plain.encode(value)) == back
-        assert type(plain.decode(plain.encode(value))) is type(back)
-    with pytest.raises(plain.NoPlainData):
-        plain.encode([object()], strict=True)
+        assert exchange.decode(exchange.encode(value)) == back
+        assert type(exchange.decode(exchange.encode(value))) is type(back)
+    with pytest.raises(exchange.NoPlainData):
+        exchange.encode([object()], strict=True)
     for message in (["value"], ["other"], {"a": 1}, ["eval", "1"], 1.5, ["dict", 3], ["set", [["list", []]]]):
         with pytest.raises((ValueError, TypeError, KeyError)):
-            plain.decode(message)
+            exchange.decode(message)
 
 
 # --- where the program stands
@@ -182,7 +181,7 @@ def test_the_grader() -> None:
             submission(right),
             submission("    return 2 * n", prefix="def f(n):\n    'Twice.'\n", goes_on=True),
         ],
-        {"level": LEVEL, "timeout_seconds": 60},
+        {"sandbox": KIND, "timeout_seconds": 60},
     )
     assert [one.outcome for one in verdicts] == ["right", "wrong", "no_answer", "ungraded", "right", "right"]
     assert verdicts[0].extracted == "def f(n): return 2 * n"
@@ -193,4 +192,4 @@ def test_the_reward_asks_the_grader_of_the_task() -> None:
     graded = submission("```\ndef f(n): return 2 * n\n```")
     one = {"text": graded.text, "extracted": None, "answer": None, "grader": "code_tests", "meta": graded.meta}
     assert reward(one) == 1.0
-    assert choose_level(None, None) == LEVEL
+    assert choose_sandbox(None) == KIND

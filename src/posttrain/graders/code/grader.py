@@ -11,8 +11,7 @@ from pydantic import Field
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, Verdict, is_blank
-from posttrain.graders.sandbox.levels import Level, choose_level
-from posttrain.graders.sandbox.sandbox import Bounds
+from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.registry import register
 
@@ -95,8 +94,7 @@ WALL_FACTOR = 6  # elapsed time that a grading may take, in units of its computi
 def code_tests(
     submissions: Sequence[Submission],
     *,
-    level: Level | None = None,
-    image: str | None = None,
+    sandbox: Kind | None = None,
     timeout_seconds: Annotated[int, Field(ge=1)] = 10,
     memory_megabytes: Annotated[int, Field(ge=64)] = 512,
     num_workers: Annotated[int, Field(ge=1)] | None = None,
@@ -114,11 +112,9 @@ def code_tests(
     kills is a verdict (`docs/code.md`). A program that hangs is a ``timeout``, one that ends itself a ``crash``.
 
     Args:
-        level: ``namespaces``, ``process`` or ``docker``; the default is ``docker`` where an image is named, else
-            ``namespaces`` where the kernel allows it, else ``process`` with a warning.
-        image: of a container, with ``python3``.
+        sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
         timeout_seconds: of computing, for the program and for its tests. The limit on elapsed time is 6 times as long.
-        memory_megabytes: of each process.
+        memory_megabytes: of the program with all processes that it starts, and of its tests.
         num_workers: gradings at a time; the default is one per processor, at most 8. It does not change a verdict.
 
     Source: the functional correctness of HumanEval (Chen et al. 2021, arXiv 2107.03374), section 2.1. Departure: tests
@@ -126,7 +122,7 @@ def code_tests(
     are refused.
 
     Raises:
-        UsageError: this machine has no such level; the message names what works.
+        UsageError: the sandbox does not work on this machine; the message names what does.
         RunFailure: a sandbox cannot be set up.
     """
     verdicts: dict[int, Verdict] = {}
@@ -142,7 +138,7 @@ def code_tests(
             asked.setdefault((program, tests), []).append(place)
     if asked:
         bounds = Bounds(cpu_seconds=timeout_seconds, memory_bytes=memory_megabytes * 2**20)
-        walls = Walls(choose_level(level, image), bounds, float(WALL_FACTOR * timeout_seconds), image)
+        walls = Walls(choose_sandbox(sandbox), bounds, float(WALL_FACTOR * timeout_seconds))
         outcomes = judge_all(list(asked), walls, num_workers or min(count_cpus(), MAX_WORKERS))
         for (pair, places), outcome in zip(asked.items(), outcomes, strict=True):
             verdicts.update((place, Verdict(outcome, extracted=pair[0])) for place in places)

@@ -1,33 +1,25 @@
-"""Two sandboxes for one verdict: the program in one, its tests in the other, and pipes between them.
-
-The program gets calls and gives values. The tests, which are a data set's code and so a stranger's too, get values and
-end with a verdict: their process's exit code, as the kernel tells it to the supervisor of their sandbox.
-"""
+"""A verdict by two sandboxes: the program in one, its tests in the other, and pipes between them."""
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from posttrain.graders.code.candidate import SOLUTION
-from posttrain.graders.code.tester import BAD, GONE, RIGHT, TESTS, WRONG
+from posttrain.errors import RunFailure
+from posttrain.graders.code.exchange import BAD, GONE, RIGHT, SOLUTION, WRONG, send
 from posttrain.graders.grading import Outcome
-from posttrain.graders.sandbox.levels import Level, open_sandbox
-from posttrain.graders.sandbox.sandbox import Bounds, Sandbox, SandboxGone
-
-_FOLDER = "posttrain/graders/code"
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}  # sets are walked in the same order: the same verdict again
+from posttrain.graders.sandbox.sandbox import Bounds, Kind, Program
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What a program has to pass: code that calls ``names``, after ``prelude`` has defined what it needs."""
+    """Tests of a program: code that calls ``names``, after ``prelude`` has defined what it needs."""
 
     names: tuple[str, ...]
     tests: str
@@ -36,16 +28,15 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Where programs and tests run: a level that ``choose_level`` gave, its image, and what one process may use."""
+    """Where programs and tests run: a sandbox that ``choose_sandbox`` gave, and their limits."""
 
-    level: Level
+    kind: Kind
     bounds: Bounds
     seconds: float
-    image: str | None = None
 
 
 def judge_all(asked: Sequence[tuple[str, Checks]], walls: Walls, num_workers: int) -> list[Outcome]:
-    """The outcome for each program and its tests, in order; so many at a time.
+    """Return the outcome for each program and its tests, in order; ``num_workers`` at a time.
 
     Raises:
         RunFailure: a sandbox cannot be set up.
@@ -54,51 +45,51 @@ def judge_all(asked: Sequence[tuple[str, Checks]], walls: Walls, num_workers: in
         return list(pool.map(lambda pair: judge(pair[0], pair[1], walls), asked))
 
 
-def judge(program: str, tests: Checks, walls: Walls) -> Outcome:
-    """``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: tests that are none.
+def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
+    """Return ``right``, ``wrong`` or ``timeout``; ``crash``: the program ended itself; ``ungraded``: no valid tests.
+
+    The tests go through a socket to a process whose memory cannot be read; they are in no file, and the program starts
+    afterwards.
 
     Raises:
         RunFailure: a sandbox cannot be set up.
     """
     with ExitStack() as stack:
-        boxes = []
-        for role in ("candidate", "tester"):
-            box = open_sandbox(walls.level, walls.bounds, walls.image)
-            stack.callback(box.close)
-            for name in ("plain", role):
-                box.write_file(f"{_FOLDER}/{name}.py", _source(name))
-            boxes.append(box)
-        candidate, tester = boxes
-        candidate.write_file(SOLUTION, program.encode("utf-8", errors="replace"))
-        spec = {"names": tests.names, "tests": tests.tests, "prelude": tests.prelude}
-        tester.write_file(TESTS, json.dumps(spec).encode())
+        ours, theirs = socket.socketpair()
+        stack.callback(ours.close)
+        (hear_calls, speak_calls), (hear_replies, speak_replies) = os.pipe(), os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        opened = [hear_calls, speak_calls, hear_replies, speak_replies, nowhere]
+        exchange = {"exchange.py": _source()}
         try:
-            _connect(candidate, tester, walls.seconds)
-            ended = tester.wait()
-            if ended.timed_out or (ended.code == GONE and candidate.wait().timed_out):
-                return "timeout"
-        except SandboxGone:
-            return "crash"
+            channel = theirs.fileno()
+            boot = ["-c", f"import exchange as tester; tester.test({channel})"]
+            pipes = (hear_replies, speak_calls, nowhere)
+            tester = Program(boot, exchange, pipes, walls.kind, walls.bounds, walls.seconds, inherited=channel)
+            theirs.close()
+            ours.settimeout(walls.seconds)
+            with suppress(OSError):  # it ended, or its seconds are over
+                if ours.recv(1):
+                    send(ours.fileno(), asdict(checks))
+            boot = ["-c", "import exchange; exchange.answer()"]
+            files = exchange | {SOLUTION: program.encode("utf-8", errors="replace")}
+            pipes = (hear_calls, speak_replies, nowhere)
+            candidate = Program(boot, files, pipes, walls.kind, walls.bounds, walls.seconds)
+        finally:
+            theirs.close()
+            for descriptor in opened:
+                os.close(descriptor)
+        ended = tester.wait()
+        has_kept = (ended is not None and ended.code == GONE) or candidate.end()
+        other = candidate.wait()
+    if ended is None or (other is None and ended.code == GONE):
+        raise RunFailure("bubblewrap could not set up a sandbox")
+    if ended.timed_out or (ended.code == GONE and other is not None and other.timed_out):
+        return "timeout"
     outcomes: dict[int, Outcome] = {RIGHT: "right", WRONG: "wrong", BAD: "ungraded"}
-    return outcomes.get(ended.code, "crash")
-
-
-def _connect(candidate: Sandbox, tester: Sandbox, seconds: float) -> None:
-    """Start both, each with the other at its standard input and output."""
-    (hear_calls, speak_calls), (hear_replies, speak_replies) = os.pipe(), os.pipe()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for box, role, ends in (
-            (candidate, "candidate", (hear_calls, speak_replies, nowhere)),
-            (tester, "tester", (hear_replies, speak_calls, nowhere)),
-        ):
-            boot = f"from posttrain.graders.code.{role} import main; main()"
-            box.start([*box.python, "-c", boot], ends, ".", _ENVIRONMENT, seconds)
-    finally:
-        for descriptor in (hear_calls, speak_calls, hear_replies, speak_replies, nowhere):
-            os.close(descriptor)
+    return outcomes.get(ended.code, "crash") if has_kept else "crash"
 
 
 @cache
-def _source(name: str) -> bytes:
-    return (Path(__file__).parent / f"{name}.py").read_bytes()
+def _source() -> bytes:
+    return Path(__file__).with_name("exchange.py").read_bytes()

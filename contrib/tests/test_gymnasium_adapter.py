@@ -9,21 +9,29 @@ from typing import Any, ClassVar
 import pytest
 
 from posttrain import registry
+from posttrain.consent import declare_code
 from posttrain.environments.contract import build_toolset
-from posttrain.errors import MissingExtra, UsageError
+from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
+
+pytestmark = pytest.mark.slow
 
 NAMES = ["left", "down", "right", "up"]
 LAKE = {"id": "FrozenLake-v1", "options": {"is_slippery": False}, "actions": NAMES}
 
 
+@pytest.fixture(autouse=True)
+def _declared() -> None:
+    declare_code(["gymnasium_adapter:gymnasium"])
+
+
 def make(**options: Any) -> Any:
-    return registry.find("environment", "gymnasium").bind(options)()
+    return registry.find("environment", "gymnasium_adapter:gymnasium").bind(options)()
 
 
 @pytest.fixture
 def gym() -> Any:
-    return pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
+    return pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
 
 def test_the_lake_is_crossed(gym: Any) -> None:
@@ -67,7 +75,7 @@ def test_equal_seeds_are_equal_episodes(gym: Any) -> None:
 
 
 def test_it_is_one_tool(gym: Any) -> None:
-    toolset = build_toolset(Word(name="gymnasium", **LAKE))
+    toolset = build_toolset(Word(name="gymnasium_adapter:gymnasium", **LAKE))
     assert list(toolset.tools) == ["act"]
     assert toolset.gives_reward
     assert toolset.pays_turns
@@ -133,5 +141,5 @@ def test_what_cannot_be_played_is_refused(gym: Any, options: dict[str, Any], mes
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(MissingExtra, match=r"needs the package 'gymnasium', which is not installed.*gymnasium\]"):
+    with pytest.raises(UsageError, match="needs the package gymnasium: pip install"):
         make(id="FrozenLake-v1")

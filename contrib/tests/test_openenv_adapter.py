@@ -13,14 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import openenv_adapter as openenv
 import pytest
 
-from posttrain.environments import openenv
+from posttrain.consent import declare_code
 from posttrain.environments.contract import Session, build_toolset
 from posttrain.environments.pool import Pool
-from posttrain.errors import MissingExtra, UsageError
+from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.types import Call, Example, Message
+
+pytestmark = pytest.mark.slow
 
 SCHEMA: dict[str, Any] = {
     "title": "Move",
@@ -35,6 +38,11 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"Side": {"enum": ["left", "right"], "title": "Side", "type": "string"}},
 }
 TOOLS = [{"name": "look", "description": "Looks.", "input_schema": {"properties": {}, "type": "object"}}]
+
+
+@pytest.fixture(autouse=True)
+def _declared() -> None:
+    declare_code(["openenv_adapter:openenv"])
 
 
 def seen(observation: Any, reward: Any = None, done: bool = False) -> SimpleNamespace:
@@ -130,7 +138,7 @@ def pool() -> Iterator[Pool]:
 
 def begun(url: str, pool: Pool, *script: Any, **options: Any) -> tuple[Session, str]:
     Client.script[:] = script
-    session = build_toolset(Word(name="openenv", url=url, **options)).open(pool, 60.0)
+    session = build_toolset(Word(name="openenv_adapter:openenv", url=url, **options)).open(pool, 60.0)
     session.begin(Example("row/1", (Message("user", "?"),), answer="7", meta={"level": 3}), (1 << 31) + 5)
     return session, session.opening()
 
@@ -267,7 +275,7 @@ def test_a_server_that_cannot_be_used_is_refused(
     package: None, serve: Callable[..., str], body: Any, status: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv", url=serve(body, status)))
+        build_toolset(Word(name="openenv_adapter:openenv", url=serve(body, status)))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +294,7 @@ def test_tools_that_cannot_be_used_are_refused(
 ) -> None:
     Client.script[:] = [seen({"tools": tools})]
     with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv", url=serve({"action": {"title": "Action"}})))
+        build_toolset(Word(name="openenv_adapter:openenv", url=serve({"action": {"title": "Action"}})))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +308,7 @@ def test_tools_that_cannot_be_used_are_refused(
 )
 def test_where_it_may_be(package: None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv", **options))
+        build_toolset(Word(name="openenv_adapter:openenv", **options))
 
 
 def test_a_key_goes_where_it_may(
@@ -309,7 +317,7 @@ def test_a_key_goes_where_it_may(
     monkeypatch.setenv("OPENENV_API_KEY", "sesame")
     begun(serve({"action": SCHEMA}), pool, seen({"text": "Go."}))
     assert Client.made[0]["headers"] == {"Authorization": "Bearer sesame"}
-    far = {"name": "openenv", "url": "http://env.example", "remote": True}
+    far = {"name": "openenv_adapter:openenv", "url": "http://env.example", "remote": True}
     with pytest.raises(UsageError, match="OPENENV_API_KEY holds a key, and a recipe alone sends it to no server"):
         build_toolset(Word(**far))
     monkeypatch.setenv("OPENENV_API_HOST", "env.example")
@@ -320,5 +328,5 @@ def test_a_key_goes_where_it_may(
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     openenv._client_class.cache_clear()
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(MissingExtra, match=r"needs the package 'openenv', which is not installed.*openenv\]"):
-        build_toolset(Word(name="openenv"))
+    with pytest.raises(UsageError, match="needs the package openenv: pip install"):
+        build_toolset(Word(name="openenv_adapter:openenv"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.errors import MissingExtra, UsageError
+from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.untrusted import harmless
 
@@ -19,8 +19,8 @@ _CHOSEN_HERE = ("render_mode", "disable_env_checker")
 def gymnasium(*, id: str, options: dict[str, Any] | None = None, actions: list[str] | None = None) -> Gymnasium:
     """An environment of Gymnasium with numbered actions; pays the sum of its rewards.
 
-    ``{name: gymnasium, id: FrozenLake-v1, options: {is_slippery: false}, actions: [left, down, right, up]}``. The model
-    is told what ``render_mode="ansi"`` draws, with what stands out by its background in square brackets, or the
+    ``{name: "gymnasium_adapter:gymnasium", id: FrozenLake-v1, actions: [left, down, right, up]}``. The model is
+    told what ``render_mode="ansi"`` draws, with what stands out by its background in square brackets, or the
     observation itself where that is a text; its tool is ``act``. The reward of each turn is told to ``turn_rewards``.
 
     Args:
@@ -31,7 +31,7 @@ def gymnasium(*, id: str, options: dict[str, Any] | None = None, actions: list[s
     Source: Towers et al. (2024), "Gymnasium: a standard interface for reinforcement learning environments".
 
     Raises:
-        MissingExtra: ``gymnasium`` is not installed.
+        UsageError: ``gymnasium`` is not installed.
         UsageError: no such environment, options that it refuses, nothing to read, or actions that are not numbered.
     """
     env, reads_text = _make(id, options or {})
@@ -59,7 +59,7 @@ def _make(id: str, options: dict[str, Any]) -> tuple[Any, bool]:
         import gymnasium as gym
         from gymnasium.envs.registration import load_env_creator
     except ImportError:
-        raise MissingExtra("gymnasium", "gymnasium", "the environment gymnasium") from None
+        raise UsageError("this environment needs the package gymnasium: pip install gymnasium") from None
     try:
         entry = gym.spec(id).entry_point
         creator = load_env_creator(entry) if isinstance(entry, str) else entry

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.environments.contract import NO_TOOLS, EnvironmentFailed
 from posttrain.environments.tools import result_text
-from posttrain.errors import MissingExtra, UsageError
+from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.untrusted import first_fault, harmless
 
@@ -51,8 +51,8 @@ def openenv(
 ) -> OpenEnv:
     """An environment that an OpenEnv server plays, one session for each completion; pays the sum of its rewards.
 
-    ``{name: openenv, url: "http://127.0.0.1:8000", show: [text]}``. Where its actions have fields, the tool ``act``
-    takes these; where it offers tools (MCP), they are the tools. The reward of each turn is told to ``turn_rewards``.
+    ``{name: "openenv_adapter:openenv", show: [text]}``. Where its actions have fields, the tool ``act`` takes
+    these; where it offers tools (MCP), they are the tools. The reward of each turn is told to ``turn_rewards``.
     The server must take as many sessions at a time as completions are played (``max_concurrent_envs``).
 
     Args:
@@ -67,7 +67,7 @@ def openenv(
     Source: OpenEnv, https://github.com/meta-pytorch/OpenEnv.
 
     Raises:
-        MissingExtra: ``openenv`` is not installed.
+        UsageError: ``openenv`` is not installed.
         UsageError: nobody answers there, it is another machine, or its actions cannot be described to a model.
     """
     _client_class()
@@ -123,7 +123,7 @@ def _client_class() -> Any:
     try:
         from openenv.core.generic_client import GenericEnvClient
     except ImportError:
-        raise MissingExtra("openenv", "openenv", "the environment openenv") from None
+        raise UsageError("this environment needs the package openenv: pip install 'openenv>=0.10,<0.11'") from None
 
     class OneSession(GenericEnvClient):
         """Connects once. The client would connect again by itself, and go on in an episode that nobody has begun."""

@@ -1,4 +1,4 @@
-"""Verifiable instructions: whether a response does what its prompt asks of its form (IFEval, Zhou et al. 2023)."""
+"""IFEval (Zhou et al. 2023), prompts about an answer's form: the task ``ifeval:task``, the grader ``ifeval:ifeval``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from posttrain.errors import MissingExtra, RecipeError, UnknownWord
+from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, is_blank, only_seen
 from posttrain.registry import Entry, explain_validation, register, suggest
+from posttrain.tasks.base import Task
+from posttrain.tasks.reader import Dropped, collect, reads_rows
+from posttrain.tasks.reading import Row, read_source
+from posttrain.types import Example, Message
 
 # The table of verifiable instructions: a pure function of a response for each identifier.
 # A function's keyword-only parameters are the instruction's arguments, checked by type when a task is loaded.
@@ -83,7 +87,7 @@ def detect_language(text: str) -> str | None:
     Source: langdetect, a port of Shuyo's language-detection (2010), which the reference of IFEval uses.
 
     Raises:
-        MissingExtra: ``langdetect`` is not installed.
+        UsageError: ``langdetect`` is not installed.
     """
     factory = _load_factory()
     from langdetect.lang_detect_exception import LangDetectException
@@ -101,7 +105,7 @@ def known_languages() -> frozenset[str]:
     """The codes that ``detect_language`` may give.
 
     Raises:
-        MissingExtra: ``langdetect`` is not installed.
+        UsageError: ``langdetect`` is not installed.
     """
     return frozenset(_load_factory().get_lang_list())
 
@@ -111,7 +115,9 @@ def _load_factory() -> Any:
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError:
-        raise MissingExtra("langdetect", "tasks", "telling languages apart (the task ifeval)") from None
+        raise UsageError(
+            "telling languages apart (ifeval) needs the package langdetect: pip install langdetect"
+        ) from None
     factory = DetectorFactory()
     factory.load_profile(PROFILES_DIRECTORY)
     factory.set_seed(0)
@@ -437,7 +443,7 @@ def ifeval(submission: Submission) -> Verdict:
     Raises:
         UnknownWord: no such instruction.
         RecipeError: an instruction whose arguments do not fit.
-        MissingExtra: an instruction about languages, and ``langdetect`` is not installed.
+        UsageError: an instruction about languages, and ``langdetect`` is not installed.
     """
     identifiers = submission.meta.get("instruction_id_list")
     if not identifiers:
@@ -478,3 +484,66 @@ def loose_variants(response: str) -> list[str]:
     lines = response.split("\n")
     cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return cut + [text.replace("*", "") for text in cut]
+
+
+@register("task", name="ifeval", held_out="test")
+@reads_rows
+def task(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "google/IFEval") -> Task:
+    """Prompts with instructions about the form of the response, such as a number of words; for evaluation only.
+
+    Keys: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs`` (the arguments of each instruction; those that are
+    null are not given). There are no gold answers: the grader ``ifeval`` checks the response itself. meta holds the
+    key, the two lists, and ``num_instructions``. Rows with an instruction that is unknown, or whose arguments do
+    not fit, are dropped and counted.
+
+    Args:
+        split: there is nothing but a test split.
+        hub: name of the data set on the hub (where its one split is called ``train``).
+
+    Raises:
+        UsageError: ``datasets``, ``pyarrow`` or ``langdetect`` is needed and not installed.
+
+    Source: Zhou et al. 2023 (arXiv 2311.07911).
+    """
+
+    def read(row: Row) -> Example:
+        example, problem = read_example(row)
+        if problem is not None:
+            raise Dropped(problem)
+        return example
+
+    rows, place = read_source(path, hub, None, "train")
+    return collect(rows, read, place).as_task("ifeval", place, split)
+
+
+def read_example(row: Row) -> tuple[Example, str | None]:
+    """One row as an example, and why it cannot be graded, if so.
+
+    Raises:
+        DataError: a key is missing or of the wrong type.
+        UsageError: an instruction about languages, and ``langdetect`` is not installed.
+    """
+    keys, each = ("instruction_id_list", "kwargs"), "with one entry for each instruction"
+    identifiers, arguments = (row.entries(key, each) for key in keys)
+    if len(arguments) != len(identifiers):
+        raise row.fail(f"{len(identifiers)} instructions need as many 'kwargs'; got {len(arguments)}")
+    read: list[Mapping[str, Any]] = []
+    problem = None
+    for identifier, kwargs in zip(identifiers, arguments, strict=True):
+        if not isinstance(identifier, str) or not (kwargs is None or isinstance(kwargs, Mapping)):
+            raise row.fail("'instruction_id_list' holds texts and 'kwargs' mappings")
+        try:
+            read.append(read_arguments(identifier, kwargs))
+        except (UnknownWord, RecipeError) as error:
+            problem = problem or str(error)
+            continue
+        if identifier in READ_LANGUAGE and read[-1].get("language", "en") not in known_languages():
+            problem = problem or f"no detector for the language {read[-1]['language']!r}"
+    meta = {
+        "key": row.data.get("key"),
+        "num_instructions": len(identifiers),
+        "instruction_id_list": tuple(identifiers),
+        "kwargs": tuple(read),
+    }
+    prompt = Message("user", row.text("prompt"))
+    return Example(id=f"ifeval/test/{row.line}", messages=(prompt,), meta=meta, grader="ifeval"), problem

@@ -1,0 +1,350 @@
+"""The two ends of a grading, each in a sandbox: a program that answers calls, and tests that make them.
+
+Only the standard library is imported: the file is copied into both sandboxes. Messages are JSON with a length in front.
+Values pass as plain data that the receiver builds anew of Python's own types, so that no object of a program (one that
+equals everything, say) reaches its tests.
+
+The program's end first writes ``["ready"]`` or ``["failed", type, text]``, and then for each ``[name, arguments,
+keywords]`` one ``["value", value]`` or ``["raised", type, text]``. It knows no test; whatever a program changes in this
+module, it can only answer calls. The verdict is the exit code of the tests' process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+SOLUTION = "solution.py"
+# Exit codes of the tests. Not 0, 1 or 2, with which Python ends by itself. ``BAD``: the tests are wrong by themselves.
+RIGHT, WRONG, GONE, BAD = 70, 71, 72, 73
+HEADER = struct.Struct(">I")
+MAX_BYTES = 4 * 2**20  # of one message
+MAX_ITEMS = 1_000_000  # of a generator
+MAX_CALLS = 100_000
+MAX_TEXT = 200
+_EXACT = 2**53  # smaller integers stand as they are
+# What ends an iteration or a program is no ordinary error: raised in a test, it could end the test early.
+_NOT_RAISED = ("StopIteration", "StopAsyncIteration")
+_CONTAINERS: tuple[tuple[str, Any], ...] = (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_KEYS: Any = type({}.keys())
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    **dict(_CONTAINERS),
+    "iterator": iter,
+    "keys": lambda items: dict.fromkeys(items).keys(),
+}
+
+
+class NoPlainData(TypeError):
+    """A value that cannot be handed over."""
+
+
+class Refused(Exception):
+    """The program, or a call of it, raised: the type and the text of the error."""
+
+
+class ProgramRaised(Exception):
+    """The program raised an error that is none of Python's own."""
+
+
+class ProgramGone(BaseException):
+    """The program answers no more; no test can catch this by mistake."""
+
+
+class BadTests(BaseException):
+    """The tests ask for what they cannot have."""
+
+
+class TestsFailed(Exception):
+    """An assertion failed, or anything else was raised."""
+
+
+class Other:
+    """Stands for a value of any other type: it equals only itself, and is true if the value was."""
+
+    def __init__(self, truth: bool) -> None:
+        self.truth = truth
+
+    def __bool__(self) -> bool:
+        return self.truth
+
+
+def encode(value: Any, *, strict: bool = False) -> Any:
+    """Return the value as JSON can hold it: itself, or ``[kind, content]``.
+
+    Subclasses of Python's types (a ``Counter``, a named tuple) become these types, generators and the like iterators;
+    of any other value only its truth is kept.
+
+    Raises:
+        NoPlainData: a value of another type, where ``strict``.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if -_EXACT < number < _EXACT else ["int", hex(number)]
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, complex):
+        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, range):
+        return ["range", [encode(value.start), encode(value.stop), encode(value.step)]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key, strict=strict), encode(item, strict=strict)] for key, item in value.items()]]
+    for name, kind in (*_CONTAINERS, ("keys", _KEYS), ("iterator", Iterator)):
+        if isinstance(value, kind):
+            return [name, _encode_all(value, strict)]
+    if strict:
+        raise NoPlainData(f"{type(value).__name__} is no plain data")
+    return ["other", bool(value)]
+
+
+def _encode_all(items: Iterable[Any], strict: bool) -> list[Any]:
+    return [encode(item, strict=strict) for item in islice(items, MAX_ITEMS)]
+
+
+def decode(code: Any) -> Any:
+    """Return the value, of Python's own types.
+
+    Raises:
+        ValueError, TypeError, KeyError: nothing that ``encode`` writes.
+    """
+    if code is None or isinstance(code, bool | str | int):
+        return code
+    kind, content = code
+    if kind == "int":
+        return int(content, 16)
+    if kind == "float":
+        return float.fromhex(content)
+    if kind == "complex":
+        return complex(float.fromhex(content[0]), float.fromhex(content[1]))
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "other":
+        return Other(content is True)
+    if kind == "range":
+        return range(*(decode(item) for item in content))
+    if kind == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    return _MAKE[kind]([decode(item) for item in content])
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Write one message.
+
+    Raises:
+        NoPlainData: it is longer than ``MAX_BYTES``.
+        OSError: the other side is gone.
+    """
+    body = json.dumps(message).encode()
+    if len(body) > MAX_BYTES:
+        raise NoPlainData(f"{len(body)} bytes, more than {MAX_BYTES}")
+    parts = memoryview(HEADER.pack(len(body)) + body)
+    while parts:
+        parts = parts[os.write(descriptor, parts) :]
+
+
+def receive(descriptor: int) -> Any:
+    """Read the next message.
+
+    Raises:
+        EOFError: there is none any more.
+        ValueError: it is too long, or no JSON.
+    """
+    (size,) = HEADER.unpack(_read(descriptor, HEADER.size))
+    if size > MAX_BYTES:
+        raise ValueError(f"{size} bytes, more than {MAX_BYTES}")
+    return json.loads(_read(descriptor, size))
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(descriptor, min(size - len(parts), 65536))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Keep standard input and output as descriptors of ours, and let nothing else of this process read or write."""
+    reading, writing = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    sys.path.remove("")
+    return reading, writing
+
+
+def _seed_if_drawn(source: str) -> None:
+    """Seed ``random`` where it is used, for the same verdict again. Importing it takes milliseconds."""
+    if "random" in source:
+        import random
+
+        random.seed(0)
+
+
+def answer() -> None:
+    """Run the program's end: load the program and answer calls until there are no more."""
+    calls, replies = _take_pipes()
+    try:
+        module = _load(SOLUTION)
+    except Refused as error:
+        send(replies, ["failed", *error.args])
+        return
+    send(replies, ["ready"])
+    while True:
+        try:
+            name, arguments, keywords = receive(calls)
+        except EOFError:
+            return
+        try:
+            message = ["value", _call(module, name, decode(arguments), decode(keywords))]
+        except Refused as error:
+            message = ["raised", *error.args]
+        try:
+            send(replies, message)
+        except NoPlainData as error:
+            send(replies, ["raised", "TypeError", str(error)])
+
+
+def _load(path: str) -> types.ModuleType:
+    """Return the program as a module, which is not ``__main__``."""
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    _seed_if_drawn(source)
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except BaseException as error:
+        raise Refused(*_shown(error)) from error
+    return module
+
+
+def _call(module: types.ModuleType, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Return the result of one call, encoded."""
+    try:
+        if name not in module.__dict__:
+            raise NameError(f"name {name!r} is not defined")
+        return encode(module.__dict__[name](*arguments, **keywords))
+    except BaseException as error:
+        raise Refused(*_shown(error)) from error
+
+
+def _shown(error: BaseException) -> tuple[str, str]:
+    """Type and first argument if it is text: asking any other object to show itself may take for ever."""
+    first = error.args[0] if error.args else ""
+    return type(error).__name__[:MAX_TEXT], first[:MAX_TEXT] if isinstance(first, str) else ""
+
+
+def test(channel: int) -> None:
+    """Run the tests' end: take the tests from ``channel``, run them with functions of the program, end with a verdict.
+
+    They are sent when this process has said that no other can read its memory.
+    """
+    replies, calls = _take_pipes()
+    _hide_memory()
+    os.write(channel, b"1")
+    spec = receive(channel)
+    os.close(channel)
+    code = BAD
+    try:
+        code = _run(spec, calls, replies)
+    except ProgramGone:
+        code = GONE
+    except TestsFailed:
+        code = WRONG
+    finally:
+        os._exit(code)
+
+
+def _hide_memory() -> None:
+    """Refuse tracing by processes of the same user (prctl(2), PR_SET_DUMPABLE), and end if one traces already."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    if os.path.exists("/proc/self/status"):  # it is not in bubblewrap, where no other process is to be seen
+        with open("/proc/self/status", encoding="ascii") as file:
+            if "TracerPid:\t0\n" not in file.read():
+                os._exit(1)
+
+
+def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
+    """Define what the tests need, then the functions of the program, then run the tests."""
+    scope: dict[str, Any] = {"__name__": "tests"}
+    exec(compile(spec["prelude"], "prelude", "exec"), scope)
+    tests = compile(spec["tests"], "tests", "exec")
+    first = _hear(replies)
+    if not isinstance(first, list) or first[:1] != ["ready"]:
+        return WRONG
+    num_calls = 0
+
+    def function_of(name: str) -> Callable[..., Any]:
+        def function(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > MAX_CALLS:
+                raise BadTests(f"more than {MAX_CALLS} calls")
+            return _ask(calls, replies, [name, arguments, keywords])
+
+        function.__name__ = name
+        return function
+
+    scope.update({name: function_of(name) for name in spec["names"]})
+    _seed_if_drawn(spec["tests"])
+    try:
+        exec(tests, scope)
+    except (ProgramGone, BadTests):
+        raise
+    except BaseException as error:
+        raise TestsFailed from error
+    return RIGHT if num_calls else BAD
+
+
+def _ask(calls: int, replies: int, call: list[Any]) -> Any:
+    """Make one call; raise what the program raised."""
+    name, arguments, keywords = call
+    try:
+        send(calls, [name, encode(arguments, strict=True), encode(keywords, strict=True)])
+    except NoPlainData as error:
+        raise BadTests(f"a test hands over what is no plain data: {error}") from None
+    except OSError:
+        raise ProgramGone from None
+    message = _hear(replies)
+    try:
+        kind, *content = message
+        if kind == "value":
+            return decode(content[0])
+        name, text = content
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        raise ProgramGone(f"no answer but {error}") from None
+    raise error_of(str(name), str(text))
+
+
+def _hear(replies: int) -> Any:
+    try:
+        return receive(replies)
+    except (EOFError, ValueError, RecursionError, OSError):
+        raise ProgramGone from None
+
+
+def error_of(name: str, text: str) -> Exception:
+    """Return the error of this name, if it is an ordinary one of Python's own; else ``ProgramRaised``."""
+    kind = getattr(builtins, name, None)
+    ordinary = isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_RAISED
+    try:
+        return kind(text) if ordinary else ProgramRaised(f"{name}: {text}")  # type: ignore[misc]
+    except TypeError:  # one that needs more than a text
+        return ProgramRaised(f"{name}: {text}")

@@ -1,0 +1,91 @@
+"""First code of a process in a sandbox: sets its limits and becomes the program.
+
+It is sent as text to a Python without packages, so it imports the standard library alone. The only argument is JSON:
+``argv``; ``limits`` (name, soft, hard); ``user``, which a superuser becomes (0: none); and ``watch``, the seconds after
+which a watched program ends (0: not watched).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+
+OVERDUE = 124  # the exit code of a watched program whose seconds are over
+_PDEATHSIG, _DUMPABLE, _DROP, _SECUREBITS, _SUBREAPER = 1, 4, 24, 28, 36  # prctl(2)
+_NO_ROOT_LOCKED = 0b11  # user 0 gets no capabilities by starting a program
+_LAST_CAPABILITY = 63
+MAX_KILL_ROUNDS = 500
+
+
+def main() -> None:
+    """Never return: become the program, or watch it until its end."""
+    spec = json.loads(sys.argv[1])
+    if spec["watch"]:
+        _fork_watched(spec["watch"])
+    if spec["user"]:
+        os.setgroups([])
+        os.setresgid(spec["user"], spec["user"], spec["user"])
+        os.setresuid(spec["user"], spec["user"], spec["user"])  # no capability survives this
+    for name, soft, hard in spec["limits"]:
+        number = getattr(resource, name)
+        present = resource.getrlimit(number)[1]
+        if present != resource.RLIM_INFINITY:
+            soft, hard = min(soft, present), min(hard, present)
+        resource.setrlimit(number, (soft, hard))
+    os.execv(spec["argv"][0], spec["argv"])
+
+
+def _fork_watched(seconds: float) -> None:
+    """Return in a child; this process waits for it, and ends with its exit code when no descendant is left.
+
+    The program has no capabilities and cannot read the memory of this process. Both end with who started them.
+    """
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PDEATHSIG, signal.SIGKILL)
+    prctl(_SUBREAPER, 1)
+    prctl(_DUMPABLE, 0)
+    with open("/proc/self/status", encoding="ascii") as file:
+        if "TracerPid:\t0\n" not in file.read():  # another process attached before
+            os._exit(1)
+    child = os.fork()
+    if child == 0:
+        prctl(_PDEATHSIG, signal.SIGKILL)
+        prctl(_SECUREBITS, _NO_ROOT_LOCKED)
+        for number in range(_LAST_CAPABILITY + 1):
+            prctl(_DROP, number)
+        return
+    overdue = []
+
+    def end(number: int, frame: object) -> None:
+        overdue.append(number)
+        os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    _kill_descendants()
+    os._exit(OVERDUE if overdue else code if code >= 0 else 128 - code)
+
+
+def _kill_descendants() -> None:
+    """Kill what the program left running: its orphans are children of this process."""
+    me = os.getpid()
+    for _ in range(MAX_KILL_ROUNDS):
+        with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as file:
+            children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
