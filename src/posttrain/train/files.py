@@ -87,13 +87,7 @@ class EngineSite:
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""
         engine: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        if self.world.starts_servers:
-            from posttrain.engines.vllm.placed import EVAL_SERVERS, SERVERS
-
-            draws = self.samples and where == "rollout.engine"
-            engine = engine.settle(self.folder, self.world, SERVERS if draws else EVAL_SERVERS)
-        else:
-            engine = engine.settle(self.folder, self.world)
+        engine = engine.settle(self.folder, self.world)
         if self.within is not None and entry.traits.get("takes_weights"):
             engine.take_parts(self.within)
         return engine
