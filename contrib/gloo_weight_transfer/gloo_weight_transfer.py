@@ -98,12 +98,12 @@ class Receiver:
     """One worker's place in the group of trainer (rank 0) and workers."""
 
     def __init__(self, info: Any, rank: int, device: torch.device) -> None:
-        self.device = device
-        store = dist.TCPStore(info.master_address, info.master_port, info.world_size, False, TIMEOUT)
+        self.device, self.rank, self.num_updates = device, rank, 0
+        self.store = dist.TCPStore(info.master_address, info.master_port, info.world_size, False, TIMEOUT)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(info.master_address))]
         options._timeout = TIMEOUT
-        self.group = dist.ProcessGroupGloo(store, rank, info.world_size, options)
+        self.group = dist.ProcessGroupGloo(self.store, rank, info.world_size, options)
 
     def receive(self, info: Any, load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> None:
         """Load every announced weight. All of them are received even if one cannot be loaded, so that nobody hangs.
@@ -112,6 +112,8 @@ class Receiver:
             ValueError: one could not be loaded.
         """
         failure = None
+        self.num_updates += 1
+        self.store.set(f"update {self.num_updates} of {self.rank}", "1")  # the trainer waits for it
         options = dist.BroadcastOptions()
         options.rootRank = 0
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):

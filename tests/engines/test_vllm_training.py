@@ -26,7 +26,7 @@ from posttrain.engines.vllm.training import Trained
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.world import ONE
+from posttrain.world import ONE, World
 from serving import free_port
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
@@ -74,18 +74,20 @@ def test_trained_after_every_update_server_has_weights_and_rows_their_version(
     tiny: LoadedModel, three: list[FakeFollower], transfer: str, routes: list[str]
 ) -> None:
     engine = follow(tiny, *three[:2], transfer=transfer)
-    for version in (0, 3, 4):
+    ask = (PROMPTS[:2], KEYS[:2], SAMPLING)
+    for version in (0, 3):
         engine.sync(version)
-        groups = engine.generate(PROMPTS, KEYS, SAMPLING)
-        assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(PROMPTS, KEYS, SAMPLING))
+        groups = engine.generate(*ask)
+        assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(*ask))
         assert {c.version for g in groups for c in g} == {version}
         assert all(has_weights_of(server, tiny.model) for server in three[:2])
         update(tiny.model, version)
     begins = [] if transfer == "files" else ["/pause", "/init_weight_transfer_engine"]
-    assert three[0].said == [*(begins or routes[:1]), *routes[1:], *routes, *routes]
-    assert {server.label.partition(":")[2] for server in three[:2]} == {"4"}
-    engine.sync(4)
-    assert three[0].said[len(begins) + 3 * len(routes) :] == [], "the same version means the same weights"
+    assert three[0].said == [*(begins or routes[:1]), *routes[1:], *routes]
+    assert {server.label.partition(":")[2] for server in three[:2]} == {"3"}
+    num_asked = len(three[0].said)
+    engine.sync(3)
+    assert len(three[0].said) == num_asked, "the same version means the same weights"
     engine.close()
 
 
@@ -99,6 +101,31 @@ def test_trained_several_servers_divide_a_batch_by_place(tiny: LoadedModel, thre
         for server in three
     ]
     assert seeds == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
+
+
+def test_trained_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedModel, server: FakeFollower) -> None:
+    told: list[Any] = []
+
+    class Rank(World):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+        def tell(self, value: Any, what: str) -> Any:
+            if self.is_main:
+                told.append(value)
+            return told[-1]
+
+    engines = [follow(tiny, server), follow(tiny, server)]
+    for rank, engine in enumerate(engines):
+        engine.world = Rank(rank)
+    for version in (0, 1):
+        answers = []
+        for engine in engines:
+            engine.sync(version)
+            answers.append(engine.generate([[9, 10]], [[1, 2]], Sampling(max_tokens=4)))
+        assert answers[0] == answers[1]
+        assert answers[1][0][0].version == version
+    assert server.said == FILES * 2
 
 
 def test_trained_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower, wrapped: Any) -> None:
@@ -164,18 +191,17 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 # In a run.
 
 
-def test_run_with_a_server_trains_as_with_the_native_engine(server: FakeFollower, tmp_path: Path) -> None:
+def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
     place = {"engine": {"name": "vllm", "url": server.url}}
     evaluation = {"every": 2, "n": 2, "max_tokens": 4}
-    run(tmp_path / "served", make_recipe("grpo", rollout=place, eval=evaluation))
-    run(tmp_path / "native", make_recipe("grpo", eval=evaluation))
-    rows, expected = (recorded(tmp_path / name)[0] for name in ("served", "native"))
-    assert [row.completion for row in rows] == [row.completion for row in expected]
+    run(tmp_path / "run", make_recipe("grpo", rollout=place, eval=evaluation, train={"steps": 2}))
+    rows, evaluations = recorded(tmp_path / "run")
     assert [row.version for row in rows] == [row.step - 1 for row in rows]
-    for step, other in zip(steps_of(tmp_path / "served"), steps_of(tmp_path / "native"), strict=True):
-        assert step["loss"] == pytest.approx(other["loss"], abs=1e-6)
+    assert {(row.step, row.version) for row in evaluations} == {(0, 0), (2, 2)}
+    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps_of(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake runs as a process in vLLM's place; it is killed before step 2 is sampled."""
     program = Path(__file__).parent / "fake_server_process.py"

@@ -76,13 +76,7 @@ class EngineSite:
     @classmethod
     def beside(cls, folder: Path | None, starts_servers: bool, samples: bool) -> EngineSite:
         """In a process beside the trainer's, which has the trainer's place (``starts_servers``: of its world)."""
-        if not starts_servers:
-            return cls(folder, ONE, samples)
-        from posttrain.train.distributed import Attending, Meeting
-
-        world = Attending(Meeting.attend())
-        world.starts_servers = True
-        return cls(folder, world, samples)
+        return cls(folder, ONE, samples)
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""

@@ -76,7 +76,7 @@ class GroupTransfer:
 
     def __init__(self, servers: Sequence[HttpServer], kind: type[Nccl | Gloo], timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        workers = ask_all(servers, "GET", WORKERS, read=_num_workers)
+        workers = ask_all(servers, "GET", WORKERS, read=num_workers)
         size = 1 + sum(workers)
         self.group = kind(servers[0].host, size, timeout_seconds)
         about = [
@@ -105,6 +105,7 @@ class GroupTransfer:
         }
         ask_all(servers, "POST", "/start_weight_update")
         asked = _begin(partial(ask_all, servers, "POST", "/update_weights", {"update_info": about}))
+        self._wait(self.group.begin(), asked)
         for (name, weight), expected in zip(weights, announced, strict=True):
             assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
             try:
@@ -141,6 +142,10 @@ class Nccl:
         nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
         torch.cuda.synchronize(self.device)
 
+    def begin(self) -> Callable[[], bool]:
+        """Begin an update; returns what tells whether all take part, as far as it can be known."""
+        return lambda: True
+
     def broadcast(self, tensor: Tensor) -> Callable[[], bool]:
         """Start to send a tensor; returns what tells whether all have it."""
         nccl.broadcast([tensor], 0, comms=[self.communicator])
@@ -159,7 +164,7 @@ class Gloo:
             self.address = str(probe.getsockname()[0])
         listening = socket.create_server((self.address, 0), family=family)
         port = int(listening.getsockname()[1])
-        self.size, self.timeout = size, timedelta(seconds=timeout_seconds)
+        self.size, self.num_updates, self.timeout = size, 0, timedelta(seconds=timeout_seconds)
         self.store = dist.TCPStore(
             self.address, port, size, True, self.timeout, wait_for_workers=False, master_listen_fd=listening.detach()
         )
@@ -171,6 +176,11 @@ class Gloo:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         options._timeout = self.timeout
         self.group = dist.ProcessGroupGloo(self.store, 0, self.size, options)
+
+    def begin(self) -> Callable[[], bool]:
+        """See ``Nccl.begin``. A broadcast that nobody takes would hold this process up, so workers say that they do."""
+        self.num_updates += 1
+        return partial(self.store.check, [f"update {self.num_updates} of {rank}" for rank in range(1, self.size)])
 
     def broadcast(self, tensor: Tensor) -> Callable[[], bool]:
         """See ``Nccl.broadcast``."""
@@ -194,7 +204,8 @@ def _begin(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def _num_workers(answer: Any) -> int:
+def num_workers(answer: Any) -> int:
+    """Read the answer of ``WORKERS``."""
     count = answer["world_size"]
     if type(count) is not int or not 0 < count <= MOST_WORKERS:
         raise Unreadable(f"a world_size of {count!r:.80}")
