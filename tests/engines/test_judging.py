@@ -439,9 +439,7 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
 
 
-def test_a_judge_is_not_asked_again_by_a_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_is_not_asked_again_by_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge of moods: asked again it would say something else, and training would go elsewhere."""
     monkeypatch.chdir(tmp_path)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 from posttrain import registry
 from posttrain.consent import declare_code
