@@ -20,7 +20,7 @@ PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
 PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openai := -c constraints.txt openai
 PACKAGES_lm_eval := 'lm-eval[api]==0.4.13'
-PACKAGES_ray := -c constraints.txt ray
+PACKAGES_ray := -c constraints.txt 'ray[train]'
 # Two test processes on two cores: one thread each, no hub.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # Each of two processes takes one half of the tests, so that what a file's tests share is made once, and then what the
@@ -54,7 +54,6 @@ test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and t
 
 test-vllm: $(DEV) $(VLLM_VENV)/installed-here ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
-	$(TEST_ENV) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm_server/test_real_colocated.py
 
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
 	$(TEST_ENV) $(ADAPTER_VENVS)/ray/bin/python -m pytest -m ray tests/ray_cluster
@@ -113,8 +112,8 @@ $(VLLM_VENV)/installed:
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-$(VLLM_VENV)/installed-here: $(VLLM_VENV)/installed pyproject.toml # for vLLM in the trainer's own process
-	$(VLLM_VENV)/bin/python -m pip install -e . pytest hypothesis
+$(VLLM_VENV)/installed-here: $(VLLM_VENV)/installed contrib/gloo_weight_transfer/gloo_weight_transfer.py
+	$(VLLM_VENV)/bin/python -m pip install --no-deps ./contrib/gloo_weight_transfer
 	@touch $@
 
 .PRECIOUS: $(ADAPTER_VENVS)/%/installed

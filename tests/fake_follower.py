@@ -1,19 +1,21 @@
-"""A stand-in for a vLLM server that takes weights: its routes and a real transfer, with a small model behind them."""
+"""A fake vLLM server that takes weights: its routes and a real transfer, with a small model behind them."""
 
 from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
-from posttrain.engines.vllm.plugin.posttrain_vllm import Receiver
 
-# The routes of one hand-over of weights.
-SYNC = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache"]
+# The routes of one transfer of weights.
+FILES = ["/pause", "/collective_rpc", "/update_weight_version", "/resume", "/reset_prefix_cache"]
+GROUP = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", *FILES[2:]]
 
 
 class FakeFollower(FakeVllm):
@@ -32,20 +34,20 @@ class FakeFollower(FakeVllm):
         self.label, self.said, self.refuses, self.drops = "default", [], "", ()
         self.keeps_cache = False
         self.cache: dict[str, Any] = {}
-        self.receiver: Receiver | None = None
+        self.receiver: Any = None
         self.paused = threading.Event()
         self.gets |= {
-            "/health": lambda body: {},
             "/weight_info": lambda body: {"weight_version": self.label},
-            "/is_paused": lambda body: {"is_paused": self.paused.is_set()},
             "/get_world_size": lambda body: {"world_size": 1},
         }
         steps = {
             "/init_weight_transfer_engine": lambda body: self.begin(SimpleNamespace(**body["init_info"])),
             "/pause": lambda body: self.paused.set(),
             "/start_weight_update": lambda body: None,
-            "/update_weights": lambda body: self.update(SimpleNamespace(**body["update_info"])),
-            "/finish_weight_update": lambda body: setattr(self, "label", body["weight_version"]),
+            "/update_weights": lambda body: self.receiver.receive(SimpleNamespace(**body["update_info"]), self.load),
+            "/finish_weight_update": lambda body: None,
+            "/collective_rpc": self.reload,
+            "/update_weight_version": lambda body: setattr(self, "label", body["new_version"]),
             "/resume": lambda body: self.paused.clear(),
             "/reset_prefix_cache": lambda body: self.cache.clear() if not self.keeps_cache else None,
         }
@@ -55,30 +57,32 @@ class FakeFollower(FakeVllm):
         def answer(body: dict[str, Any]) -> dict[str, Any]:
             self.said.append(route)
             if route == self.refuses:
-                raise Reply(500, {"error": {"message": "not today"}})
+                raise Reply(400, {"error": {"message": "not today"}})
             try:
                 work(body)
-            except ValueError as error:
-                raise Reply(500, {"error": {"message": str(error)}}) from None
+            except (ValueError, RuntimeError) as error:
+                raise Reply(400, {"error": {"message": str(error)}}) from None
             return {}
 
         return answer
 
     def begin(self, info: Any) -> None:
-        self.receiver = Receiver(info, 1, torch.device("cpu"))
+        from gloo_weight_transfer import Receiver
 
-    def update(self, info: Any) -> None:
-        assert self.receiver is not None
+        self.receiver = Receiver(info, info.rank_offset, torch.device("cpu"))
+
+    def reload(self, body: dict[str, Any]) -> None:
+        assert body["method"] == "reload_weights"
+        for file in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
+            self.load(list(load_file(file).items()))
+
+    def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         assert self.paused.is_set(), "weights came while answers were being written"
-        own = dict(self.model.named_parameters())
-
-        def load(named: list[tuple[str, torch.Tensor]]) -> None:
-            with torch.no_grad():
-                for name, weight in named:
-                    if name not in self.drops:
-                        own[name].copy_(weight)
-
-        self.receiver.receive(info, load)
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, weight in named:
+                if name not in self.drops:
+                    own[name].copy_(weight)
 
     def complete(self, body: dict[str, Any]) -> Any:
         assert not self.paused.is_set()

@@ -17,7 +17,7 @@ from posttrain.engines.vllm.server import free_port as unused_port
 
 def free_port() -> int:
     """Where nobody listens, and no connection goes out from while other tests run: see the server's own choice."""
-    return unused_port(0)
+    return unused_port()
 
 
 @dataclass(frozen=True)

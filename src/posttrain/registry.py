@@ -172,6 +172,9 @@ class Entry:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
             UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
         """
+        for key in options:
+            if gone := GONE.get(f"{self.name}.{key}"):
+                raise RecipeError(f"{where or self.kind}.{key}: this option was removed. Use {gone}")
         model = self.options_model()
         try:
             checked = model.model_validate(dict(options), context={"where": where or self.kind})

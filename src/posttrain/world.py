@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ class World:
 
     rank = 0
     size = 1
-    starts_servers = False  # whether who started the processes starts servers for them, too
+    starts_servers = False  # no process starts one for another
 
     @property
     def is_main(self) -> bool:
@@ -61,14 +61,6 @@ class World:
         It ends behind the last of all processes; inside there is no exchange.
         """
         return nullcontext()
-
-    def order(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Ask who started the processes for a server of a name; what is to be known of it is ``delivered``."""
-        assert self.starts_servers, "nobody started this process who could start a server for it"
-
-    def delivered(self, key: str) -> Any:
-        """What was said under a key by who started the processes; None: nothing yet."""
-        return None
 
 
 ONE = World()

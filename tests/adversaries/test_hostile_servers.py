@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.judging.asking import Opinion, RemoteJudge, rate
-from posttrain.engines.vllm import http
+from posttrain.engines.http import HttpServer, Unreadable
+from posttrain.engines.judging.asking import Judge, Opinion, rate
+from posttrain.engines import http
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.http import HttpServer
 from posttrain.engines.vllm.probe import read_scores
-from posttrain.engines.vllm.protocol import Unreadable
-from posttrain.engines.vllm.transfer import _num_workers, ask
+from posttrain.engines.vllm.transfer import WORKERS, ask_all, num_workers
 from posttrain.errors import PosttrainError, RunFailure
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -96,13 +95,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 def sample(url: str, **options: Any) -> Any:
-    engine = VllmEngine(url, **{"retries": 1, "timeout_seconds": 20.0} | options)
+    engine = VllmEngine([url], **{"retries": 1, "timeout_seconds": 20.0} | options)
     return engine.generate([[5, 6]], [[1]], Sampling(4, stop_ids=frozenset([9])))
 
 
 def judge(url: str) -> Opinion:
     question = rate("Why?", "So.", rubric="Be right.", scale=(0, 10))
-    return RemoteJudge(url, retries=1, timeout_seconds=20.0).judge([question])[0]
+    return Judge(url, retries=1, timeout_seconds=20.0).judge([question])[0]
 
 
 def test_what_is_not_changed_is_taken(serve: Callable[..., str]) -> None:
@@ -123,7 +122,7 @@ RAW = [
     (http_answer({}, "302 Found\r\nLocation: http://192.0.2.1/"), "HTTP 302"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}", "broke off"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n{}", "broke off"),
-    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nab\r\n", "read length"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nab\r\n", "illegal chunk header"),
     (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 15 + b"\r\nab\r\n", "broke off"),
 ]
 
@@ -213,8 +212,8 @@ def test_a_server_that_closes_after_every_answer_has_its_time(
 @pytest.mark.parametrize("answer", [{}, [], {"world_size": "2"}, {"world_size": 0}, {"world_size": 10**30}])
 def test_workers_that_nobody_has(answer: Any, serve: Callable[..., str]) -> None:
     url = serve({"/get_world_size": http_answer(answer)})
-    with HttpServer(url, timeout_seconds=5, retries=0) as server, pytest.raises(RunFailure, match="/get_world_size: a"):
-        ask(server, "GET", "/get_world_size", read=_num_workers)
+    with pytest.raises(RunFailure, match="/get_world_size: a"):
+        ask_all([HttpServer(url, timeout_seconds=5, retries=0)], "GET", WORKERS, read=num_workers)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from posttrain.cli import main
 from posttrain.engines.judging.asking import RemoteJudge, rate
 from posttrain.engines.judging.reward import Opinions
 from posttrain.engines.models import OpenedModel, open_model
-from posttrain.engines.vllm.command import served_names
+from posttrain.engines.served_names import served_names
 from posttrain.randomness import derive_key
 from posttrain.render import decode_response, encode_prompt
 from posttrain.runs.models import find_source

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_follower import FakeFollower
-from posttrain.engines.vllm import http as vllm_http
+from posttrain.engines import http
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
@@ -17,7 +17,7 @@ from posttrain.recipes.sections import AdapterSection, ModelSection
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_http, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(http, "FIRST_PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture

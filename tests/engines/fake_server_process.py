@@ -1,7 +1,8 @@
-"""In the place of ``python -m vllm.entrypoints.openai.api_server``: the stand-in as a process of its own."""
+"""In the place of ``python -m vllm.entrypoints.openai.api_server``: the fake as a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -13,14 +14,16 @@ from posttrain.recipes.sections import ModelSection
 
 arguments = dict(zip(sys.argv, sys.argv[1:], strict=False))
 assert arguments["-m"] == "vllm.entrypoints.openai.api_server"
-assert arguments["--load-format"] == "dummy"
 assert "--no-enable-chunked-prefill" in sys.argv, "the model is on a CPU"
-assert arguments["--weight-transfer-config"] == '{"backend": "posttrain"}'
 assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
-assert Path(arguments["--model"], "config.json").is_file()
+folder = Path(arguments["--model"])
+assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
 loaded = load_model(ModelSection(), seed=0)
 card = {"id": arguments["--served-model-name"], "root": arguments["--model"], "max_model_len": 512}
 place = {"host": arguments["--host"], "port": int(arguments["--port"])}
-with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], **place):
+with FakeFollower(loaded.model, loaded.tokenizer, cards=[card], **place) as fake:
+    fake.paused.set()
+    fake.reload({"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    fake.paused.clear()
     Path("pid").write_text(str(os.getpid()))
     threading.Event().wait()

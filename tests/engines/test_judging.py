@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from fake_vllm import Reply, Reset
 from posttrain import registry
 from posttrain.cli import main
-from posttrain.engines.judging.asking import Opinion, Question, RemoteJudge, Unusable, compare, mark_of, rate
+from posttrain.engines import http
+from posttrain.engines.judging.asking import Judge, Opinion, Question, Unusable, compare, mark_of, rate
 from posttrain.engines.judging.reward import CACHE, Opinions, _opinions, check_failures, describe_bias, match
 from posttrain.engines.rollout import Attempt, build_grader
-from posttrain.engines.vllm import http
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.models.sources import TINY
@@ -90,7 +90,7 @@ def test_the_effect_of_orders_in_an_answer() -> None:
 
     attacks = [text.replace("{mark}", mark_of(["What is 6 × 7?", text])) for text in ATTACKS]
     with FakeJudge(gullible) as server:
-        judge = RemoteJudge(server.url)
+        judge = Judge(server.url)
         fenced = judge.judge([rate("What is 6 × 7?", text, rubric="Be right.", scale=(1, 10)) for text in attacks])
         open_ones = judge.judge([bare(text) for text in attacks])
     worth = 2 / 9
@@ -156,14 +156,14 @@ def test_a_winner_is_read() -> None:
 
 def test_what_is_sent_and_what_it_costs() -> None:
     with FakeJudge(by_length) as server:
-        told = Opinions(RemoteJudge(server.url)).ask(ratings("a", "abcd"))
+        told = Opinions(Judge(server.url)).ask(ratings("a", "abcd"))
     assert [one.value for one in told] == pytest.approx([0.0, 1 / 3])
     assert [(one.tokens_in, one.tokens_out) for one in told] == [(100, 7)] * 2
     (body, _) = server.chats
     assert (body["model"], body["temperature"]) == ("small", 0.0)
     assert body["response_format"]["json_schema"]["schema"]["properties"]["score"]["enum"] == list(range(1, 11))
     with FakeJudge(by_length) as server:
-        RemoteJudge(server.url, "mine", structured=False, temperature=None).judge(ratings("a"))
+        Judge(server.url, "mine", structured=False, temperature=None).judge(ratings("a"))
     assert "response_format" not in server.chats[0]
     assert "temperature" not in server.chats[0]
     assert server.chats[0]["model"] == "mine"
@@ -201,7 +201,7 @@ FAULTS: dict[str, Answer] = {
 def test_a_fault_that_passes_is_asked_again(fault: str) -> None:
     with FakeJudge(FAULTS[fault]) as server:
         timeout = 0.3 if fault == "slow" else 60.0
-        (told,) = RemoteJudge(server.url, timeout_seconds=timeout, retries=9).judge(ratings("a"))
+        (told,) = Judge(server.url, timeout_seconds=timeout, retries=9).judge(ratings("a"))
     assert (told.value, told.failure) == (1.0, None)
     assert len(server.chats) >= 2
     if fault == "garbage":
@@ -218,7 +218,7 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         return "I like it" if answer == "garbage" else said(10)
 
     with FakeJudge(reply) as server:
-        opinions = Opinions(RemoteJudge(server.url, timeout_seconds=0.5, retries=1), tmp_path)
+        opinions = Opinions(Judge(server.url, timeout_seconds=0.5, retries=1), tmp_path)
         told = opinions.ask(ratings("fine", "slow", "garbage", "long"))
         assert [one.value for one in told] == [1.0, None, None, None]
         assert [one.failure for one in told] == [None, "timeout", "crash", "crash"]
@@ -247,7 +247,7 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
         raise Reply(400 if answer == "refused" else 503, {"error": {"message": f"bad request of Bearer {key}"}})
 
     with FakeJudge(reply, key=key) as server:
-        told = Opinions(RemoteJudge(server.url, retries=1), tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
+        told = Opinions(Judge(server.url, retries=1), tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
     assert [one.failure for one in told] == ["crash"] * 4
     assert all("***" in one.reason and key not in one.reason for one in told)
     assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
@@ -260,7 +260,7 @@ def test_no_more_questions_are_under_way_than_asked_for() -> None:
         return said(5)
 
     with FakeJudge(reply) as server:
-        RemoteJudge(server.url, concurrency=3).judge(ratings(*map(str, range(12))))
+        Judge(server.url, concurrency=3).judge(ratings(*map(str, range(12))))
     assert 1 < server.most_busy <= 3
 
 
@@ -268,34 +268,34 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
     with FakeJudge(by_length, key="a secret") as server:
         url = server.url
         with pytest.raises(UsageError, match=rf"{url}: the judge refuses.*401.*variable JUDGE_API_KEY"):
-            RemoteJudge(url).check()
+            Judge(url).check()
         monkeypatch.setenv("JUDGE_API_KEY", "a secret")
-        RemoteJudge(url).check()
+        Judge(url).check()
         with pytest.raises(UsageError, match="401") as told:
-            RemoteJudge(url, key_variable="OTHER_API_KEY").judge(ratings("a"))
+            Judge(url, key_variable="OTHER_API_KEY").judge(ratings("a"))
         assert "a secret" not in str(told.value)
-        assert "a secret" not in repr(RemoteJudge(url))
-    with pytest.raises(UsageError, match=rf"{url}: no judge answers there \(connection refused\).*posttrain serve"):
-        RemoteJudge(url).check()
+        assert "a secret" not in repr(Judge(url))
+    with pytest.raises(UsageError, match=rf"{url}: no judge answers there \(no connection to .*posttrain serve"):
+        Judge(url).check()
     cards = [{"id": "a"}, {"id": "b"}]
     with FakeJudge(by_length, cards=cards) as server, pytest.raises(UsageError, match=r"judge\.model is needed.*a, b"):
-        RemoteJudge(server.url).check()
+        Judge(server.url).check()
     with pytest.raises(UsageError, match=r"judge.url: 'here' is no server's URL"):
-        RemoteJudge("here")
+        Judge("here")
     with pytest.raises(UsageError, match=r"judge.url: .*a name, password or key in a URL.*JUDGE_API_KEY"):
-        RemoteJudge("http://me:secret@127.0.0.1:8000")
+        Judge("http://me:secret@127.0.0.1:8000")
     with pytest.raises(UsageError, match=r"JUDGE_API_KEY holds a key.* set JUDGE_API_HOST=judge\.example"):
-        RemoteJudge("https://judge.example").check()
+        Judge("https://judge.example").check()
     monkeypatch.setenv("JUDGE_API_HOST", "other.example")
     with pytest.raises(UsageError, match=r"a recipe alone sends it to no server"):
-        RemoteJudge("https://judge.example")
+        Judge("https://judge.example")
     monkeypatch.setenv("JUDGE_API_HOST", "judge.example")
-    assert RemoteJudge("https://judge.example").name == "https://judge.example"
+    assert Judge("https://judge.example").name == "https://judge.example"
     with pytest.raises(UsageError, match="clear text; use https"):
-        RemoteJudge("http://judge.example")
+        Judge("http://judge.example")
     for variable in ("HOME", "HF_TOKEN", "x_api_key", "AWS_SECRET_ACCESS_KEY"):
         with pytest.raises(UsageError, match="ends with _API_KEY"):
-            RemoteJudge("http://127.0.0.1:1", key_variable=variable)
+            Judge("http://127.0.0.1:1", key_variable=variable)
 
 
 # What is kept
@@ -303,27 +303,27 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_opinions_are_kept_by_content(tmp_path: Path) -> None:
     with FakeJudge(by_length) as server:
-        opinions = Opinions(RemoteJudge(server.url), tmp_path)
+        opinions = Opinions(Judge(server.url), tmp_path)
         first = opinions.ask(ratings("a", "abcd", "a"))
         assert [one.is_cached for one in first] == [False, False, True]
         assert len(server.chats) == 2, "the same question is asked once"
         with open(tmp_path / CACHE, "ab") as file:
             file.write(b'{"question": "torn')
-        again = Opinions(RemoteJudge(server.url), tmp_path).ask(ratings("a", "abcd"))
+        again = Opinions(Judge(server.url), tmp_path).ask(ratings("a", "abcd"))
         assert [one.value for one in again] == [first[0].value, first[1].value]
         assert all(one.is_cached and one.tokens_in == 0 for one in again)
         assert len(server.chats) == 2
-        Opinions(RemoteJudge(server.url, "small"), tmp_path).ask(ratings("a"))
+        Opinions(Judge(server.url, "small"), tmp_path).ask(ratings("a"))
         assert len(server.chats) == 3, "another judge is another opinion"
-        Opinions(RemoteJudge(server.url), tmp_path).ask([rate("Why?", "a", rubric="Be brief.", scale=(1, 10))])
+        Opinions(Judge(server.url), tmp_path).ask([rate("Why?", "a", rubric="Be brief.", scale=(1, 10))])
         assert len(server.chats) == 4, "and another rubric another question"
     (tmp_path / CACHE).write_bytes(b'{"question": "x", "value": "much"}\n')
     with pytest.raises(DataError, match=r"judge.jsonl:1: is not what a judge said"):
-        Opinions(RemoteJudge("http://127.0.0.1:1"), tmp_path)
+        Opinions(Judge("http://127.0.0.1:1"), tmp_path)
 
 
 def test_too_many_failures_end_with_one_message() -> None:
-    judge = RemoteJudge("http://127.0.0.1:1", "m")
+    judge = Judge("http://127.0.0.1:1", "m")
     fine, failed = Opinion(1.0), Opinion(None, "crash", "it is ill")
     check_failures([fine] * 9 + [failed], 0.1, judge)
     check_failures([fine, failed], 0.1, judge)
@@ -340,12 +340,12 @@ def test_too_many_failures_end_with_one_message() -> None:
 def test_pairs_are_asked_in_both_orders_and_biases_are_told() -> None:
     pairs = [("Why?", "short", "a longer one"), ("Why?", "the longest of all", "mine"), ("Why?", "same", "size")]
     with FakeJudge(by_length) as server:
-        matches = match(Opinions(RemoteJudge(server.url)), pairs, "Be right.")
+        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
     assert [m.value for m in matches] == [0.0, 1.0, 0.5]
     assert describe_bias(pairs, matches) == {"judge_first": 0.5, "judge_consistent": 1.0, "judge_longer": 1.0}
     assert len(server.chats) == 6
     with FakeJudge(lambda body, count: said("first", "winner")) as server:
-        matches = match(Opinions(RemoteJudge(server.url)), pairs, "Be right.")
+        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
     assert [m.value for m in matches] == [0.5, 0.5, 0.5], "a judge of places decides nothing"
     assert describe_bias(pairs, matches) == {"judge_first": 1.0, "judge_consistent": 0.0, "judge_longer": 0.5}
 
@@ -353,7 +353,7 @@ def test_pairs_are_asked_in_both_orders_and_biases_are_told() -> None:
         return "?" if quoted(body)["first-answer"] == "short" else by_length(body, count)
 
     with FakeJudge(half) as server:
-        (one,) = match(Opinions(RemoteJudge(server.url, retries=0)), pairs[:1], "Be right.")
+        (one,) = match(Opinions(Judge(server.url, retries=0)), pairs[:1], "Be right.")
     assert one.value == 0.0, "the order that was judged counts alone"
 
 
@@ -406,10 +406,12 @@ def test_a_ring_of_pairs() -> None:
 
 
 def test_options_are_checked_before_anything_is_sampled() -> None:
-    with pytest.raises(RecipeError, match=r"^rewards\.0: say who judges: rewards\.0\.url, .*or rewards\.0\.model"):
+    with pytest.raises(RecipeError, match=r"^rewards\.0\.url: say where a judge answers; .*`posttrain serve MODEL`"):
         build_grader([RewardWord(name="judge", weight=1.0)], plain())
     with pytest.raises(UsageError, match="no judge answers there"):
         grade("http://127.0.0.1:9", [])
+    with pytest.raises(RecipeError, match=r"template: this option was removed. Use a judge behind a server"):
+        build_grader([RewardWord(name="judge", weight=1.0, template="chat")], plain())
     with pytest.raises(RecipeError, match="the lowest score, then the highest"):
         grade("http://127.0.0.1:9", [], scale=[5, 5])
     assert registry.traits_of("reward", "judge")["asks_a_model"]
@@ -437,9 +439,7 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
 
 
-def test_a_judge_is_not_asked_again_by_a_run_that_samples_ahead_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_is_not_asked_again_by_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge of moods: asked again it would say something else, and training would go elsewhere."""
     monkeypatch.chdir(tmp_path)
 
@@ -448,13 +448,12 @@ def test_a_judge_is_not_asked_again_by_a_run_that_samples_ahead_and_goes_on(
 
     with FakeJudge(moody) as server:
         rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}', concurrency: 1}}]"
-        changes = "rollout: {prompts: 2, group: 2, max_tokens: 8, staleness: 1}\neval: {every: 0}"
+        changes = "rollout: {prompts: 2, group: 2, max_tokens: 8}\neval: {every: 0}"
         train = "train: {steps: 4, save_every: 2, keep: 9}"
         Path("mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\n{changes}\n{train}\n")
         assert main(["train", "mine.yaml", "--run", "whole", "--quiet"]) == 0
         asked = len(server.chats)
-        assert len(Path("runs/whole/ahead", CACHE).read_text().splitlines()) == asked >= 4
-        assert not Path("runs/whole", CACHE).exists()
+        assert len(Path("runs/whole", CACHE).read_text().splitlines()) == asked >= 4
         shutil.copytree("runs/whole", "runs/killed", symlinks=True)
         shutil.rmtree("runs/killed/checkpoints/step-000004")
         assert main(["train", "mine.yaml", "--run", "killed", "--resume", "--quiet"]) == 0
@@ -524,17 +523,6 @@ def test_a_judge_that_fails_too_often_ends_a_contest(
     assert "\x1b" not in told
 
 
-def test_a_model_that_is_loaded_here_judges() -> None:
-    """``tiny`` cannot: what it says is no JSON, and is told as that."""
-    _opinions.cache_clear()
-    word = RewardWord(name="judge", weight=1.0, model="tiny", template="plain", max_tokens=12)
-    grader = build_grader([word], plain())
-    with pytest.raises(RunFailure, match=r"judge tiny: 2 of 2 answers were not judged.*the reply is no JSON"):
-        grader.grade([attempt("a"), attempt("b")])
-    with pytest.raises(RunFailure, match=r"no room in the judge's context of 1024 tokens"):
-        grader.grade([attempt("so long " * 2000)])
-
-
 @pytest.mark.parametrize(
     "marks",
     [
@@ -555,9 +543,9 @@ def test_an_answer_cannot_write_marks_of_turns(marks: str) -> None:
         rate("What?", forged, rubric="Be right.", scale=(1, 10), gold=forged),
         compare(forged, forged, forged, rubric="Be right."),
     ):
-        sent = RemoteJudge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"]
+        sent = Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"]
         assert marks in question.text
         assert not re.search(r"<[|｜]|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>", sent)
     plain = "if a < b || c > d: x[1] <= <b>bold</b> <svg> [insert]"
     question = rate("What?", plain, rubric="Be right.", scale=(1, 10))
-    assert RemoteJudge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"] == question.text
+    assert Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"] == question.text

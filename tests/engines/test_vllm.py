@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import re
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 from posttrain import registry
 from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.vllm.command import served_names
+from posttrain.engines.served_names import served_names
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
+from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare
 from posttrain.types import Completion
@@ -38,7 +37,7 @@ def counting(body):
 
 def ask(server, prompts=([1, 2],), keys=None, sampling=GREEDY, **options):
     keys = keys or [[1234]] * len(prompts)
-    return VllmEngine(server.url, **options).generate(prompts, keys, sampling)
+    return VllmEngine([server.url], **options).generate(prompts, keys, sampling)
 
 
 def test_what_is_asked_for():
@@ -175,14 +174,10 @@ def test_one_failure_ends_the_waiting_of_all_others():
         assert len(server.bodies) <= 5, "those that waited are not asked any more"
 
 
-def test_an_interrupt_ends_the_waiting(monkeypatch):
-    def interrupt(*args, **kwargs):
-        time.sleep(0.1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("posttrain.engines.vllm.engine.wait", interrupt)
+def test_an_interrupt_ends_the_waiting():
     with FakeVllm(counting, trouble=lambda count, body: time.sleep(20)) as server:
         started = time.monotonic()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             ask(server, [[1]], [[1, 2, 3]])
         assert time.monotonic() - started < 3
@@ -261,11 +256,10 @@ def test_a_completion_that_goes_on_after_a_stop_id_is_refused():
         ask(server, sampling=Sampling(4, temperature=0.0, stop_ids=frozenset({2})))
 
 
-def test_ids_outside_the_models_vocabulary_are_refused(tiny_random):
-    model = tiny_random("qwen3")
+def test_ids_outside_the_models_vocabulary_are_refused():
     change = with_choice(token_ids=[300, 2, 3, 4])
     with FakeVllm(counting, change=change) as server, pytest.raises(RunFailure, match=r"token id 300.*has 300 entries"):
-        ask(server, model=model)
+        ask(server, vocab_size=300)
 
 
 # Which server, which model.
@@ -275,9 +269,9 @@ def test_no_server_there_says_how_to_start_one():
     port = free_port()
     started = time.monotonic()
     with pytest.raises(
-        UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there \(connection refused\).*serve-command"
+        UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there \(no connection to 127.*serve-command"
     ):
-        VllmEngine(f"http://127.0.0.1:{port}").generate([[1]], [[1]], GREEDY)
+        VllmEngine([f"http://127.0.0.1:{port}"]).generate([[1]], [[1]], GREEDY)
     assert time.monotonic() - started < 1
 
 
@@ -286,13 +280,13 @@ def test_no_server_there_says_how_to_start_one():
 )
 def test_urls_that_are_none(url):
     with pytest.raises(UsageError, match=r"engine\.url: .*write it like http://127\.0\.0\.1:8000"):
-        VllmEngine(url)
+        VllmEngine([url])
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/", " "])
 def test_ways_to_write_the_url(ending):
     with FakeVllm(counting) as server:
-        assert VllmEngine(server.url + ending).generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
+        assert VllmEngine([server.url + ending]).generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
 
 
 def test_a_key_comes_from_the_environment(monkeypatch):
@@ -303,7 +297,7 @@ def test_a_key_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         assert ask(server)[0][0].ids == (1, 2, 3, 4)
     with pytest.raises(UsageError, match=r"engine\.url: .*VLLM_API_KEY holds a key.* set VLLM_API_HOST=far\.example"):
-        VllmEngine("https://far.example").generate([[1]], [[1]], GREEDY)
+        VllmEngine(["https://far.example"]).generate([[1]], [[1]], GREEDY)
 
 
 CARDS = [
@@ -314,7 +308,7 @@ CARDS = [
 
 def test_the_model_is_found_by_name():
     with FakeVllm(counting, cards=CARDS) as server:
-        engine = VllmEngine(server.url, wanted=("other", "tuned"))
+        engine = VllmEngine([server.url], wanted=("other", "tuned"))
         engine.generate([[1]], [[1]], GREEDY)
         assert server.bodies[0]["model"] == "tuned"
         assert engine.context_tokens == 20  # that of the base
@@ -332,12 +326,12 @@ def test_a_server_that_is_none_of_vllm(cards):
 
 def test_a_server_that_was_replaced_is_noticed():
     with FakeVllm(counting) as server:
-        engine = VllmEngine(server.url)
+        engine = VllmEngine([server.url])
         engine.generate([[1]], [[1]], GREEDY)
         server.cards[0] = server.cards[0] | {"root": "/models/other"}
         with pytest.raises(RunFailure, match=r"the server was replaced: .* from /models/small, now .*/models/other"):
             engine.generate([[1]], [[1]], GREEDY)
-    with pytest.raises(RunFailure, match=r"the vLLM server is gone: .*connection refused"):
+    with pytest.raises(RunFailure, match=r"the vLLM server is gone: .*no connection to"):
         engine.generate([[1]], [[1]], GREEDY)
 
 
@@ -357,57 +351,12 @@ def test_another_tokenizer_is_refused(small_tokenizer):
 # Weights and log-probabilities.
 
 
-def test_the_probe_accepts_the_same_weights_and_refuses_others(tiny_random):
-    model = tiny_random("qwen3")
-    with FakeVllm(model_answer(model, "processed"), context=256) as server:
-        engine = VllmEngine(server.url, model=copy.deepcopy(model))
-        engine.generate([[9, 10]], [[1]], GREEDY)
-        assert len(server.bodies) == 9  # eight of the probe
-        with torch.no_grad():
-            engine.model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-        with pytest.raises(
-            EngineMismatch, match=r"differ by 0\.\d+ nats.*at most 0\.001.*serve-command.*--dtype"
-        ) as caught:
-            engine.generate([[9, 10]], [[1]], GREEDY)
-        difference = float(re.findall(r"differ by ([\d.]+) nats", str(caught.value))[0])
-        assert VllmEngine(server.url, model=engine.model, tolerance=1.2 * difference).generate([[9]], [[1]], GREEDY)
-        with pytest.raises(EngineMismatch):
-            VllmEngine(server.url, model=engine.model, tolerance=0.8 * difference).generate([[9]], [[1]], GREEDY)
-        with torch.no_grad():
-            engine.model.model.norm.weight.fill_(float("nan"))
-        with pytest.raises(EngineMismatch, match="differ by inf nats"):
-            engine.generate([[9, 10]], [[1]], GREEDY)
-
-
-@pytest.mark.parametrize(("name", "is_alone"), [("tuned", True), ("base", False)])
-def test_what_an_adapter_scores_of_a_prompt_is_asked_alone(tiny_random, name, is_alone):
-    """vLLM 0.32 on a CPU ends of it otherwise: it takes the rows that sample for the rows of the prompt."""
-    model, seen = tiny_random("qwen3"), []
-
-    def trouble(count, body):
-        time.sleep(0.2)
-        if "prompt_logprobs" in body:
-            seen.append(server.in_flight)
-
-    cards = [card | {"max_model_len": 256} for card in CARDS]
-    with FakeVllm(model_answer(model, "processed"), cards=cards, trouble=trouble) as server:
-        VllmEngine(server.url, model=model, wanted=(name,)).generate([[9, 10]], [[1]], GREEDY)
-    assert len(seen) == 4
-    assert (max(seen) == 1) is is_alone
-
-
 @pytest.mark.parametrize(
     ("mode", "sampling", "message"),
     [
-        (
-            "processed",
-            Sampling(4, temperature=1.0, top_k=5),
-            "--logprobs-mode processed_logprobs has no .*raw_logprobs",
-        ),
-        ("processed", Sampling(4, temperature=1.0, top_p=0.9), "--logprobs-mode processed_logprobs has no"),
-        ("raw", Sampling(4, temperature=0.7), "--logprobs-mode raw_logprobs has no .*processed_logprobs"),
-        ("raw", Sampling(4, temperature=0.7, top_p=0.9), "a vLLM server has no .*engine.logprobs to false$"),
-        ("processed", Sampling(4, temperature=0.7, top_k=3), "a vLLM server has no .*engine.logprobs to false$"),
+        ("processed", Sampling(4, temperature=1.0, top_k=5), "top_k 5, top_p 1 .*engine.logprobs to false$"),
+        ("processed", Sampling(4, temperature=0.7, top_p=0.9), "top_p 0.9 .*engine.logprobs to false$"),
+        ("raw", Sampling(4, temperature=0.7), "temperature 0.7.*, or start the server with .*processed_logprobs$"),
     ],
 )
 def test_logprobs_that_the_server_would_get_wrong_are_refused(tiny_random, mode, sampling, message):
@@ -416,19 +365,6 @@ def test_logprobs_that_the_server_would_get_wrong_are_refused(tiny_random, mode,
             ask(server, [[9, 10]], sampling=sampling)
         assert ask(server, [[9, 10]], sampling=sampling, logprobs=False)[0][0].ids
         assert ask(server, [[9, 10]], sampling=Sampling(4))[0][0].logprobs[0] < 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"concurrency": 0}, r"engine\.concurrency: 0; give 1 or more"),
-        ({"retries": -1}, r"engine\.retries: -1; give 0 or more"),
-        ({"timeout_seconds": 0.0}, r"engine\.timeout_seconds: 0\.0; give a number above 0"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(UsageError, match=message):
-        registry.find("engine", "vllm").bind(options)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
@@ -467,14 +403,6 @@ def test_training_with_weights_that_it_never_sees_is_refused(key):
     recipe = load_recipe("tiny/grpo", [(key, f"{__name__}:frozen")]).resolve()
     with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with weights of its own.*use native"):
         prepare(recipe)
-
-
-def test_a_server_is_left_without_open_connections_or_threads():
-    before = threading.active_count()
-    with FakeVllm(counting) as server:
-        ask(server, [[1]], [list(range(20))], concurrency=5)
-    time.sleep(0.05)
-    assert threading.active_count() <= before + 1
 
 
 def test_the_stand_in_understands_what_is_sent():

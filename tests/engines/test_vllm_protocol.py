@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.engines.base import Sampling
+from posttrain.engines.http import Unreadable, read_error
 from posttrain.engines.vllm.protocol import (
     CompletionRequest,
     ServedModel,
-    Unreadable,
-    exact_modes,
     mode_request,
     read_completion,
-    read_error,
-    read_mode,
     read_models,
     seed_of,
 )
@@ -90,29 +87,10 @@ def test_a_seed_is_the_lower_63_bits_of_the_key(key):
     assert (key - seed) in (0, 2**63)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "modes"),
-    [
-        (Sampling(1, temperature=0.0), {"raw", "processed"}),
-        (Sampling(1, temperature=0.0, top_k=3, top_p=0.5), {"raw", "processed"}),  # greedy truncates nothing
-        (Sampling(1), {"raw", "processed"}),
-        (Sampling(1, temperature=0.7), {"processed"}),
-        (Sampling(1, top_k=5), {"raw"}),
-        (Sampling(1, top_p=0.9), {"raw"}),
-        (Sampling(1, temperature=0.7, top_k=5), set()),
-        (Sampling(1, temperature=1.2, top_p=0.9), set()),
-    ],
-)
-def test_in_which_modes_log_probabilities_are_exact(sampling, modes):
-    assert exact_modes(sampling) == modes
-
-
-def test_the_mode_is_told_by_a_token_without_alternatives():
+def test_mode_request_continues_the_last_id_and_leaves_one_token():
     asked = mode_request(ServedModel("m", "m", 20), [4, 5])
     assert (asked.prompt, asked.limit, asked.sampling.top_k, asked.sampling.temperature) == ((5,), 8, 1, 1.0)
     assert mode_request(ServedModel("m", "m", 4), [4, 5, 6]).limit == 3
-    assert read_mode(Completion((1, 2), (0.0, -0.0), "length")) == "processed"
-    assert read_mode(Completion((1, 2), (0.0, -1e-7), "length")) == "raw"
 
 
 @pytest.mark.parametrize(

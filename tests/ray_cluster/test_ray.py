@@ -258,36 +258,3 @@ def test_an_address_where_there_is_no_cluster(address: str, message: str, two_no
     assert "Traceback" not in error
     assert time.monotonic() - started < 60
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_folder_that_is_another_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.runs.cluster import ray as door
-
-    monkeypatch.setattr(door, "SHARED_SECONDS", 0.5)
-    proof = tmp_path / ".tmp-shared-1"
-    for there in (None, "what another command has written"):
-        if there is not None:
-            proof.write_text(there)
-        said = door.Actor().start(str(tmp_path / "log-1.txt"), (str(proof), "abc"), str(tmp_path), {"RANK": "1"})
-        assert said.startswith(f"the run's folder {tmp_path} is not the same folder there.")
-    proof.write_text("abc")
-    said = door.Actor().start(str(tmp_path / "log-1.txt"), (str(proof), "abc"), str(tmp_path / "gone"), {"RANK": "1"})
-    assert said.startswith(f"the folder {tmp_path / 'gone'}, which the command was given in, cannot be entered there")
-
-
-def test_what_processes_are_told_of_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.runs.cluster import ray as door
-
-    for name in [name for name in os.environ if name.startswith(door._PASSED)]:
-        monkeypatch.delenv(name)
-    for name, value in {"HF_TOKEN": "a", "VLLM_API_KEY": "b", "NCCL_DEBUG": "INFO", "HOME_OF": "c"}.items():
-        monkeypatch.setenv(name, value)
-    nodes = ("one", "one", "two")
-    places = [{"node": node, "address": "10.0.0.1", "gpus": [gpu]} for node, gpu in zip(nodes, "302", strict=True)]
-    ranks = door.Ranks(door.Cluster("10.0.0.9:6379", "10.0.0.9"), [None] * 3, places)
-    told = list(ranks._variables(29500))
-    shared = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "NCCL_DEBUG": "INFO"}
-    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    own = [("0", "0", "2", "3,0"), ("1", "1", "2", "3,0"), ("2", "0", "1", "2")]
-    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-    assert told == [shared | dict(zip(names, values, strict=True)) for values in own]

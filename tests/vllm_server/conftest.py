@@ -116,11 +116,10 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer
 
 @pytest.fixture(scope="session")
 def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """An adapter on the embedded model, log-probabilities raw."""
+    """An adapter on the embedded model, log-probabilities processed."""
     folder = tmp_path_factory.mktemp("it's an adapter")  # a name that a shell would trip over
     loaded = save_adapter(folder / "adapter")
-    options = ("--logprobs-mode", "raw")
-    with serve(str(folder / "adapter"), loaded, folder / "server.log", *options) as server:
+    with serve(str(folder / "adapter"), loaded, folder / "server.log") as server:
         yield server
 
 

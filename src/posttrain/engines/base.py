@@ -68,12 +68,8 @@ class Engine(ABC):
     world: World = ONE
     _notices: tuple[str, ...] = ()
 
-    def settle(self, folder: Path | None, world: World, placed_as: str | None = None) -> Engine:
+    def settle(self, folder: Path | None, world: World) -> Engine:
         """The engine where it is to work.
-
-        Args:
-            placed_as: what its servers are called, with a number behind it, by who started the processes and is asked
-                to start them, too; None: the engine starts them itself.
 
         Raises:
             UsageError: what it needs is not there.

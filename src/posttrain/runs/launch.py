@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.consent import (
     consent_options,
@@ -42,6 +42,9 @@ from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
 from posttrain.world import ONE, World
+
+if TYPE_CHECKING:
+    from posttrain.train.loop import TrainResult
 
 DEFAULT_ROOT = "runs"
 # train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
@@ -231,18 +234,15 @@ def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Obse
     """All processes of the run, rank 0 too, are on a Ray cluster; this one watches them, and keeps status and log."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("ray", "ray", "scale.launcher: ray")
-    from posttrain.runs.cluster.launcher import train_on_cluster
-    from posttrain.runs.cluster.ray import joined
+    from posttrain.runs.ray import train_on_cluster
 
-    task = _task_of(recipe, folder, resume, sys.path) | {"reports": True}
-    with joined() as cluster, stop_on_signals() as should_stop:  # in this order: Ray takes signals, too
-        return train_on_cluster(cluster, task, recipe, observer, should_stop)
+    task = _task_of(recipe, folder, resume, sys.path)
+    with stop_on_signals() as should_stop:
+        return train_on_cluster(task, recipe, observer, should_stop)
 
 
 def follow() -> int:
     """Train as one of several processes that were started for that, and told what to do; returns the exit code.
-
-    Rank 0 is one of them where a cluster has placed it: it keeps the run's records, and reports to who started them.
 
     Raises:
         PosttrainError: this process or another failed.
@@ -252,24 +252,20 @@ def follow() -> int:
     meeting = Meeting.attend()
     task = meeting.take()
     with stop_on_signals() as should_stop, join(meeting, *task["scale"]) as world:
-        sys.path += [place for place in task["path"] if place not in sys.path]
-        for name, folders in task["code"].items():
-            declare_code(name, *folders)
-        declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
-        recipe = validate_recipe(task["recipe"], is_own=False).resolve()
-        from posttrain.train.loop import train
-
-        world.starts_servers = task.get("servers", False)
-        shared: dict[str, Any] = {"resume": task["resume"], "should_stop": should_stop, "world": world}
-        reports = world.is_main and task.get("reports", False)
-        if reports:
-            from posttrain.runs.cluster.reports import reporting
-
-            shared["observer"] = reporting(meeting)
-        result = train(recipe, RunFiles.within(task["folder"]), **shared)
-        if reports:
-            meeting.report("result", asdict(result))
+        result = train_as_told(task, world, should_stop=should_stop)
     return 0 if result.reason == "finished" else INTERRUPTED
+
+
+def train_as_told(task: Mapping[str, Any], world: World, **shared: Any) -> TrainResult:
+    """Train as the ``task`` of a run says, as one of several processes; ``shared``: as of ``posttrain.train.loop``."""
+    sys.path += [place for place in task["path"] if place not in sys.path]
+    for name, folders in task["code"].items():
+        declare_code(name, *folders)
+    declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
+    recipe = validate_recipe(task["recipe"], is_own=False).resolve()
+    from posttrain.train.loop import train
+
+    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], world=world, **shared)
 
 
 def find_or_train(

@@ -136,7 +136,7 @@ def words_of(recipe: Recipe) -> Words:
     )
     if recipe.eval.every:
         eval_words(recipe)
-    tables = (_of_objective, _of_engines, _of_colocation, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
+    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
     for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale, _of_rewards))):
         if broken:
             raise RecipeError(f"{key}{says}")
@@ -225,21 +225,11 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
     )
     yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
-    ports = _ports(w.engine_options) & _ports(evaluating.options if evaluating else {})
-    listens = f": at port {min(ports, default=0)} a server of rollout.engine listens; give another one"
-    both = evaluating is not None and (apart or evaluating.options != w.engine_options)
-    yield both and bool(ports), "eval.engine.port", listens
     whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
     partial = w.recipe.rollout is not None and w.recipe.rollout.partial
     yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
     turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
     yield partial and not unplayed, "rollout.partial", turns
-
-
-def _ports(options: Mapping[str, Any]) -> set[int]:
-    """Where servers of a run's own are to listen."""
-    first = options.get("port", 0)
-    return set(range(first, first + options.get("servers", 1))) if first and not options.get("url") else set()
 
 
 def _urls(options: Mapping[str, Any]) -> set[str]:
@@ -367,23 +357,6 @@ def _of_rewards(w: Words) -> Iterator[Rule]:
         known = ("reward", *parts)
         unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
         yield name not in known, key, unknown
-
-
-def _of_colocation(w: Words) -> Iterator[Rule]:
-    """An engine in the process that trains (``colocate``): that process alone has it, and one of them."""
-    r, evaluating = w.recipe, w.recipe.eval.engine
-    samples = r.rollout is not None and bool(w.engine_options.get("colocate"))
-    evaluates = evaluating is not None and bool(evaluating.options.get("colocate"))
-    key = f"{'rollout' if samples else 'eval'}.engine.colocate"
-    many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
-    yield (samples or evaluates) and r.scale.processes > 1, key, many
-    apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
-    yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"
-    answers = ": a process beside training has its model from a checkpoint; leave eval.engine.colocate out, or this"
-    yield evaluates and r.eval.beside, "eval.beside", answers
-    other = evaluating is not None and (evaluating.name, evaluating.options) != (w.engine.name, w.engine_options)
-    twice = ": one process has room for one vLLM; give it the options of rollout.engine, or leave it out"
-    yield samples and evaluates and other, "eval.engine", twice
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:

@@ -49,15 +49,13 @@ TASK, FAILURE, ARRIVED, FAREWELL = "task", "failure", "arrived", "farewell"
 class Meeting:
     """Where the processes of a run find one another: a store that rank 0 holds, or who has started all of them.
 
-    ``noticed``: this process has come upon the failure of another one, and is on its way out. ``num_reports``: how many
-    it has made, or read.
+    ``noticed``: this process has come upon the failure of another one, and is on its way out.
     """
 
     rank: int
     size: int
     store: Any
     noticed: bool = False
-    num_reports: int = 0
 
     @classmethod
     def open(cls, size: int, host: str = LOOPBACK) -> Meeting:
@@ -91,6 +89,11 @@ class Meeting:
             ) from error
         return cls(rank, size, store)
 
+    @classmethod
+    def of_group(cls) -> Meeting:
+        """The store of the process group that whoever started the processes has opened."""
+        return cls(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
+
     @property
     def port(self) -> int:
         return int(self.store.port)
@@ -107,30 +110,6 @@ class Meeting:
             raise PeerFailure(f"rank {self.rank} of {self.size}: rank 0 gives no task: {first_line(error)}") from error
         task: dict[str, Any] = json.loads(self.store.get(TASK))
         return task
-
-    def report(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Rank 0: leave an event for the process that started all of them."""
-        self.store.set(f"report {self.num_reports}", json.dumps([event, facts]))
-        self.num_reports += 1
-
-    def reports(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """That process: what was reported and not read yet."""
-        while self.store.check([key := f"report {self.num_reports}"]):
-            event, facts = json.loads(self.store.get(key))
-            self.store.delete_key(key)
-            self.num_reports += 1
-            yield event, facts
-
-    def say(self, key: str, value: Any) -> None:
-        """Leave something for all; what was there under the key is gone."""
-        self.store.set(f"said {key}", json.dumps(value))
-
-    def said(self, key: str) -> Any:
-        """What was left under a key; None: nothing yet."""
-        with suppress(dist.DistError, RuntimeError):  # it may be gone, and then all end
-            if self.store.check([f"said {key}"]):
-                return json.loads(self.store.get(f"said {key}"))
-        return None
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
         """Leave why a rank failed (``PeerFailure``); what was left first stays."""
@@ -227,6 +206,8 @@ def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
         check_devices(device, index + 1)
         torch.cuda.set_device(index)
     meeting.wait_for_all()
+    if dist.is_initialized():
+        return Processes(meeting, timeout_seconds)
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
@@ -242,32 +223,14 @@ def _join(meeting: Meeting, device: str, timeout_seconds: float) -> Processes:
     return Processes(meeting, timeout_seconds)
 
 
-class Attending(World):
-    """A process that knows where those of a run meet: what it wants from who started them it leaves there.
-
-    By itself it is alone, and stands beside one of them (it samples ahead of it, or evaluates).
-    """
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def order(self, name: str, facts: Mapping[str, Any]) -> None:
-        """See ``World.order``."""
-        self._meeting.say(f"order {name}", facts)
-
-    def delivered(self, key: str) -> Any:
-        """See ``World.delivered``."""
-        return self._meeting.said(key)
-
-
-class Processes(Attending):
+class Processes(World):
     """A world of several processes, of which this one is ``rank``.
 
     Every method raises ``PeerFailure`` if another process failed, ended, or did not come in time; the message names it.
     """
 
     def __init__(self, meeting: Meeting, timeout_seconds: float) -> None:
-        super().__init__(meeting)
+        self._meeting = meeting
         self.rank, self.size, self._timeout_seconds = meeting.rank, meeting.size, timeout_seconds
         self._num_exchanges = self._num_turns = 0
 

@@ -76,24 +76,12 @@ class EngineSite:
     @classmethod
     def beside(cls, folder: Path | None, starts_servers: bool, samples: bool) -> EngineSite:
         """In a process beside the trainer's, which has the trainer's place (``starts_servers``: of its world)."""
-        if not starts_servers:
-            return cls(folder, ONE, samples)
-        from posttrain.train.distributed import Attending, Meeting
-
-        world = Attending(Meeting.attend())
-        world.starts_servers = True
-        return cls(folder, world, samples)
+        return cls(folder, ONE, samples)
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""
         engine: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
-        if self.world.starts_servers:
-            from posttrain.engines.vllm.placed import EVAL_SERVERS, SERVERS
-
-            draws = self.samples and where == "rollout.engine"
-            engine = engine.settle(self.folder, self.world, SERVERS if draws else EVAL_SERVERS)
-        else:
-            engine = engine.settle(self.folder, self.world)
+        engine = engine.settle(self.folder, self.world)
         if self.within is not None and entry.traits.get("takes_weights"):
             engine.take_parts(self.within)
         return engine

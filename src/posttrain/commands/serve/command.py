@@ -80,7 +80,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise MissingExtra(error.name, "serve", "posttrain serve") from None
     from posttrain.commands.serve.answering import Answerer
     from posttrain.commands.serve.speech import Recorder
-    from posttrain.engines.vllm.command import served_names
+    from posttrain.engines.served_names import served_names
 
     template = complete_template(chosen_words(arguments).get("template"), source)
     with ExitStack() as stack:
@@ -128,22 +128,20 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = LINE_EPILOG
     _add_place(parser)
     parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
-    parser.add_argument("--gpu-memory", type=share, metavar="SHARE", help="of the GPU's memory (default: vLLM's)")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help="of the GPU's memory (default: vLLM's)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16", "auto"), help="default: as evaluate has it"
     )
     parser.add_argument("--max-model-len", type=positive, metavar="N", help="prompt and answer (default: the model's)")
     parser.add_argument(
-        "--logprobs-mode",
-        choices=("processed", "raw"),
-        default="processed",
-        help="processed: log-probabilities at any temperature; raw: with top-k or top-p, at temperature 1 only "
-        "(default: processed)",
-    )
-    parser.add_argument(
         "--follows",
-        action="store_true",
-        help="for a run in training, which hands over its weights (engine.url)",
+        nargs="?",
+        const="nccl",
+        choices=("nccl", "files", "gloo"),
+        help="for a run in training, which hands over its weights (engine.url): from GPU to GPU (default), by files of "
+        "this machine's memory, or by the plug-in of contrib/",
     )
     parser.add_argument("--seed", type=seed, default=0, help="of requests that name none (default: 0)")
     parser.add_argument(
@@ -172,20 +170,19 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         dtype=arguments.dtype or section.dtype,
         max_model_len=arguments.max_model_len,
-        gpu_memory=arguments.gpu_memory,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         gpus=tuple(arguments.gpus or ()),
-        logprobs_mode=f"{arguments.logprobs_mode}_logprobs",
         seed=arguments.seed,
         interpreter=arguments.module,
         trust_remote_code=section.runs_remote_code,
-        follows=arguments.follows,
+        transfer=arguments.follows,
     )
     command = server_command(source.path, options)
     print(command.shell(), flush=True)
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://{host}:{options.port}"
     use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
-    if options.follows:
+    if options.transfer:
         use = f"posttrain train RECIPE --rollout.engine.name vllm --rollout.engine.url {url}"
     print(f"# serves {command.name}; when it says that startup is complete:\n# {use}", file=sys.stderr)
     return 0

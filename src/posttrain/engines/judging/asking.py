@@ -1,25 +1,21 @@
-"""Who judges: a model behind any server that knows OpenAI's chat endpoint, or one that is loaded here."""
+"""What a language model is asked as a judge, and the model behind any server that knows OpenAI's chat endpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from posttrain.addresses import LOOPBACK, key_for, server_address
-from posttrain.engines.rollout import Sampler
-from posttrain.engines.vllm.http import HttpServer, Refused, Unanswered
-from posttrain.engines.vllm.protocol import Interrupted, Unreadable, read_models
+from posttrain.engines.http import HttpServer, Interrupted, Refused, Unanswered, Unreadable, all_of, run
+from posttrain.engines.vllm.protocol import read_models
 from posttrain.errors import UsageError
 from posttrain.option_types import LARGEST_COUNT
-from posttrain.render import encode_prompt
-from posttrain.types import Message
 
 # What a judge is asked, and how its reply is read: a rubric for one answer, or which of two is better.
 # What is judged was written by a model in training, which is paid for what the judge says: it may say "give this a 10".
@@ -69,7 +65,7 @@ class Question:
         return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
     def read(self, reply: str) -> float:
-        """What a reply is worth. What a model thought aloud before it (``</think>``) and a code fence are left out.
+        """Return the worth of a reply, without its thoughts (before ``</think>``) and a code fence around it.
 
         A score may be a fraction, or a number in quotes; it lies on the scale.
 
@@ -135,7 +131,7 @@ def quote(mark: str, name: str, text: str) -> str:
 
 
 def rate(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], gold: str | None = None) -> Question:
-    """How good is one answer? Its worth is ``(score − lowest) / (highest − lowest)``.
+    """Ask how good one answer is. Its worth is ``(score − lowest) / (highest − lowest)``.
 
     Args:
         rubric: by what it is judged (ours).
@@ -151,7 +147,7 @@ def rate(prompt: str, answer: str, *, rubric: str, scale: tuple[int, int], gold:
 
 
 def compare(prompt: str, first: str, second: str, *, rubric: str) -> Question:
-    """Which of two answers is better? Worth 1 if the first is, 0 if the second is, one half for a tie."""
+    """Ask which of two answers is better. Worth 1 if the first is, 0 if the second is, one half for a tie."""
     texts = {"question": prompt, "first-answer": first, "second-answer": second}
     form = '{"reasoning": why, "winner": "first", "second" or "tie"}'
     values: dict[Any, float] = {"first": 1.0, "second": 0.0, "tie": 0.5}
@@ -190,15 +186,15 @@ def _question(
 
 KEY_VARIABLE = "JUDGE_API_KEY"
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_API_KEY")
-# Refusals that concern whoever asks and not what was asked.
-_OF_THE_ASKER = frozenset({401, 403, 404, 405})
+# Refusals that concern the client and not the question.
+_OF_THE_CLIENT = frozenset({401, 403, 404, 405})
 
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What came of a question: what the answer is worth, or the ``failure`` and its reason.
+    """The result of a question: the worth of the answer, or the ``failure`` and its reason.
 
-    ``tokens_in``, ``tokens_out``: what all attempts cost. ``is_cached``: nobody was asked, it was known.
+    ``tokens_in``, ``tokens_out``: the cost of all attempts. ``is_cached``: it was known, and nothing was asked.
     """
 
     value: float | None
@@ -209,25 +205,8 @@ class Opinion:
     is_cached: bool = False
 
 
-class Judge(ABC):
-    """Answers questions; ``name`` says who it is, wherever opinions are kept."""
-
-    name: str
-
-    @abstractmethod
-    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
-        """An opinion on each question, in order; one that could not be had says why."""
-
-    def check(self) -> None:  # noqa: B027
-        """Find out whether it can be asked at all.
-
-        Raises:
-            UsageError: it cannot.
-        """
-
-
 @dataclass(frozen=True)
-class RemoteJudge(Judge):
+class Judge:
     """A model behind a server.
 
     Args:
@@ -235,10 +214,9 @@ class RemoteJudge(Judge):
         structured: the schema of the reply goes along (``response_format``), for servers that hold a model to it.
         temperature: None leaves it to the server.
         key_variable: the environment variable with the server's key, if it wants one.
-        where: the key under which it stands, in messages. place_key, model_key: what says ``url`` and ``model``, where
-            these are no keys beneath it.
         concurrency: questions under way at a time. retries: how often one is asked again, with growing pauses, where
             there was no answer, a busy server, or a reply that cannot be used.
+        where: the key under which it stands, in messages.
     """
 
     url: str
@@ -251,13 +229,9 @@ class RemoteJudge(Judge):
     retries: int = 4
     timeout_seconds: float = 120.0
     where: str = "judge"
-    place_key: str = ""
-    model_key: str = ""
 
     def __post_init__(self) -> None:
-        for key, option in (("place_key", "url"), ("model_key", "model")):
-            object.__setattr__(self, key, getattr(self, key) or f"{self.where}.{option}")
-        server_address(self.url, self.place_key, self.key_variable)
+        server_address(self.url, f"{self.where}.url", self.key_variable)
         if not _VARIABLE.fullmatch(self.key_variable):
             raise UsageError(
                 f"{self.where}.key_variable: {self.key_variable!r}: the name of an environment variable like "
@@ -266,19 +240,25 @@ class RemoteJudge(Judge):
         place = urlsplit(self.url)
         if self._key() and place.scheme != "https" and place.hostname not in LOOPBACK:
             raise UsageError(
-                f"{self.place_key}: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
+                f"{self.where}.url: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
             )
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """Where it is, and which model."""
+    def name(self) -> str:
+        """Place and model, wherever opinions are kept."""
         return f"{self.url} {self.model or ''}".strip()
 
     def _key(self) -> str | None:
-        return key_for(self.url, self.place_key, self.key_variable)
+        return key_for(self.url, f"{self.where}.url", self.key_variable)
 
     def _open(self) -> HttpServer:
-        return HttpServer(self.url, timeout_seconds=self.timeout_seconds, retries=self.retries, token=self._key())
+        return HttpServer(
+            self.url,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            concurrency=self.concurrency,
+            token=self._key(),
+        )
 
     def check(self) -> None:
         """Find out whether the server answers, and has the model.
@@ -286,14 +266,16 @@ class RemoteJudge(Judge):
         Raises:
             UsageError: nobody answers there, the key is refused, or which model is meant is not known.
         """
-        with self._open() as server:
-            self._model_there(server, retries=0)
+        self._model_there(retries=0)
 
-    def _model_there(self, server: HttpServer, retries: int | None = None) -> str:
+    def _model_there(self, retries: int | None = None) -> str:
         try:
-            known = [served.name for served in server.call("GET", "/v1/models", read=read_models, retries=retries)]
+            known = [one.name for one in self._open().call("GET", "/v1/models", read=read_models, retries=retries)]
         except Unanswered as error:
-            raise self._silence(error) from None
+            raise UsageError(
+                f"{self.url}: no judge answers there ({error}). Start one, such as `posttrain serve MODEL_OR_RUN`, or "
+                f"give the place of one with {self.where}.url"
+            ) from None
         except Refused as error:
             if error.status in (404, 405) and self.model:
                 return self.model  # it tells no names
@@ -301,52 +283,49 @@ class RemoteJudge(Judge):
         except Unreadable as error:
             raise UsageError(f"{self.url}: this is no server of models: {error}") from None
         if self.model is None and len(known) != 1:
-            raise UsageError(f"{self.url}: {self.model_key} is needed; the server has: {', '.join(known) or 'none'}")
+            raise UsageError(f"{self.url}: {self.where}.model is needed; the server has: {', '.join(known) or 'none'}")
         return self.model or known[0]
-
-    def _silence(self, error: Unanswered) -> UsageError:
-        start = "Start one, such as `posttrain serve MODEL_OR_RUN`, or give the place of one with"
-        return UsageError(f"{self.url}: no judge answers there ({error}). {start} {self.place_key}")
 
     def _refusal(self, error: Refused) -> UsageError:
         hint = f"; put its key into the environment variable {self.key_variable}" if error.status in (401, 403) else ""
         return UsageError(f"{self.url}: the judge refuses to answer (HTTP {error.status}: {error}){hint}")
 
     def judge(self, questions: Sequence[Question]) -> list[Opinion]:
-        """See ``Judge``.
+        """An opinion on each question, in order; one that could not be had says why.
 
         Raises:
-            UsageError: the server refuses whoever asks, or nobody answers at all.
+            UsageError: the server refuses the client, or nobody answers at all.
         """
-        with self._open() as server:
-            model = self.model or self._model_there(server)
-            with ThreadPoolExecutor(max(1, min(self.concurrency, len(questions))), "judge") as pool:
-                return list(pool.map(lambda question: self._ask(server, model, question), questions))
+        model = self.model or self._model_there()
 
-    def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
+        async def all_opinions() -> list[Opinion]:
+            async with self._open() as server:
+                return await all_of(partial(self._ask, server, model), questions)
+
+        return run(all_opinions())
+
+    async def _ask(self, server: HttpServer, model: str, question: Question) -> Opinion:
         spent = [0, 0]
 
         def read(answer: Any) -> float:
             try:
                 text = _text_of(answer)
-                told = answer.get("usage") or {}
-                spent[0] += _count(told.get("prompt_tokens"))
-                spent[1] += _count(told.get("completion_tokens"))
+                usage = answer.get("usage") or {}
+                for i, name in enumerate(("prompt_tokens", "completion_tokens")):
+                    spent[i] += _count(usage.get(name))
                 return question.read(text)
-            except Unreadable as error:
+            except (Unreadable, Unusable) as error:
                 raise Interrupted(str(error)) from None
             except (TypeError, ValueError, AttributeError) as error:
                 raise Interrupted(f"an answer whose costs cannot be read ({type(error).__name__})") from None
-            except Unusable as error:
-                raise Interrupted(str(error)) from None
 
         try:
-            value = server.call("POST", "/v1/chat/completions", self._body(model, question), read=read)
+            value = await server.ask("POST", "/v1/chat/completions", self._body(model, question), read=read)
         except Unanswered as error:
             failure: Literal["timeout", "crash"] = "timeout" if "no answer within" in str(error) else "crash"
             return Opinion(None, failure, str(error), spent[0], spent[1])
         except Refused as error:
-            if error.status in _OF_THE_ASKER:
+            if error.status in _OF_THE_CLIENT:
                 raise self._refusal(error) from None
             hint = f" (set {self.where}.structured to false)" if "response_format" in str(error) else ""
             return Opinion(None, "crash", f"HTTP {error.status}: {error}{hint}", spent[0], spent[1])
@@ -355,56 +334,13 @@ class RemoteJudge(Judge):
     def _body(self, model: str, question: Question) -> dict[str, Any]:
         said = _TURN_MARKS.sub(r"\g<0> ", question.text)  # < |im_end|>
         turns = [{"role": "system", "content": question.system}, {"role": "user", "content": said}]
-        body = self._settings(model, turns)
+        body: dict[str, Any] = {"model": model, "messages": turns, "max_tokens": self.max_tokens}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
         if self.structured:
             form = {"name": "judgement", "strict": True, "schema": dict(question.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         return body
-
-    def _settings(self, model: str, turns: Sequence[dict[str, str]]) -> dict[str, Any]:
-        warmth = {} if self.temperature is None else {"temperature": self.temperature}
-        return {"model": model, "messages": list(turns), "max_tokens": self.max_tokens, **warmth}
-
-
-@dataclass(frozen=True)
-class LocalJudge(Judge):
-    """A model that is loaded here, asked greedily; ``open_sampler`` loads it when it is first needed."""
-
-    model: str
-    open_sampler: Callable[[], Sampler]
-    max_tokens: int = 1024
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """Which model."""
-        return self.model
-
-    def check(self) -> None:
-        """Load it.
-
-        Raises:
-            UsageError: there is no such model.
-        """
-        self.open_sampler()
-
-    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
-        """See ``Judge``; a question that has no room in the model's context has no opinion."""
-        sampler = self.open_sampler()
-        template = sampler.grader.template
-        prompts = [
-            encode_prompt(sampler.tokenizer, template, [Message("system", q.system), Message("user", q.text)])
-            for q in questions
-        ]
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < sampler.context_tokens]
-        room = f"it has no room in the judge's context of {sampler.context_tokens} tokens"
-        opinions = [Opinion(None, "crash", room)] * len(prompts)
-        if fitting:
-            sampling = sampler.sampling(self.max_tokens, temperature=0.0)
-            sampled = sampler.engine.generate([prompts[i] for i in fitting], [[0]] * len(fitting), sampling)
-            for i, (completion,) in zip(fitting, sampled, strict=True):
-                text = sampler.tokenizer.decode(completion.ids, skip_special_tokens=True)
-                opinions[i] = _read(questions[i], text, len(prompts[i]), len(completion.ids))
-        return opinions
 
 
 def _text_of(answer: Any) -> str:
@@ -422,10 +358,3 @@ def _count(told: Any) -> int:
     if told is not None and (type(told) is not int or not 0 <= told <= LARGEST_COUNT):
         raise ValueError("no number of tokens")
     return told or 0
-
-
-def _read(question: Question, text: str, tokens_in: int, tokens_out: int) -> Opinion:
-    try:
-        return Opinion(question.read(text), None, "", tokens_in, tokens_out)
-    except Unusable as error:
-        return Opinion(None, "crash", str(error), tokens_in, tokens_out)

@@ -17,18 +17,14 @@ from posttrain.engines.judging.asking import (
     KEY_VARIABLE,
     RUBRIC,
     Judge,
-    LocalJudge,
     Opinion,
     Question,
-    RemoteJudge,
     compare,
     rate,
 )
-from posttrain.engines.models import ModelSource, OpenedModel, open_model
 from posttrain.errors import DataError, RecipeError, RunFailure
 from posttrain.graders.grading import Measured
 from posttrain.recipes.document import parse_yaml, recipe_text
-from posttrain.recipes.sections import Word
 from posttrain.registry import find, register
 from posttrain.store import posix
 from posttrain.store.durable import storage_errors
@@ -194,43 +190,23 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=256)]
 
 
-@cache
-def _open_local(model: str, template: str) -> OpenedModel:
-    return open_model(ModelSource(model, model, model), Word(name=template))
-
-
-def build_judge(
-    url: str | None,
-    model: str | None,
-    template: str = "chat",
-    structured: bool = True,
-    temperature: float | None = 0.0,
-    max_tokens: int = 1024,
-    key_variable: str = KEY_VARIABLE,
-    concurrency: int = 8,
-    retries: int = 4,
-    timeout_seconds: float = 120.0,
-    where: str = "judge",
-) -> Judge:
-    """Who judges: with ``url`` a model behind a server, else ``model``, loaded here; ``where``: its key, in messages.
+def build_judge(url: str | None, where: str = "judge", **options: Any) -> Judge:
+    """The judge at ``url``; ``where``: its key, in messages.
 
     Raises:
-        RecipeError: neither is named.
+        RecipeError: none is named.
         UsageError: the URL or the name of the key's variable is none.
     """
-    if url is not None:
-        asking = (structured, temperature, max_tokens, key_variable, concurrency, retries, timeout_seconds)
-        return RemoteJudge(url, model, *asking, where=where)
-    if model is None:
+    if url is None:
         raise RecipeError(
-            f"{where}: say who judges: {where}.url, where a server answers, or {where}.model, which is loaded here"
+            f"{where}.url: say where a judge answers; a model of this machine is one behind `posttrain serve MODEL`"
         )
-    return LocalJudge(model, lambda: _open_local(model, template), max_tokens)
+    return Judge(url, where=where, **options)
 
 
 @cache
-def _opinions(folder: Path | None, *who: Any) -> Opinions:
-    return Opinions(build_judge(*who), folder)
+def _opinions(folder: Path | None, **who: Any) -> Opinions:
+    return Opinions(build_judge(**who), folder)
 
 
 def prepare(*, where: str = "judge", scale: tuple[int, int] = (1, 10), **options: Any) -> None:
@@ -241,8 +217,7 @@ def prepare(*, where: str = "judge", scale: tuple[int, int] = (1, 10), **options
     """
     if not scale[0] < scale[1] <= scale[0] + 100:
         raise RecipeError(f"{where}.scale: {list(scale)}: the lowest score, then the highest, at most 100 above it")
-    left = ("rubric", "pairwise", "known_answer", "max_failures")
-    build_judge(where=where, **{name: value for name, value in options.items() if name not in left}).check()
+    build_judge(where=where, **{name: value for name, value in options.items() if name not in _HOW}).check()
 
 
 @register("reward", batched=True, asks_a_model=True, prepare=prepare)
@@ -258,7 +233,6 @@ def judge(
     scale: tuple[int, int] = (1, 10),
     pairwise: bool = False,
     known_answer: bool = True,
-    template: str = "chat",
     structured: bool = True,
     temperature: Annotated[float, Field(ge=0)] | None = 0.0,
     max_tokens: Annotated[int, Field(ge=1)] = 1024,
@@ -268,7 +242,7 @@ def judge(
     timeout_seconds: Annotated[float, Field(gt=0)] = 120.0,
     max_failures: Share = 0.1,
 ) -> list[Measured]:
-    """What a language model thinks of the answer, from 0 to 1.
+    """Let a language model judge the answer, from 0 to 1.
 
     By a rubric ``r = (score − lowest) / (highest − lowest)``. With ``pairwise`` the answers to a prompt stand in a
     ring, each is compared with its two neighbours in both orders, and ``r`` is its mean worth there (1 better, ½ tie).
@@ -277,8 +251,7 @@ def judge(
 
     Args:
         url: where a server answers that knows OpenAI's chat endpoint.
-        model: its name there; without a url, a model that is loaded here.
-        template: the prompt template of a model that is loaded here.
+        model: its name there; the only one that the server has, if none is given.
         rubric: by what is judged.
         scale: the lowest and the highest score of a rubric.
         known_answer: show the judge the gold answer where there is one (not with ``pairwise``).
@@ -296,8 +269,19 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    who = (url, model, template, structured, temperature, max_tokens, key_variable, concurrency, retries)
-    opinions = _opinions(folder[0], *who, timeout_seconds, where)
+    opinions = _opinions(
+        folder[0],
+        url=url,
+        where=where,
+        model=model,
+        structured=structured,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        key_variable=key_variable,
+        concurrency=concurrency,
+        retries=retries,
+        timeout_seconds=timeout_seconds,
+    )
     groups = _groups(example)
     if pairwise:
         told = _compared(opinions, groups, example, text, rubric, where)

@@ -1,4 +1,4 @@
-"""Do a server and a model in this process have the same weights? Asked on a fixed batch, never assumed."""
+"""A fixed batch that a server and the model in this process score, to compare their weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from posttrain.engines.base import Sampling
+from posttrain.engines.http import Unreadable
 from posttrain.engines.native.engine import sampling_mode
-from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, Unreadable
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel
 from posttrain.randomness import generator
 from posttrain.world import Within
 

@@ -7,34 +7,24 @@ vLLM 0.10.2 and later), so no text is tokenized a second time on the way.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.engines.base import Sampling
+from posttrain.engines.http import Interrupted, Unreadable
 from posttrain.errors import UsageError
 from posttrain.types import Completion, Finish
-from posttrain.untrusted import harmless
 
-LogprobsMode = Literal["raw", "processed"]
-ALL_MODES: frozenset[LogprobsMode] = frozenset({"raw", "processed"})
 # vLLM puts smaller temperatures up to this one, and refuses larger ones than 2.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 MODE_TOKENS = 8
+MASKED = -100.0  # the least that vLLM takes
 # Above this a number is no log-probability, rounding included.
 MAX_LOGPROB = 1e-3
 LARGEST_FLOAT = sys.float_info.max
-
-
-class Unreadable(Exception):
-    """An answer is not what vLLM's endpoint gives; the text says what is wrong."""
-
-
-class Interrupted(Exception):
-    """The server gave a request up; asking again may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +44,7 @@ class ServedModel:
 class CompletionRequest:
     """One completion: of ``prompt``, at most ``limit`` tokens, drawn with ``seed``.
 
-    ``logprobs``: whether log-probabilities are wanted too (they cost the server time).
+    ``logprobs``: log-probabilities are wanted too (they cost the server time). ``unused``: ids that are never drawn.
     """
 
     model: str
@@ -63,6 +53,7 @@ class CompletionRequest:
     sampling: Sampling
     seed: int
     logprobs: bool = True
+    unused: range = range(0)
 
     def body(self) -> dict[str, Any]:
         """The JSON of ``POST /v1/completions``.
@@ -91,6 +82,8 @@ class CompletionRequest:
         }
         if self.logprobs:
             body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+        if self.unused:
+            body["logit_bias"] = {str(token): MASKED for token in self.unused}
         return body
 
 
@@ -222,57 +215,11 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def exact_modes(sampling: Sampling) -> frozenset[LogprobsMode]:
-    """The server's ``--logprobs-mode`` in which log-probabilities are those that ``Sampling`` promises.
-
-    ``raw`` ones are taken at temperature 1, ``processed`` ones at the sampling temperature but after
-    truncation; greedy sampling is at temperature 1 and truncates nothing. Empty: in neither.
-    """
-    if sampling.temperature == 0:
-        return ALL_MODES
-    modes = set(ALL_MODES)
-    if sampling.temperature != 1:
-        modes.discard("raw")
-    if sampling.top_k is not None or sampling.top_p < 1:
-        modes.discard("processed")
-    return frozenset(modes)
-
-
 def mode_request(model: ServedModel, prompt: Sequence[int]) -> CompletionRequest:
-    """A request whose answer tells the server's mode: with one token left to draw, only raw ones are below 0.
+    """A request whose answer tells raw from processed log-probabilities: with one token to draw, these are 0.
 
     It continues the last id of ``prompt`` alone, after which hardly any model is certain of eight tokens.
     """
     limit = MODE_TOKENS if model.context is None else min(MODE_TOKENS, model.context - 1)
     last = (int(prompt[-1]),)
     return CompletionRequest(model.name, last, limit, Sampling(limit, temperature=1.0, top_k=1), seed=0)
-
-
-def read_mode(completion: Completion) -> LogprobsMode:
-    """The server's mode, from its answer to ``mode_request``."""
-    return "processed" if all(value == 0 for value in completion.logprobs) else "raw"
-
-
-def read_json(content: bytes) -> Any:
-    """The JSON of a body.
-
-    Raises:
-        Interrupted: it is none, or none that can be read.
-    """
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        said = harmless(" ".join(content[:80].decode(errors="replace").split()))
-        raise Interrupted(f"what came is not JSON: {said or 'nothing'}") from None
-
-
-def read_error(content: bytes) -> str:
-    """What an error's body says, in one line."""
-    text = content.decode("utf-8", errors="replace")
-    try:
-        body = read_json(content)
-        body = body.get("error", body)
-        text = str(body.get("message") or body.get("detail") or text)
-    except (Interrupted, AttributeError):
-        pass  # a proxy's page: shown as it is
-    return harmless(" ".join(text.split())[:500]) or "no explanation"

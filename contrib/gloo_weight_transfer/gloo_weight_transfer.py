@@ -1,9 +1,9 @@
-"""A vLLM plug-in: weights come from a trainer over torch.distributed, gloo for CPUs and NCCL for GPUs.
+"""A vLLM plug-in: weights come from a trainer over gloo, where vLLM's own ``nccl`` back end needs GPUs.
 
-vLLM finds it by the entry point beside this file (``vllm.general_plugins``) and uses it with
-``--weight-transfer-config '{"backend": "posttrain"}'``. It imports nothing of posttrain, which the server's environment
-does not have. ``engines/vllm/transfer.py`` is the other side. Nothing is pickled: tensors by collectives, what they are
-called by HTTP.
+``pip install contrib/gloo_weight_transfer`` in vLLM's environment lets vLLM find it (``vllm.general_plugins``);
+``--weight-transfer-config '{"backend": "gloo"}'`` uses it, which a run with ``rollout.engine.transfer: gloo`` says to
+the server that it starts. It imports nothing of posttrain. ``engines/vllm/transfer.py`` is the other side. Nothing is
+pickled: tensors by broadcasts, their names by HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BACKEND = "posttrain"
+BACKEND = "gloo"
+TIMEOUT = timedelta(minutes=15)
 # What the loader of a model raises for a weight that does not fit.
 _LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -33,29 +34,26 @@ def register() -> None:
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):
-        address: str
-        port: int
+        master_address: str
+        master_port: int
+        rank_offset: int
         world_size: int
-        collectives: str
-        timeout_seconds: float
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
-        update: int
         names: list[str]
-        dtypes: list[str]
+        dtype_names: list[str]
         shapes: list[list[int]]
 
-    class PosttrainWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    class GlooWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
         receiver: Receiver | None = None
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.shutdown()
             parallel = self.parallel_config
-            rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.receiver = Receiver(init_info, rank, self.device)
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.receiver = Receiver(init_info, init_info.rank_offset + worker, self.device)
 
         def start_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -77,7 +75,7 @@ def register() -> None:
             self.receiver = None
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, PosttrainWeightTransferEngine)
+        WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
 
 
 def pack_tied_heads(model: torch.nn.Module) -> None:
@@ -100,49 +98,34 @@ class Receiver:
     """One worker's place in the group of trainer (rank 0) and workers."""
 
     def __init__(self, info: Any, rank: int, device: torch.device) -> None:
-        timeout = timedelta(seconds=info.timeout_seconds)
-        self.rank, self.device = rank, device
-        self.store = dist.TCPStore(info.address, info.port, info.world_size, False, timeout)
-        self.store.set(f"here/{rank}", "1")
-        self.group = join(self.store, info.collectives, rank, info.world_size, timeout, info.address)
+        self.device, self.rank, self.num_updates = device, rank, 0
+        self.store = dist.TCPStore(info.master_address, info.master_port, info.world_size, False, TIMEOUT)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(info.master_address))]
+        options._timeout = TIMEOUT
+        self.group = dist.ProcessGroupGloo(self.store, rank, info.world_size, options)
 
     def receive(self, info: Any, load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> None:
         """Load every announced weight. All of them are received even if one cannot be loaded, so that nobody hangs.
 
         Raises:
-            ValueError: the model here has no place for a weight.
+            ValueError: one could not be loaded.
         """
-        self.store.set(f"ready/{info.update}/{self.rank}", "1")
-        failure: Exception | None = None
-        for name, dtype, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
+        failure = None
+        self.num_updates += 1
+        self.store.set(f"update {self.num_updates} of {self.rank}", "1")  # the trainer waits for it
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            broadcast(self.group, weight).wait()
+            self.group.broadcast([weight], options).wait()
             if failure is None:
                 try:
                     load([(name, weight)])
-                except _LOADER_ERRORS as error:  # told when all weights are here, or the trainer waits for ever
+                except _LOADER_ERRORS as error:
                     failure = ValueError(f"{name} {shape}: {type(error).__name__}: {error}")
         if failure is not None:
             raise failure
-
-
-def join(store: Any, collectives: str, rank: int, size: int, timeout: timedelta, peer: str) -> Any:
-    """A process group of its own, beside whatever default group there is; ``peer`` is an address on the other side."""
-    if collectives == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(peer))]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def broadcast(group: Any, tensor: torch.Tensor) -> Any:
-    """Start to send ``tensor`` from rank 0 to all others; ``wait`` for what is returned."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([tensor], options)
 
 
 def address_towards(peer: str) -> str:

@@ -1,0 +1,205 @@
+"""JSON over HTTP with a server that may be slow, busy or gone: vLLM and judges are asked through this.
+
+Requests are coroutines. ``run`` computes one from code that is not asynchronous, ``all_of`` many at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx2
+
+from posttrain.addresses import server_address
+from posttrain.untrusted import harmless
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+CONNECT_SECONDS = 10.0
+MAX_ANSWER_BYTES = 64 << 20
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+# Raised by a reader of an answer that has another form.
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+class Unanswered(Exception):
+    """No usable answer after all attempts; the text says what came instead."""
+
+
+class Refused(Exception):
+    """The server will not do it, however often it is asked. ``status`` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unreadable(Exception):
+    """An answer has not the form that the endpoint's answers have; the text says what is wrong."""
+
+
+class Interrupted(Exception):
+    """The server gave a request up; asking again may help."""
+
+
+class HttpServer:
+    """A server at ``url``: an asynchronous context manager, in which ``ask`` may be called.
+
+    Args:
+        timeout_seconds: for the whole answer to one attempt; it has at most ``MAX_ANSWER_BYTES``.
+        retries: further attempts, with growing pauses between. A redirection is not followed.
+        concurrency: requests under way at a time.
+        token: the bearer token; it is removed from everything that the server says.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_seconds: float, retries: int, concurrency: int = 1, token: str | None = None
+    ) -> None:
+        self.scheme, self.host, self.port, _ = server_address(url)
+        self.base = url.strip().rstrip("/").removesuffix("/v1")
+        self.timeout_seconds, self.retries, self.concurrency = timeout_seconds, retries, concurrency
+        self.headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._secrets = [token, quote(token, safe="")] if token else []  # as it may come back
+
+    async def __aenter__(self) -> Self:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
+        timeout = httpx2.Timeout(None, connect=CONNECT_SECONDS)
+        self._client = httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout, trust_env=False)
+        self._places = asyncio.Semaphore(max(1, self.concurrency))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+    ) -> Result:
+        """``ask`` alone, with a connection of its own."""
+
+        async def alone() -> Result:
+            async with self:
+                return await self.ask(method, path, body, read=read, retries=retries)
+
+        return run(alone())
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
+    ) -> Result:
+        """Return what ``read`` makes of the JSON that the server answers with.
+
+        A request is repeated where it broke off, ran into the time limit, met a server that says it is ill or busy,
+        or where ``read`` raises ``Interrupted``; so what is asked must be safe to ask twice.
+
+        Raises:
+            Unanswered: every attempt failed.
+            Unreadable: the answer has not the form that ``read`` reads.
+            Refused: any other HTTP error.
+        """
+        attempts = 1 + (self.retries if retries is None else retries)
+        data, failure = None if body is None else json.dumps(body).encode(), ""
+        for attempt in range(attempts):
+            if attempt:
+                await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS))
+            try:
+                async with self._places, asyncio.timeout(self.timeout_seconds):
+                    status, content = await self._exchange(method, path, data)
+                if status == 200:
+                    return _read(read, self._without_secrets(read_json(content)))
+                said = self._without_secrets(read_error(content))
+                failure = f"HTTP {status}: {said}"
+                if status not in PASSING:
+                    raise Refused(status, said)
+            except (TimeoutError, OSError, ValueError, httpx2.HTTPError, httpx2.StreamError) as error:
+                failure = self._without_secrets(self._explain(error))
+            except Interrupted as error:
+                failure = str(error)
+        raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
+
+    async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self._client.stream(method, self.base + path, content=data) as response:
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return response.status_code, bytes(content)
+
+    def _without_secrets(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for secret in self._secrets:
+                value = value.replace(secret, "***")
+        elif self._secrets and isinstance(value, list):
+            return [self._without_secrets(item) for item in value]
+        elif self._secrets and isinstance(value, dict):
+            return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
+        return value
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, httpx2.ConnectTimeout):
+            return f"no connection within {CONNECT_SECONDS:g} seconds"
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self.timeout_seconds:g} seconds"
+        if isinstance(error, httpx2.ConnectError):
+            return f"no connection to {self.host}: {error}"
+        if isinstance(error, httpx2.NetworkError | httpx2.RemoteProtocolError):
+            return f"the connection broke off ({error})"
+        return f"{type(error).__name__}: {error}"
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of ``work``, in a thread of its own where this one runs an event loop already (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def all_of(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
+    """Return the results for all items, in order; the first failure ends all others."""
+    tasks = [asyncio.ensure_future(work(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def read_json(content: bytes) -> Any:
+    """Return the JSON of a body.
+
+    Raises:
+        Interrupted: it is none, or none that can be read.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        said = harmless(" ".join(content[:80].decode(errors="replace").split()))
+        raise Interrupted(f"what came is not JSON: {said or 'nothing'}") from None
+
+
+def read_error(content: bytes) -> str:
+    """Return the message of an error's body, in one line."""
+    text = content.decode("utf-8", errors="replace")
+    try:
+        body = read_json(content)
+        body = body.get("error", body)
+        text = str(body.get("message") or body.get("detail") or text)
+    except (Interrupted, AttributeError):
+        pass  # a proxy's page: shown as it is
+    return harmless(" ".join(text.split())[:500]) or "no explanation"
+
+
+def _read(read: Callable[[Any], Result], answer: Any) -> Result:
+    try:
+        return read(answer)
+    except _MISFITS as error:
+        raise Unreadable(f"an answer of another form ({type(error).__name__}: {error})") from None

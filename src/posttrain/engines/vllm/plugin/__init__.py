@@ -1,1 +1,0 @@
-"""What runs inside a vLLM server whose weights follow training: this folder goes on the server's PYTHONPATH."""

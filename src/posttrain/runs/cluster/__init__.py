@@ -1,1 +1,0 @@
-"""A run whose processes a cluster places, watches and starts again."""

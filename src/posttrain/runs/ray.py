@@ -1,0 +1,215 @@
+"""The one door to Ray: a run's processes are the workers of Ray Train, which places, watches and restarts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.queue import Queue
+
+from posttrain import __version__
+from posttrain.errors import PeerFailure, PosttrainError, UsageError, first_line
+from posttrain.recipes.recipe import Recipe
+from posttrain.runs.launch import train_as_told
+from posttrain.store.headline import Headline
+from posttrain.train.distributed import Meeting, join
+from posttrain.train.files import Observer
+from posttrain.train.loop import TrainResult
+
+ADDRESS = "RAY_ADDRESS"
+CONNECT_SECONDS = 20.0
+LOOK_SECONDS = 0.2
+RESTARTS = 3
+STOP = "stop"  # a file of the run's folder: rank 0 is to save and end
+# What of this process's environment the others get; keys and passwords stay where they are.
+_PASSED = ("POSTTRAIN_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "TOKENIZERS_", "VLLM_")
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
+
+
+def train_on_cluster(
+    task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
+) -> TrainResult:
+    """Train as ``task`` (``runs/launch.py``) says, in ``scale.processes`` workers; again from the last checkpoint where
+    one of them is lost, ``scale.restarts`` times at most.
+
+    Args:
+        observer: is told what rank 0 reports, as if the loop were in this process.
+
+    Raises:
+        UsageError: no cluster, no room in it, or an error of a worker about the recipe.
+        PeerFailure: a process failed, or one was lost once too often.
+    """
+    folder, scale = Path(task["folder"]), recipe.scale
+    with _joined():
+        events = Queue(actor_options={"num_cpus": 0})
+        on_gpus = _takes_gpus(recipe)
+        trainer = TorchTrainer(
+            _work,
+            train_loop_config={"task": {**task, "version": __version__}, "events": events},
+            torch_config=TorchConfig("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout_s=int(scale.timeout_seconds)),
+            scaling_config=ScalingConfig(num_workers=scale.processes, use_gpu=on_gpus),
+            run_config=RunConfig(
+                name="ray",
+                storage_path=str(folder),
+                failure_config=FailureConfig(max_failures=RESTARTS if scale.restarts is None else scale.restarts),
+                worker_runtime_env={"env_vars": _passed_on(), "working_dir": None},
+            ),
+        )
+        failures: list[Exception] = []
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except (TrainingFailedError, RayError, RuntimeError) as error:
+                failures.append(error)
+
+        reading = _Reading(events, recipe, observer)
+        thread = threading.Thread(target=fit, name="ray", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            reading.read()
+            if should_stop():
+                (folder / STOP).touch()
+        (folder / STOP).unlink(missing_ok=True)
+        reading.read()
+    if reading.error is not None:
+        message, code = reading.error
+        raise UsageError(message) if code == UsageError.exit_code else PeerFailure(message, code)
+    if reading.result is None:
+        raise PeerFailure(_cause(failures, scale.processes))
+    return TrainResult(**reading.result)
+
+
+def _work(told: dict[str, Any]) -> None:
+    """Train in a worker of Ray's. An error of the run's own is reported and ends it; other errors count as a loss."""
+    task, events, context = told["task"], told["events"], get_context()
+    folder = Path(task["folder"])
+    try:
+        if task["version"] != __version__:
+            raise UsageError(f"a node has posttrain {__version__}, and the command is of {task['version']}")
+        if not (folder / "recipe.yaml").is_file():
+            raise UsageError(
+                f"the run's folder {folder} is not the same folder on {socket.gethostname()}. All nodes read it, and "
+                "one writes it: give --runs-dir a folder on storage that they share, at the same path"
+            )
+
+        def report(event: str, facts: Mapping[str, Any]) -> None:
+            plain = {key: value for key, value in facts.items() if key != "recipe"}
+            if plain.get("headline") is not None:
+                plain["headline"] = asdict(plain["headline"])
+            events.put((event, plain))
+
+        with join(Meeting.of_group(), *task["scale"]) as world:
+            has_begun = world.tell((folder / "metrics.jsonl").is_file(), "what was done before")
+            observed: dict[str, Any] = {"observer": report} if world.is_main else {}
+            task = {**task, "resume": task["resume"] or has_begun}
+            result = train_as_told(task, world, should_stop=(folder / STOP).is_file, **observed)
+            if world.is_main:
+                events.put(("result", asdict(result)))
+    except PeerFailure:
+        raise  # another worker was lost, or reports why
+    except PosttrainError as error:
+        rank = f"rank {context.get_world_rank()} of {context.get_world_size()}"
+        events.put(("error", {"message": f"{rank}: {error}", "code": error.exit_code}))
+
+
+class _Reading:
+    """Passes on what rank 0 reports. ``result``: fields of ``TrainResult``. ``error``: the first of the run's own."""
+
+    def __init__(self, events: Any, recipe: Recipe, observer: Observer) -> None:
+        self._events, self._recipe, self._observer = events, recipe, observer
+        self.result: dict[str, Any] | None = None
+        self.error: tuple[str, int] | None = None
+
+    def read(self) -> None:
+        """Pass on what was reported since."""
+        while True:
+            try:
+                event, facts = self._events.get_nowait()
+            except Empty:
+                return
+            if event == "result":
+                self.result = facts
+            elif event == "error":
+                self.error = self.error or (facts["message"], facts["code"])
+            else:
+                if event == "start":
+                    facts["recipe"] = self._recipe
+                elif event == "evaluation" and facts["headline"] is not None:
+                    headline = facts["headline"]
+                    facts["headline"] = Headline(**headline | {"beside": tuple(headline["beside"])})
+                self._observer(event, facts)
+
+
+def _cause(failures: list[Exception], size: int) -> str:
+    """The first worker's error that is not about another one's end."""
+    if not failures:
+        return "the workers of Ray ended without a result"
+    by_rank: dict[int, BaseException] = getattr(failures[0], "worker_failures", {})
+    causes = {rank: getattr(error, "_base_exc", error) for rank, error in by_rank.items()}
+    own = [(rank, error) for rank, error in sorted(causes.items()) if not isinstance(error, PeerFailure)]
+    for rank, error in own or sorted(causes.items()):
+        return f"rank {rank} of {size}: {first_line(error)}"
+    return first_line(failures[0])
+
+
+def _takes_gpus(recipe: Recipe) -> bool:
+    """Whether workers have a GPU each; refuses more of them than the cluster has room for."""
+    resources, size = ray.cluster_resources(), recipe.scale.processes
+    device = recipe.model.device
+    on_gpus = device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)
+    kind = "GPU" if on_gpus else "CPU"
+    if resources.get(kind, 0) < size:
+        raise UsageError(
+            f"scale.processes: {size} of them need {size} {kind}s, and the cluster at "
+            f"{ray.get_runtime_context().gcs_address} has {resources.get(kind, 0):g}"
+        )
+    return on_gpus
+
+
+def _passed_on() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
+
+
+@contextmanager
+def _joined() -> Iterator[None]:
+    """The cluster that RAY_ADDRESS names, inside the block.
+
+    Raises:
+        UsageError: RAY_ADDRESS names none, or none answers there.
+    """
+    address = os.environ.get(ADDRESS, "")
+    parts = re.fullmatch(r"\[?([^\[\]/@]+?)\]?:([0-9]{1,5})", address)
+    if not parts and address != "auto":
+        stands = f"is {address!r}" if address else "is not set"
+        raise UsageError(
+            f"scale.launcher: ray needs the address of a cluster that this machine belongs to, and {ADDRESS} {stands}. "
+            f"Set it to the HOST:PORT that `ray start --head` has said, or to auto for the cluster that runs on this "
+            "machine (docs/cluster.md)"
+        )
+    try:
+        if parts:
+            socket.create_connection((parts[1], int(parts[2])), timeout=CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
+        raise UsageError(
+            f"{ADDRESS}: no Ray cluster can be joined at {address}: {first_line(error)}. Start one with `ray start "
+            f"--head`, join it from this machine with `ray start --address HOST:PORT`, and set {ADDRESS} to that"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
