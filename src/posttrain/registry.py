@@ -355,7 +355,9 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
         if item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
-            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
+            gone = GONE.get(f"{label}.{last}")
+            told = f"{label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}"
+            lines.append(f"{key}: {told if gone is None else f'this key was removed. Use {gone}.'}")
         elif item["type"] == "missing":
             lines.append(f"{key}: {label} needs this key")
         else:

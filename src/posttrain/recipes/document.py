@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
 from posttrain.consent import declare_code, is_stored, refuse_remote_code
-from posttrain.errors import RecipeError
+from posttrain.errors import GONE, RecipeError
 from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import explain_type, faults, shorten
 from posttrain.recipes.sections import Section, Word
@@ -210,6 +210,8 @@ class Document(Generic[T]):
             names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{explain_type(item['msg'], item['input'])}{hint}"
+        if key in GONE:
+            return f"{where}this key was removed. Use {GONE[key]}."
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
