@@ -453,8 +453,7 @@ def test_a_judge_is_not_asked_again_by_a_run_that_samples_ahead_and_goes_on(
         Path("mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\n{changes}\n{train}\n")
         assert main(["train", "mine.yaml", "--run", "whole", "--quiet"]) == 0
         asked = len(server.chats)
-        assert len(Path("runs/whole/ahead", CACHE).read_text().splitlines()) == asked >= 4
-        assert not Path("runs/whole", CACHE).exists()
+        assert len(Path("runs/whole", CACHE).read_text().splitlines()) == asked >= 4
         shutil.copytree("runs/whole", "runs/killed", symlinks=True)
         shutil.rmtree("runs/killed/checkpoints/step-000004")
         assert main(["train", "mine.yaml", "--run", "killed", "--resume", "--quiet"]) == 0

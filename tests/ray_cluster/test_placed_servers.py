@@ -16,7 +16,6 @@ from clusters import TESTS, Machines, end_of, is_alive, machines, node_of, recip
 
 from posttrain.recipes.sections import EvalSection, Word
 from posttrain.runs.launch import launch
-from posttrain.store.ledger import DIED, Ledger, count
 from small_runs import recorded
 
 STEPS = 5
@@ -146,34 +145,6 @@ def test_servers_outlive_a_rank_and_those_of_evaluations_are_placed_too(
     assert servers == [int((run / name / "pid").read_text()) for name in ("server-1", "eval-server-1")]
     print(f"\nrank of two servers killed: the run was over {time.time() - killed:.1f} s later, they were kept")
     wait_until(lambda: not any(map(is_alive, servers)), 30)
-
-
-def test_sampling_ahead_with_servers_on_other_nodes(three_nodes: Machines, tmp_path: Path, python: str) -> None:
-    """The process that samples is killed, and the next one goes on with the servers; one is killed, and replaced."""
-    note, run = tmp_path / "note", tmp_path / "runs" / "it"
-    recipe = asking(recipe_of("waits", processes=1, after=14, note=str(note), seconds=2.0), 2)
-    recipe.rollout.staleness = 1
-    process = three_nodes.started(tmp_path, recipe, POSTTRAIN_VLLM=python)
-    wait_until((tmp_path / "note-0").is_file, process=process)
-    sampling = int((tmp_path / "note-0").read_text())  # that process grades, too
-    servers = [pid_of(run / "ahead", number) for number in (1, 2)]
-    assert len({id(node_of(three_nodes, pid)) for pid in (sampling, *servers)}) == 3
-    os.kill(sampling, signal.SIGKILL)
-    (tmp_path / "note-0").unlink()
-    wait_until((tmp_path / "note-0").is_file, process=process)  # another one has paid as many rewards
-    assert [pid_of(run / "ahead", number) for number in (1, 2)] == servers
-    os.kill(servers[1], signal.SIGKILL)
-    (tmp_path / "note-go").touch()
-    code, error = end_of(process)
-    assert code == 0, error
-    assert "while sampling ahead: vLLM server 2 of 2 failed: " in error
-    assert "All processes start again" not in error
-    assert pid_of(run / "ahead", 1) == servers[0]
-    assert pid_of(run / "ahead", 2) != servers[1]
-    assert [version for _, _, version, _ in said(run)[::8]] == [0, 0, 1, 2, 3]
-    book = Ledger(run / "ledger.jsonl").read()
-    assert count(book) == {"consumed": 4 * STEPS}
-    assert {event.reason for event in book if event.event == "dropped"} == {DIED}
 
 
 @pytest.fixture

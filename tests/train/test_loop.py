@@ -22,9 +22,8 @@ from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
 from posttrain.models.forward import linear
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop, machine
+from posttrain.train import held_out, loop, machine
 from posttrain.train.build import prepare
-from posttrain.train.evaluating import held_out
 from small_runs import (
     Events,
     one_layer_recipe,

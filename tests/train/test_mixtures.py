@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from inline_sampling import sample_inline
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
@@ -114,8 +113,7 @@ STAGES = {
 }
 
 
-def test_stages_sample_ahead_the_same_prompts_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample_inline(monkeypatch)
+def test_stages_sample_ahead_the_same_prompts_and_resume(tmp_path: Path) -> None:
     task = mixed({"one": 1, "two": 1})
     recipes = {s: sampling_recipe(STAGES, rollout={"staleness": s}, task=task) for s in (0, 2)}
     for staleness, recipe in recipes.items():

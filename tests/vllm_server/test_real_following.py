@@ -25,7 +25,6 @@ from posttrain.engines.vllm.transfer import WeightSender
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
-from posttrain.store.ledger import Ledger, count
 from posttrain.world import ONE
 from small_runs import end_of, make_recipe, recorded, start, steps_of, watched
 
@@ -189,7 +188,6 @@ def test_two_processes_train_with_a_server_by_one_command(staleness: int, tmp_pa
     """The line of docs/serving.md, in small: every answer is there once, by the version that its batch is due."""
     changes = {"scale.processes": 2, "rollout.engine.name": "vllm", "rollout.engine.eager": "true"}
     changes |= {"rollout.staleness": staleness, "rollout.prompts": 4, "rollout.max_tokens": 32, "train.steps": 4}
-    changes |= {"eval.engine": "native"} if staleness else {}  # a server has the weights of one version at a time
     changes |= {"train.warmup_steps": 1, "train.save_every": 0, "eval.every": 4, "eval.n": 8, "eval.max_tokens": 32}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     where = ["--runs-dir", str(tmp_path), "--run", "it", "--quiet"]
@@ -201,5 +199,4 @@ def test_two_processes_train_with_a_server_by_one_command(staleness: int, tmp_pa
     assert sorted((row.step, row.version) for row in training) == [pair for pair in due for _ in range(32)]
     assert Counter(row.step for row in evaluated) == {0: 8, 4: 8}
     assert max(step["mismatch_kl"] for step in steps_of(tmp_path / "it")) < 1e-3
-    if staleness:
-        assert count(Ledger(tmp_path / "it" / "ledger.jsonl").read()) == {"consumed": 4 * 4}
+    assert len(training) == 4 * 32

@@ -98,7 +98,7 @@ class Conversation:
         left = self.limit - len(self.ids)
         return left if max_turn_tokens is None else min(left, max_turn_tokens)
 
-    def completion(self, version: int | tuple[int, ...]) -> Completion:
+    def completion(self, version: int) -> Completion:
         """The finished conversation; all ids are its own where no turn was ended, because nobody answers."""
         assert self.finish is not None, "a conversation goes on until it has finished"
         return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None)
@@ -120,12 +120,12 @@ def converse_by_generating(
     rows: Sequence[Conversation],
     sampling: Sampling,
     respondent: Respondent,
-) -> int | tuple[int, ...]:
+) -> int:
     """Let every row go on turn by turn, each turn a generation over all that was said before it.
 
     Whole prompts are read again at every turn, by engines that remember nothing. Returns the version that sampled.
     """
-    version: int | tuple[int, ...] = 0
+    version: int = 0
     going = list(rows)
     while going:
         rooms = [row.room(sampling.max_turn_tokens) for row in going]

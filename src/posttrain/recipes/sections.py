@@ -286,10 +286,8 @@ class RolloutSection(Section):
     of all that it is divided by (DAPO's overlong filtering); their rewards still count in the baseline of their group,
     and a pair with such a one is left out. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
-    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
-    of its own while the batches between are trained on; 0 takes turns, with the newest weights. ``partial``: answers go
-    on across updates: each version of the weights writes at most ``partial_tokens`` of one, the next goes on, and the
-    version that trains on it finishes it (by default ``max_tokens`` / (S + 1), rounded up).
+    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that max(0, b − S) batches have trained; a
+    vLLM server samples while the trainer works. 0 samples with the newest weights.
     With an ``environment`` or ``tools`` a completion has at most ``max_turns`` turns (8), each of at most
     ``max_turn_tokens``; ``max_tokens`` are then those of all its turns and replies. A call has ``tool_seconds`` (30).
     An episode whose environment fails is played again from the same seed, ``retries`` times (2), before it is left out.
@@ -312,31 +310,11 @@ class RolloutSection(Section):
     label_above: float = 0.5
     mask_truncated: bool = False
     staleness: int = Field(default=0, ge=0, le=64)
-    partial: bool = False
-    partial_tokens: Tokens | None = None
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Tokens | None = None
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
-
-    @property
-    def tokens_per_version(self) -> int:
-        """With ``partial``: how many tokens of an answer one version of the weights writes."""
-        return self.partial_tokens or -(-self.max_tokens // (self.staleness + 1))
-
-    @model_validator(mode="after")
-    def _check_partial(self) -> Self:
-        if self.partial and not self.staleness:
-            raise ValueError(
-                "'partial' goes on with answers across updates, and with 'staleness: 0' none is under way at one; give "
-                "'staleness: 1' or more"
-            )
-        if self.partial_tokens is not None and not self.partial:
-            raise ValueError("'partial_tokens' is what one version writes of an answer; give 'partial: true' with it")
-        if self.partial_tokens is not None and self.partial_tokens > self.max_tokens:
-            raise ValueError("'partial_tokens' is above 'max_tokens', so that no answer would ever go on; give fewer")
-        return self
 
 
 # What a rollout of several turns is limited by, unless the recipe says.
@@ -509,8 +487,6 @@ class EvalSection(Section):
     by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
     ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
-    ``beside``: evaluate in a process beside training, which goes on meanwhile, on ``device`` (auto, cpu, cuda, cuda:1,
-    mps; by default the model's); a checkpoint is saved at every evaluation's step, for it is evaluated from that.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -527,16 +503,6 @@ class EvalSection(Section):
     best: str | None = None
     loss: bool | None = None
     engine: Word | None = None
-    beside: bool = False
-    device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)$")
-
-    @model_validator(mode="after")
-    def _check_place(self) -> Self:
-        if self.device is not None and not self.beside:
-            raise ValueError("'device' is where a process beside training evaluates; give 'beside: true' with it")
-        if self.beside and not self.every:
-            raise ValueError("'beside' says where to evaluate, and 'every: 0' never does; give 'every'")
-        return self
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

@@ -245,12 +245,12 @@ class KeptState(_Strict):
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
     model: str | None = None
-    owed_evaluations: list[NonNegativeInt] = []
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: KeptSource = KeptSource()
     steps: NonNegativeInt | None = None
     teacher: str | None = None
+    unevaluated: bool = False
 
 
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:

@@ -80,7 +80,7 @@ class Words:
         rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
         if reads is None:
             reads = not rollout and self.shape != "demonstration"
-        answers = bool(options.every) and not options.beside and (not reads or bool(options.drift_prompts))
+        answers = bool(options.every) and (not reads or bool(options.drift_prompts))
         if answers and options.engine is not None:
             engines.append(registry.find("engine", options.engine.name, "eval.engine"))
         in_place = [not engine.traits.get("takes_weights") for engine in engines]
@@ -212,39 +212,16 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
-    unclear = w.recipe.eval.beside and evaluating is None and w.engine.name != "native" and not w.only_scores
-    own = f": beside training evaluations need an engine of their own, and rollouts have {w.engine.name!r}; name one"
-    yield unclear, "eval.engine", own
-    ahead = w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
-    apart = bool(w.recipe.eval.every) and (ahead or w.recipe.eval.beside)
-    same = evaluating is None or (
-        evaluating.name == w.engine.name and bool(_urls(w.engine_options) & _urls(evaluating.options))
-    )
-    theirs = (
-        f": the server of rollout.engine {w.engine.name!r} is given weights by the process that samples, and an "
-        "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
-    )
-    yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
     ports = _ports(w.engine_options) & _ports(evaluating.options if evaluating else {})
     listens = f": at port {min(ports, default=0)} a server of rollout.engine listens; give another one"
-    both = evaluating is not None and (apart or evaluating.options != w.engine_options)
+    both = evaluating is not None and evaluating.options != w.engine_options
     yield both and bool(ports), "eval.engine.port", listens
-    whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
-    partial = w.recipe.rollout is not None and w.recipe.rollout.partial
-    yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
-    turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
-    yield partial and not unplayed, "rollout.partial", turns
 
 
 def _ports(options: Mapping[str, Any]) -> set[int]:
     """Where servers of a run's own are to listen."""
     first = options.get("port", 0)
     return set(range(first, first + options.get("servers", 1))) if first and not options.get("url") else set()
-
-
-def _urls(options: Mapping[str, Any]) -> set[str]:
-    url = options.get("url") or []
-    return set(url if isinstance(url, list) else [url])
 
 
 def _of_rollouts(w: Words) -> Iterator[Rule]:
@@ -377,10 +354,6 @@ def _of_colocation(w: Words) -> Iterator[Rule]:
     key = f"{'rollout' if samples else 'eval'}.engine.colocate"
     many = f": an engine in the trainer's own process is for one, not {r.scale.processes}; a server answers them all"
     yield (samples or evaluates) and r.scale.processes > 1, key, many
-    apart = ": what runs beside training is another process, and rollout.engine.colocate samples in the trainer's own"
-    yield samples and r.rollout and r.rollout.staleness > 0, "rollout.staleness", f"{apart}; leave one of the two out"
-    answers = ": a process beside training has its model from a checkpoint; leave eval.engine.colocate out, or this"
-    yield evaluates and r.eval.beside, "eval.beside", answers
     other = evaluating is not None and (evaluating.name, evaluating.options) != (w.engine.name, w.engine_options)
     twice = ": one process has room for one vLLM; give it the options of rollout.engine, or leave it out"
     yield samples and evaluates and other, "eval.engine", twice

@@ -126,7 +126,7 @@ class NativeEngine(Engine):
 
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
-    ) -> int | tuple[int, ...]:
+    ) -> int:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
         with sampling_mode(self.model):
             reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN

@@ -192,7 +192,7 @@ class FollowingFleet(AskedFleet):
         rows: Sequence[Conversation],
         sampling: Sampling,
         respondent: Respondent,
-    ) -> int | tuple[int, ...]:
+    ) -> int:
         """See ``Engine._converse``; behind a loss the rows go on with the turn that they were at."""
 
         def go_on() -> int:
@@ -220,7 +220,12 @@ class FollowingFleet(AskedFleet):
 
         Not where other processes may still ask at the address that it will have: one without weights would answer them.
         """
-        if self.own is None or not isinstance(error, RunFailure) or isinstance(error, EngineMismatch):
+        if (
+            self.own is None
+            or self.in_background
+            or not isinstance(error, RunFailure)
+            or isinstance(error, EngineMismatch)
+        ):
             raise error
         self._lost[number] = self.members[number].loss() or str(error)
         if self.world.size == 1 or (self.world.is_main and not self.own.port):
@@ -234,7 +239,7 @@ class FollowingFleet(AskedFleet):
             self._lost, result = {}, list[Result]()
             with suppress(Lost):
                 result = [work()]
-            if self.own is None:
+            if self.own is None or self.in_background:
                 return result[0]
             lost = {k: why for theirs in self.world.gather([self._lost], "lost servers") for k, why in theirs.items()}
             if not lost:

@@ -42,9 +42,8 @@ def _placed(recipe: Recipe) -> Iterator[tuple[str, int]]:
     rollout, evaluates = recipe.rollout, recipe.eval.engine
     samples = Word(name="native") if rollout is None else rollout.engine
     yield from _fleet(SERVERS, "rollout.engine", samples)
-    apart = recipe.eval.beside or (rollout is not None and rollout.staleness > 0)  # who samples is another process
     same = evaluates is None or (evaluates.name, evaluates.options) == (samples.name, samples.options)
-    if recipe.eval.every and (apart or not same):
+    if recipe.eval.every and not same:
         yield from _fleet(EVAL_SERVERS, "eval.engine", evaluates or samples)
 
 

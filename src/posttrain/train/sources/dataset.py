@@ -174,6 +174,9 @@ class SupervisedSource:
     def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
         """Nothing to restore: what a stranger's checkpoint says here is not read."""
 
+    def wait(self) -> None:
+        """Nothing is sampled."""
+
     def take_notices(self) -> list[str]:
         """Nothing: the data are counted when the run begins."""
         return []
