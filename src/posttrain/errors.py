@@ -52,6 +52,7 @@ GONE = {
     "eval.device": "eval.engine: vllm, which answers on another device; training waits for it",
     "rollout.partial": "rollout.staleness alone: an answer ends with the weights with which it began",
     "rollout.partial_tokens": "rollout.staleness alone: an answer ends with the weights with which it began",
+    "train.compile": "nothing in its place: layers run as they are",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
     "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
     "posttrain sae features --judge": "the contexts and the logit lens of the page",

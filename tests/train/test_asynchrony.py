@@ -155,9 +155,7 @@ class Remote(Engine):
 
     fails = 0
     seconds = 0.0
-    calls: ClassVar[
-        list[tuple[str, int, bool]]
-    ] = []  # thread, version, whether it was in the background
+    calls: ClassVar[list[tuple[str, int, bool]]] = []  # thread, version, whether it was in the background
 
     def __init__(self, model: Any) -> None:
         self.model, self.version = model, -1

@@ -119,10 +119,6 @@ class Recipe(Content):
             yield data and getattr(self, key) is not None, key, alone
         whole = ": products of weights in float64 stay in float64; use fp32, or model.dtype float32"
         yield self.model.dtype == "float64" and train.precision != "fp32", "train.precision", whole
-        few = ": layers with weights in few bits (model.load_bits) were never compiled; leave one of the two out"
-        yield train.compile and self.model.load_bits, "train.compile", few
-        again = ": torch computes layers again (train.gradient_checkpointing) uncompiled; leave one of the two out"
-        yield train.compile and train.gradient_checkpointing, "train.compile", again
         played = self.environment is not None or bool(self.tools)
         for key in ("environment", "tools"):
             turns = (

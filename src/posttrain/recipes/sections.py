@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
 from posttrain.consent import trusts_remote_code
@@ -203,7 +203,7 @@ class AdapterSection(Section):
     init_lora_weights: Literal["default", "gaussian", "orthogonal"] = "default"
 
 
-Attention = Literal["sdpa", "eager", "efficient", "flash"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 
 class ModelSection(Section):
@@ -215,11 +215,9 @@ class ModelSection(Section):
 
     ``device``: ``auto`` is a GPU of NVIDIA's where there is one, else the CPU; ``mps`` is a Mac's GPU, for one process.
 
-    ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
-    ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
-    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16, of the weights or by
-    ``train.precision``). On a GPU packed training in 16 bits has no masks: ``sdpa`` takes variable-length flash
-    attention there; in fp32 it attends under masks. They differ by rounding.
+    ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends: on a GPU
+    in 16 bits by variable-length flash attention, else under masks. With another one batches are padded, and a
+    difference from ``sdpa`` on a small batch is refused.
     """
 
     name: str = "tiny"
@@ -235,6 +233,13 @@ class ModelSection(Section):
     def runs_remote_code(self) -> bool:
         """Whether the model's own Python may run. Files cannot say so (``consent``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, value: Any) -> Any:
+        if value in ("flash", "efficient"):
+            raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
+        return value
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:
@@ -401,9 +406,6 @@ class TrainSection(Section):
     ``offload``: ``optimizer`` keeps a GPU's optimizer state in the machine's main memory; for each update it goes to
     the GPU and back, a tensor at a time. The same numbers with 8 bytes per trained weight less, and slower updates.
 
-    ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
-    It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
-
     ``deterministic``: a GPU takes kernels that add up in one order, so that a resumed run equals the undisturbed one
     bit for bit there too; they are slower. A CPU's always do.
     """
@@ -420,7 +422,6 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     offload: Literal["none", "optimizer"] = "none"
-    compile: bool = False
     deterministic: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)

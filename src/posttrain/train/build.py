@@ -263,7 +263,7 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    return Forward(model, temperature, precision=precision, compiled=recipe.train.compile)
+    return Forward(model, temperature, precision=precision)
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:

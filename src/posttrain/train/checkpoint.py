@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -245,6 +245,7 @@ class KeptState(_Strict):
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
     model: str | None = None
+    num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: KeptSource = KeptSource()

@@ -371,5 +371,3 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield w.recipe.model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
     yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
-    layers = ": layers whose weights are gathered as they are used were never compiled; use scale.sharding none"
-    yield w.recipe.train.compile, "train.compile", layers

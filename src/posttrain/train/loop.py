@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import choices_in_use, choose_kernels, chosen_by_main, use_choices
+from posttrain.train.machine import choose_kernels, threads_of_main, use_threads
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import CLAMPED, MAX_KL, accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -88,7 +88,7 @@ class Loop:
             for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, checkpoint.state)
-            self._take_choices(checkpoint.state)
+            self._take_threads(checkpoint.state)
             fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
             restore_model(self.parts.model, checkpoint.path, fill)
             restore_heads(self.parts.heads, checkpoint.heads, fill)
@@ -140,14 +140,17 @@ class Loop:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
-    def _take_choices(self, state: Mapping[str, Any]) -> None:
-        """Compute with what the run began with; of what is not here, ``--accept-changes`` has said so."""
-        began, now = state.get("processes", 1), self.world.size
-        lines = use_choices(state, (began, now))
+    def _take_threads(self, state: Mapping[str, Any]) -> None:
+        """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
+        began, now, own = state.get("processes", 1), self.world.size, torch.get_num_threads()
+        threads = state.get("num_threads") or own
         if began != now:
             what = f"goes on in {_counted(now, 'process')}, and the checkpoint was saved by "
-            lines.append(f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums")
-        for line in lines:
+            line = f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums"
+            self.observer("notice", {"message": line})
+        elif threads != own:
+            use_threads(threads)
+            line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
@@ -375,7 +378,7 @@ class Loop:
             "settings": decisive(self.recipe.dump()),
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
-            **choices_in_use(),
+            "num_threads": torch.get_num_threads(),
             "best": self.best,
             "evaluations": self.evaluations,
             "steps": self.steps,
@@ -427,7 +430,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with _attention(recipe), chosen_by_main(world):
+    with threads_of_main(world):
         choose_kernels(recipe)
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
@@ -447,15 +450,6 @@ def train(
             except Exception as error:
                 loop.rescue(error)
                 raise
-
-
-def _attention(recipe: Recipe) -> AbstractContextManager[None]:
-    """In it attention is computed as the recipe says."""
-    if recipe.model.attention == "sdpa":
-        return nullcontext()
-    from posttrain.models.attention import chosen_attention
-
-    return chosen_attention(recipe.model, torch.bfloat16 if recipe.train.precision == "bf16" else None)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from posttrain.interpret.activations.record import LARGE_BYTES, ActivationStream
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, Documents, check_files, read_index
 from posttrain.interpret.activations.sites import check_layers, tokenizer_hash
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
-from posttrain.models.attention import chosen_attention
 from posttrain.models.load import load_tokenizer
 from posttrain.render.template import build_template
 from posttrain.store.durable import replace_file, storage_errors
@@ -74,7 +73,7 @@ def open_or_record(
     else:
         place = run.parent / ACTIVATIONS / f"{'-'.join(sites)[:_MAX_LABEL_CHARS]}-{key}"
         _refuse_another(run, place.name)
-    with _locked(place), chosen_attention(section.model):
+    with _locked(place):
         store = _usable(place, notify)
         if store is None:
             recorder = Recorder(models, documents, sites, **options)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import CheckpointError, RunFailure
+from posttrain.models.forward.attention import in_own_thread
 from posttrain.train.sources.rollouts import START_AGAIN, Drawn, RolloutSource
 from posttrain.train.sources.stored import check_written, read_drawn, write_drawn
 from posttrain.world import ONE, World
@@ -45,7 +46,7 @@ class Ahead:
         self, source: RolloutSource, staleness: int, num_batches: int, *, world: World = ONE, in_thread: bool = False
     ) -> None:
         self.source, self.staleness, self.num_batches, self.world = source, staleness, num_batches, world
-        self._thread = ThreadPoolExecutor(1, "sampling") if in_thread else None
+        self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread) if in_thread else None
         if in_thread:
             source.world = ONE
         self._waiting: dict[int, Future[Drawn]] = {}
@@ -63,15 +64,33 @@ class Ahead:
     def draw(self, step: int, cycle: int) -> Drawn:
         """Return rollout batch ``cycle``, whose first update is ``step``; begins those that the schedule lets begin.
 
-        Nothing is being sampled, and the engine has the weights of now.
-
         Raises:
             PosttrainError: it could not be sampled or graded.
             CheckpointError: the run was resumed from a checkpoint that has not got it.
         """
-        if self.in_thread and not self.world.is_main:
+        self.wait()
+        is_told = self.in_thread and not self.world.is_main
+        begun = [] if is_told else self._due(cycle)
+        syncing = time.perf_counter()
+        if self.world.tell(bool(begun), "whether a batch begins") if self.in_thread else begun:
+            self.source.engine.sync(step - 1)
+        syncing = time.perf_counter() - syncing
+        if is_told:
             stated: Any = self.world.tell(None, "the batch that was sampled ahead")
             return read_drawn(stated, self.source)
+        for batch in begun:
+            self._begin(batch, cycle)
+        if cycle not in self._waiting:
+            raise CheckpointError(f"{NOT_OURS} (there is no batch {cycle}); {START_AGAIN}")
+        started = time.perf_counter()
+        drawn = self._waiting[cycle].result()
+        drawn.timing |= {"sync_seconds": syncing, "waited_seconds": time.perf_counter() - started}
+        if self.in_thread and self.world.size > 1:
+            self.world.tell(write_drawn(drawn), "the batch that was sampled ahead")
+        return drawn
+
+    def _due(self, cycle: int) -> list[int]:
+        """Return the batches to begin with the weights of now."""
         for batch in [b for b in self._waiting if b < cycle]:
             del self._waiting[batch]
         last = min(cycle + self.staleness, max(cycle, self.num_batches - 1))
@@ -79,16 +98,7 @@ class Ahead:
         lost = [b for b, waiting in self._waiting.items() if waiting.done() and type(waiting.exception()) is RunFailure]
         due = range(max(self._next, cycle), last + 1)
         self._next = max(self._next, due.stop)
-        for batch in (*lost, *due):
-            self._begin(batch, cycle)
-        if cycle not in self._waiting:
-            raise CheckpointError(f"{NOT_OURS} (there is no batch {cycle}); {START_AGAIN}")
-        started = time.perf_counter()
-        drawn = self._waiting[cycle].result()
-        drawn.timing["waited_seconds"] = time.perf_counter() - started
-        if self.in_thread and self.world.size > 1:
-            self.world.tell(write_drawn(drawn), "the batch that was sampled ahead")
-        return drawn
+        return [*lost, *due]
 
     def held(self, step: int) -> dict[str, Tensor]:
         """Return the sampled batches that the first ``step`` updates did not train on, as a tensor to save."""

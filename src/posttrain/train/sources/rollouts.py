@@ -210,9 +210,9 @@ class RolloutSource:
         return batch.select(rows) if rows else None
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
-        self.wait()
         syncing = time.perf_counter()
-        self.engine.sync(step - 1)
+        if self.ahead is None:
+            self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
         if self.ahead is None or not self.ahead.in_thread:
@@ -245,12 +245,15 @@ class RolloutSource:
             self.order.record(cycle, sampled)
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
-        timing = drawn.timing | {
-            "sync_seconds": syncing,
-            "score_seconds": grading,
-            "fill_seconds": time.perf_counter() - scored,
-            "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
-        }
+        timing = (
+            {"sync_seconds": syncing}
+            | drawn.timing
+            | {
+                "score_seconds": grading,
+                "fill_seconds": time.perf_counter() - scored,
+                "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
+            }
+        )
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
     def _describe_parts(self, cycle: int, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
