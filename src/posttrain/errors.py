@@ -53,6 +53,7 @@ GONE = {
     "rollout.partial": "rollout.staleness alone: an answer ends with the weights with which it began",
     "rollout.partial_tokens": "rollout.staleness alone: an answer ends with the weights with which it began",
     "train.compile": "nothing in its place: layers run as they are",
+    "curriculum": "the weights of a mixture's parts; for stages, one run after another (model.name: runs/FIRST)",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
     "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
     "posttrain sae features --judge": "the contexts and the logit lens of the page",

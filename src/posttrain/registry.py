@@ -43,7 +43,6 @@ HOMES: dict[str, dict[str, str]] = {
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
-    "curriculum": {"posttrain.algorithms.curricula": "by_success_rate difficulty_band stages"},
     "environment": {
         "posttrain.environments.calculator": "calculator",
         "posttrain.environments.python": "python",

@@ -42,13 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
     "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"epochs": 2}},
-    "curriculum": {
+    "mixture": {
         "kind": "grpo",
         "task": {
             "name": "mixture",
             "parts": [{"name": f"{n}-steps", "task": {"name": "stories", "size": 32, "max_steps": n}} for n in (1, 2)],
         },
-        "curriculum": {"name": "by_success_rate", "by": "small_runs:digit_share", "rate": 0.001, "window": 1},
         "rollout": SHORT,
     },
     "lora and adamw": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
@@ -186,7 +185,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("case", ["sft", "ppo", "curriculum"])
+@pytest.mark.parametrize("case", ["sft", "ppo", "mixture"])
 def test_several_processes_train_as_one(case: str, several: World, alone: Callable[..., Path], tmp_path: Path) -> None:
     train_case(several, recipe_of(case, "float64", train={"steps": 2}), tmp_path)
     check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)

@@ -45,7 +45,6 @@ WORD_KINDS = {
     "advantage": "advantage",
     "aggregate": "aggregation",
     "correction": "correction",
-    "curriculum": "curriculum",
     "optimizer": "optimizer",
 }
 
@@ -64,14 +63,13 @@ class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
     ``environment``: what answers between the turns of a completion; ``tools``: functions that it may call, as
-    ``module:function``. ``curriculum``: when which parts of a mixture are drawn from.
+    ``module:function``.
     ``track``: where the metrics are shown besides ``metrics.jsonl``.
     """
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
     task: Word
-    curriculum: Word | None = None
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardWord], BeforeValidator(as_list)] = Field(default_factory=list)
     environment: Word | None = None
@@ -110,8 +108,6 @@ class Recipe(Content):
         for where, word in tasks.items():
             if word.name == MIXTURE:
                 yield from ((True, key, says) for key, says in broken_parts(word.options.get("parts"), where))
-        mixed = ": it chooses among the parts of a mixture; give task {name: mixture, parts: [...]}, or leave it out"
-        yield self.curriculum and self.task.name != MIXTURE, "curriculum", mixed
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
         for key in ("advantage", "kl_in_reward", "correction"):

@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
-    from posttrain.train.sources.mixed_order import Curriculum
     from posttrain.train.sources.rollouts import RolloutSource
 
 
@@ -131,7 +130,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     model, heads, shards = base.loaded.model, base.heads, base.shards
     source: SupervisedSource | RolloutSource
     if base.read is not None:
-        source = base.read(task, cache=folder, curriculum=_build_curriculum(words))
+        source = base.read(task, cache=folder)
     else:
         source = build_rollout_source(
             words, task, base.grader, base.loaded.tokenizer, base.engine, base.context, base.streams, base.stage
@@ -384,22 +383,6 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
         stage=stage,
-        curriculum=_build_curriculum(words),
-    )
-
-
-def _build_curriculum(words: Words) -> Curriculum | None:
-    """The curriculum of a mixture, where the recipe has one."""
-    word, recipe = words.recipe.curriculum, words.recipe
-    if word is None or words.curriculum is None:
-        return None
-    from posttrain.train.sources.mixed_order import Curriculum
-
-    return Curriculum(
-        words.curriculum.bind(word.options, "curriculum"),
-        reads=frozenset(words.curriculum.traits.get("reads", ("parts", "prompts"))),
-        by=str(word.options.get("by", "correct")),
-        steps_per_batch=recipe.train.epochs * recipe.train.minibatches,
     )
 
 

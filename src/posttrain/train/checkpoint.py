@@ -220,23 +220,10 @@ class KeptBest(_Strict):
     __pydantic_extra__: dict[str, float]
 
 
-class KeptOrder(_Strict):
-    """See ``MixedOrder.state``."""
-
-    batch: NonNegativeInt
-    weights: list[FiniteFloat]
-    turns: list[NonNegativeInt]
-    given: list[NonNegativeInt]
-    passed: list[NonNegativeInt]
-    batches: dict[str, list[tuple[FiniteFloat, PositiveInt]]]
-    prompts: dict[NonNegativeInt, tuple[NonNegativeInt, FiniteFloat]]
-
-
 class KeptSource(_Strict):
     """See ``RolloutSource.state``."""
 
     kl_weight: FiniteFloat = 0.0
-    order: KeptOrder | None = None
 
 
 class KeptState(_Strict):

@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word, parts_of
+from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
 from posttrain.tasks.base import eval_words
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
@@ -50,7 +50,6 @@ class Words:
     unit: str
     per_token: bool
     per_turn: bool
-    curriculum: Entry | None = None
 
     @property
     def shape(self) -> Shape:
@@ -132,11 +131,10 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
-        curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
     if recipe.eval.every:
         eval_words(recipe)
-    tables = (_of_objective, _of_engines, _of_colocation, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
+    tables = (_of_objective, _of_engines, _of_colocation, _of_rollouts, _of_advantages, _of_groups)
     for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale, _of_rewards))):
         if broken:
             raise RecipeError(f"{key}{says}")
@@ -315,22 +313,6 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
 
 
-def _of_curriculum(w: Words) -> Iterator[Rule]:
-    word = w.recipe.curriculum
-    if word is None or w.curriculum is None:
-        return
-    reads, name = w.curriculum.traits.get("reads", ("parts", "prompts")), f"{w.curriculum.name!r}"
-    given = f": {name} goes by how often sampled answers are right, and 'data' has none; use stages"
-    yield reads and w.recipe.rollout is None, "curriculum", given
-    late = f": {name} goes by the batch before, which is not graded when the next is sampled; set 0, or use stages"
-    yield reads and w.recipe.rollout and w.recipe.rollout.staleness, "rollout.staleness", late
-    from posttrain.algorithms.curricula import History, choose_mix
-
-    # names of parts are looked at before anything is loaded
-    parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
-    choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
-
-
 def _of_rewards(w: Words) -> Iterator[Rule]:
     """Rules about rewards: tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.render.template import build_template
@@ -338,12 +320,10 @@ def _of_rewards(w: Words) -> Iterator[Rule]:
 
     template = build_template(w.recipe.prompt.template)
     parts = reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags))
-    by = w.recipe.curriculum.options.get("by", "correct") if w.recipe.curriculum is not None else "reward"
-    named = {"rollout.uniform_by": w.recipe.rollout.uniform_by if w.recipe.rollout else "reward", "curriculum.by": by}
-    for key, name in named.items():
-        known = ("reward", *parts)
-        unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
-        yield name not in known, key, unknown
+    name = w.recipe.rollout.uniform_by if w.recipe.rollout else "reward"
+    known = ("reward", *parts)
+    unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
+    yield name not in known, "rollout.uniform_by", unknown
 
 
 def _of_colocation(w: Words) -> Iterator[Rule]:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.feedback import Feedback
-    from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
@@ -82,7 +81,6 @@ class RolloutSource:
         streams: Streams,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
-        curriculum: Curriculum | None = None,
     ) -> None:
         assert recipe.rollout is not None
         self.options, self.seed = recipe.rollout, recipe.train.seed
@@ -106,7 +104,7 @@ class RolloutSource:
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
         size = self.options.prompts
-        self.order = row_order(self.seed, "prompts", size, task, rows, curriculum, further=further)
+        self.order = row_order(self.seed, "prompts", size, task, rows, further=further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -159,8 +157,7 @@ class RolloutSource:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the step, as plain data."""
-        recorded = self.order.state()
-        return {"kl_weight": self.credit.kl_weight, **({"order": recorded} if recorded else {})}
+        return {"kl_weight": self.credit.kl_weight}
 
     def restore(
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
@@ -171,7 +168,6 @@ class RolloutSource:
             CheckpointError: it is not what they give.
         """
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
-        self.order.restore(state.get("order", {}))
         if self.ahead is not None:
             self.ahead.restore(rollout_buffer or {}, vocabulary)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
@@ -241,8 +237,7 @@ class RolloutSource:
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
-            metrics |= self._describe_parts(cycle, sampled, chosen, trained)
-            self.order.record(cycle, sampled)
+            metrics |= self._describe_parts(sampled, chosen, trained)
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
         timing = (
@@ -256,19 +251,16 @@ class RolloutSource:
         )
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
-    def _describe_parts(self, cycle: int, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
+    def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
         """Of each part of a mixture what ``describe_rollouts`` says first of all, and how many prompts of it there are.
 
-        ``prompts``: that were sampled for; ``trained``: that are trained on. ``skipped``: passed over by a curriculum.
+        ``prompts``: that were sampled for; ``trained``: that are trained on.
         """
         trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
-        rounds = [self.order.turn(cycle, attempt) for attempt in range(len(sampled) // self.options.prompts)]
         facts: dict[str, float] = {}
         for name in self.parts:
             own = [group for group in sampled if group[0].example.meta["part"] == name]
             about = {"prompts": float(len(own)), "trained": float(trained[name])}
-            if skipped := sum(turn.skipped.get(name, 0) for turn in rounds):
-                about["skipped"] = float(skipped)
             if any(not r.has_failed for group in own for r in group):
                 means = describe_rollouts(own, self.grader.format_part)
                 about |= {key: means[key] for key in OF_A_PART if key in means}
