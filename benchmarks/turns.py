@@ -4,10 +4,9 @@
     python benchmarks/turns.py --rows 64 --turns 6 --reply 64 --rounds 7
 
 Model: Qwen3 blocks of the embedded model's size with random weights (``benchmarks/engine.py``). 16 of the 512 ids end
-a turn, so turns are geometric with mean 32. Four ways to the same number of tokens:
+a turn, so turns are geometric with mean 32. Three ways to the same number of tokens:
 
 - ``kept``: the native engine's ``converse``; replies are fed to the cache that it has kept.
-- ``kept_while_tools_run``: the same with ``wait_steps: 8``; a row that waits for its reply lets the others go on.
 - ``one_turn``: every token is drawn, none replied; each row is as long as it came to be in ``kept``.
 - ``read_again``: a generation per turn over the whole of what was said before it, as peers do.
 
@@ -42,7 +41,6 @@ from posttrain.types import Finish
 RESULTS = Path(__file__).parent / "results" / "turns.json"
 STOP_IDS = frozenset(range(16))
 NEVER = frozenset({VOCAB})  # looked for as an end is, and not there
-WAIT_STEPS = 8
 
 
 class Answering:
@@ -96,13 +94,13 @@ def seconds(work: Callable[[], int]) -> tuple[float, int]:
 
 
 def measure(turns: int, reply: int, group: int, rounds: int) -> dict[str, Any]:
-    """Alternate the four ways ``rounds`` times, after one unmeasured round."""
+    """Alternate the three ways ``rounds`` times, after one unmeasured round."""
     model = make_model()
     numbers = np.random.default_rng(0)
     prompts = numbers.integers(len(STOP_IDS), VOCAB, (PROMPTS, PROMPT_TOKENS)).tolist()
     keys = keys_of([range(group)] * PROMPTS)
     sampling = Sampling(max_tokens=SHAPE["max_position_embeddings"] - PROMPT_TOKENS, stop_ids=STOP_IDS)
-    engine, patient = NativeEngine(model), NativeEngine(model, wait_steps=WAIT_STEPS)
+    engine = NativeEngine(model)
     kept = engine.converse(prompts, keys, sampling, Answering(turns, reply))
     lengths = [[len(c.ids) for c in of_prompt] for of_prompt in kept]
 
@@ -112,7 +110,6 @@ def measure(turns: int, reply: int, group: int, rounds: int) -> dict[str, Any]:
 
     ways: dict[str, Callable[[], int]] = {
         "kept": lambda: converse(engine),
-        "kept_while_tools_run": lambda: converse(patient),
         "one_turn": lambda: draw_in_one_turn(engine, prompts, lengths),
         "read_again": lambda: read_again(engine, prompts, keys, (sampling, Answering(turns, reply))),
     }

@@ -72,7 +72,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--rollout.select above", "rollout.select.threshold: selection 'above' needs this key"),
         ("--rollout.select {}", "rollout.select.name: "),
         ("--rollout.engine native --rollout.engine.slots 0", "rollout.engine.slots: 0 rows cannot sample"),
-        ("--eval.engine native --eval.engine.wait_steps -1", "eval.engine.wait_steps: -1 steps"),
+        ("--eval.engine native --eval.engine.wait_steps 1", "eval.engine.wait_steps: this key was removed. Use"),
         ("--rollout.engine native --rollout.engine.cache_tokens 100", "engine 'native' has no key 'cache_tokens'"),
         ("--rollout.engine vllm --rollout.engine.concurrency 0", "rollout.engine.concurrency: 0; give 1 or more"),
         ("--eval.engine vllm --eval.engine.retries -1", "eval.engine.retries: -1; give 0 or more"),

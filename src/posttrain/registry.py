@@ -43,7 +43,6 @@ HOMES: dict[str, dict[str, str]] = {
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
-    "curriculum": {"posttrain.algorithms.curricula": "by_success_rate difficulty_band stages"},
     "environment": {
         "posttrain.environments.calculator": "calculator",
         "posttrain.environments.python": "python",
@@ -352,9 +351,7 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
         elif item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)
-            gone = GONE.get(f"{label} {last}")
-            hint = suggest(last, names) if gone is None else f" It was removed. Use {gone}."
-            lines.append(f"{key}: {label} has no key {last!r}.{hint} Known keys: {', '.join(names)}")
+            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
         elif item["type"] == "missing":
             lines.append(f"{key}: {label} needs this key")
         else:

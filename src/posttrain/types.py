@@ -101,15 +101,14 @@ class Completion:
 
     ``ids`` includes the end token when ``finish`` is ``stop``; ``logprobs`` (fp32 values, one per
     id) are taken at the sampling temperature, over the distribution before truncation by top-k
-    or top-p. ``version`` says of the weights that drew the tokens how many updates they had had: one number, or one
-    per id where weights changed in the middle. ``own``: of several turns, which ids the model wrote; the others are
-    what an environment said between them, with log-probability 0. None: all of them.
+    or top-p. ``version``: how many updates the weights that drew the tokens had had. ``own``: of several turns, which
+    ids the model wrote; the others are what an environment said between them, with log-probability 0. None: all.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
-    version: int | tuple[int, ...] = 0
+    version: int = 0
     own: tuple[bool, ...] | None = None
 
     @property

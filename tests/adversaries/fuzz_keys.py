@@ -265,7 +265,6 @@ WORD_PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "grader": (("train",), merged(RL, {"rewards": [{"name": "correct"}]}), "rewards.0.mode"),
     "template": (("train",), RL, "prompt.template"),
     "task": (("train",), SFT, "task"),
-    "curriculum": (("train",), {**RL, "task": MIXED}, "curriculum"),
     "environment": (("train",), merged(RL, {"environment": {"name": "calculator"}}), "environment"),
     "engine": (("train",), RL, "rollout.engine"),
     "optimizer": (("train",), RL, "optimizer"),

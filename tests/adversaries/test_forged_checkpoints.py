@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inline_sampling import sample_inline
 from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
@@ -42,7 +41,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixed": (
         "grpo",
-        {"task": {"name": "mixture", "parts": PARTS}, "curriculum": {"name": "by_success_rate"}, "train": TRAIN},
+        {"task": {"name": "mixture", "parts": PARTS}, "train": TRAIN},
     ),
     "muon": ("sft", {"optimizer": {"name": "muon"}, "train": TRAIN}),
 }
@@ -58,10 +57,8 @@ def recipe_of(kind: str) -> Recipe:
 def cut_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs that ended after ``STEP`` updates."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        sample_inline(patch)
-        for name in RECIPES:
-            run(folder / name, recipe_of(name), stop_after=STEP)
+    for name in RECIPES:
+        run(folder / name, recipe_of(name), stop_after=STEP)
     return {name: folder / name for name in RECIPES}
 
 
@@ -115,8 +112,7 @@ def changed(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.fixture
-def forge(cut_runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Forgery]:
-    sample_inline(monkeypatch)
+def forge(cut_runs: dict[str, Path], tmp_path: Path) -> Callable[[str], Forgery]:
     return lambda kind: Forgery(kind, cut_runs[kind], tmp_path)
 
 
@@ -137,29 +133,22 @@ def test_what_is_not_changed_is_taken(kind: str, forge: Callable[[str], Forgery]
         (("best",), {"step": 1e999, "correct": 1.0}, "best.step"),
         (("best",), {"step": 1.0, "correct": "all"}, "best.correct"),
         (("evaluations",), {"stories": {"correct": []}}, "evaluations.stories.correct"),
-        (("owed_evaluations",), 7, "owed_evaluations"),
+        (("unevaluated",), 7, "unevaluated"),
         (("processes",), [], "processes"),
         (("processes",), 0, "processes"),
+        (("num_threads",), 0, "num_threads"),
+        (("num_threads",), 10**9, "num_threads"),
+        (("num_threads",), True, "num_threads"),
         (("rewards",), "none", "rewards"),
         (("steps",), "six", "steps"),
         (("source",), None, "source"),
         (("source", "kl_weight"), "1.0", "source.kl_weight"),
-        (("source", "order", "batch"), -1, "source.order.batch"),
-        (("source", "order", "weights", 0), "half", "source.order.weights.0"),
-        (("source", "order", "prompts"), {"0": [1]}, "source.order.prompts.0.1"),
     ],
 )
 def test_a_state_that_no_run_writes(place: Any, value: Any, where: str, forge: Callable[[str], Forgery]) -> None:
     forgery = forge("mixed")
     forgery.state(place, value)
     with pytest.raises(CheckpointError, match=rf"state\.json says what no run writes: {where}: .*--run NAME"):
-        forgery.resume()
-
-
-def test_an_order_of_other_parts(forge: Callable[[str], Forgery]) -> None:
-    forgery = forge("mixed")
-    forgery.state(("source", "order", "turns"), [1])
-    with pytest.raises(CheckpointError, match=r"source\.order is not one of the parts a, b"):
         forgery.resume()
 
 

@@ -32,7 +32,6 @@ TRAINS = {
 ANSWERS = {"task": CODE, "prompt": {"template": CODE}, "rewards": [CODE, {"name": "correct", "mode": CODE}]}
 MIXES = {
     "task": {"name": "mixture", "parts": [{"task": "stories"}, {"name": "more", "task": CODE}]},
-    "curriculum": CODE,
 }
 PLAYS = {"environment": CODE, "tools": [CODE]}
 

@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "train tiny/g",
             [
-                *("tiny/grpo", "tiny/grpo-calculator", "tiny/grpo-curriculum", "tiny/grpo-demo"),
+                *("tiny/grpo", "tiny/grpo-calculator", "tiny/grpo-demo"),
                 "tiny/grpo-number-guess",
             ],
         ),

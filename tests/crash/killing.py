@@ -68,7 +68,7 @@ def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
     }
 
 
-def ahead_recipe(steps: int, staleness: int = 2, **rollout: Any) -> dict[str, Any]:
+def ahead_recipe(steps: int, staleness: int = 1, **rollout: Any) -> dict[str, Any]:
     """GRPO that samples ahead, with dropped groups and four updates per batch."""
     recipe = grpo_recipe(steps, epochs=2, minibatches=2)
     drops = {"drop_uniform_groups": True, "max_rounds": 3, "staleness": staleness, "max_tokens": 6}

@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.respondents import Scripted, wordy
-from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
 from posttrain.engines.native import schedule
 from posttrain.engines.native.cache import SlotCache, aligned
-from posttrain.engines.native.copied import CopiedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.turns import Turns
@@ -104,8 +102,8 @@ def test_it_says_what_an_engine_says_that_reads_everything_again(
     often = frozenset(range(0, VOCAB, 3))  # what is likeliest soon repeats itself
     sampling = replace(SAMPLING, temperature=temperature, stop_ids=STOPS if temperature else often)
     expected = by_reading_again(NativeEngine(model, path=path), prompts, keys, sampling, Scripted(SCRIPT))
-    for slots, wait_steps in ((64, 0), (5, 0), (5, 7)):
-        engine = NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+    for slots in (64, 5):
+        engine = NativeEngine(model, slots=slots, path=path)
         completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
         assert engine.path == path
         assert said(completions) == said(expected)
@@ -120,8 +118,8 @@ def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(
 ) -> None:
     model, prompts, keys = build_tiny_random(architecture), make_prompts(), make_keys(len(LENGTHS), group)
     sampling = replace(SAMPLING, temperature=temperature)
-    for slots, wait_steps in ((64, 0), (5, 7)):
-        engine = NativeEngine(model, slots=slots, path=path, wait_steps=wait_steps)
+    for slots in (64, 5):
+        engine = NativeEngine(model, slots=slots, path=path)
         completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
         assert worst_difference(model, prompts, completions, temperature or 1.0) <= 1e-5
 
@@ -147,7 +145,7 @@ def test_a_turn_draws_with_the_uniform_numbers_of_its_key(tiny_random: Any) -> N
 def test_a_sliding_window_does_not_count_holes(tiny_random: Any, architecture: str) -> None:
     model = tiny_random(architecture, sliding_window=6)
     prompts, keys = make_prompts(), make_keys(len(LENGTHS), 2)
-    engine = NativeEngine(model, slots=4, wait_steps=5)
+    engine = NativeEngine(model, slots=4)
     completions = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
     assert engine.path == "modules"
     assert worst_difference(model, prompts, completions) <= 1e-5
@@ -162,15 +160,15 @@ def test_a_cache_that_grows_and_shifts_keeps_its_holes(
     sampling, script = Sampling(max_tokens=50, stop_ids=frozenset(range(12))), wordy(range(40, VOCAB), 9, 6)
     roomy = NativeEngine(model, path=path).converse(prompts, keys, sampling, Scripted(script))
     monkeypatch.setattr(schedule, "FIRST_COLUMNS", 1)
-    tight = NativeEngine(model, slots=2, path=path, wait_steps=4).converse(prompts, keys, sampling, Scripted(script))
+    tight = NativeEngine(model, slots=2, path=path).converse(prompts, keys, sampling, Scripted(script))
     assert said(tight) == said(roomy)
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
 @pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
-@pytest.mark.parametrize(("wait_steps", "turns"), [(0, 5), (20, 5), (20, 99)])
+@pytest.mark.parametrize("turns", [5, 99])
 def test_looking_every_few_steps_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int, wait_steps: int, turns: int
+    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int, turns: int
 ) -> None:
     """As on a GPU: what a row drew past the end of a turn is a hole; near its limit no row goes past its positions."""
     model = exact(architecture, max_position_embeddings=48)
@@ -186,7 +184,7 @@ def test_looking_every_few_steps_gives_the_same(
         return bursts[-1]
 
     monkeypatch.setattr(Turns, "_burst", burst)
-    engine = NativeEngine(model, slots=6, path=path, wait_steps=wait_steps)
+    engine = NativeEngine(model, slots=6, path=path)
     seldom = engine.converse(prompts, keys, sampling, Scripted(script))
     assert said(seldom) == said(each)
     assert worst_difference(model, prompts, seldom) <= 1e-5
@@ -223,7 +221,6 @@ CASES = st.fixed_dictionaries(
         "lengths": st.lists(st.integers(1, 9), min_size=1, max_size=3),
         "group": st.integers(1, 3),
         "slots": st.integers(1, 7),
-        "wait_steps": st.integers(0, 6),
         "max_tokens": st.integers(1, 30),
         "max_turn_tokens": st.none() | st.integers(1, 12),
         "longest": st.integers(0, 8),
@@ -241,7 +238,7 @@ def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
     keys = make_keys(len(prompts), case["group"], case["seed"])
     sampling = replace(SAMPLING, max_tokens=case["max_tokens"], max_turn_tokens=case["max_turn_tokens"])
     script = wordy(range(40, VOCAB), case["longest"], case["turns"])
-    engine = NativeEngine(MODEL, slots=case["slots"], wait_steps=case["wait_steps"])
+    engine = NativeEngine(MODEL, slots=case["slots"])
     respondent, again = Scripted(script), Scripted(script)
     completions = engine.converse(prompts, keys, sampling, respondent)
     for i, group in enumerate(completions):
@@ -256,10 +253,9 @@ def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
     assert respondent.finishes == again.finishes
 
 
-@pytest.mark.parametrize("wait_steps", [0, 4])
-def test_how_long_replies_take_changes_no_bit(tiny_random: Any, wait_steps: int) -> None:
+def test_how_long_replies_take_changes_no_bit(tiny_random: Any) -> None:
     model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
-    engine = NativeEngine(model, slots=6, wait_steps=wait_steps)
+    engine = NativeEngine(model, slots=6)
     at_once = Scripted(SCRIPT)
     expected = engine.converse(prompts, keys, SAMPLING, at_once)
     for seconds in (lambda n: 0.02 * (n % 3), lambda n: 0.05 if n == 1 else 0.0):
@@ -268,36 +264,11 @@ def test_how_long_replies_take_changes_no_bit(tiny_random: Any, wait_steps: int)
         assert slow.order == at_once.order
 
 
-def test_rows_that_wait_let_the_others_go_on(tiny_random: Any) -> None:
-    """With ``wait_steps`` others are heard before a reply is taken; without, each is taken at once."""
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 4)
-
-    class Watched(Scripted):
-        def __init__(self) -> None:
-            super().__init__(SCRIPT)
-            self.most = 0
-
-        def reply(self, prompt: int, sample: int) -> Reply:
-            self.most = max(self.most, len(self.made))
-            return super().reply(prompt, sample)
-
-    most = []
-    for wait_steps in (0, 6, 1000):
-        watched = Watched()
-        NativeEngine(model, wait_steps=wait_steps).converse(prompts, keys, SAMPLING, watched)
-        most.append(watched.most)
-    assert most[0] < most[1] < most[2]
-    assert most[2] >= 12  # of 16 rows all that have not ended otherwise
-
-
 @pytest.mark.parametrize("when", ["hear", "reply", "script"])
-@pytest.mark.parametrize("wait_steps", [0, 4])
-def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(
-    tiny_random: Any, when: str, wait_steps: int
-) -> None:
+def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(tiny_random: Any, when: str) -> None:
     model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
     model.train()
-    engine = NativeEngine(model, slots=4, wait_steps=wait_steps)
+    engine = NativeEngine(model, slots=4)
     expected = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
 
     class Failing(Scripted):
@@ -327,7 +298,7 @@ def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(
 def test_an_engine_that_is_asked_while_it_converses() -> None:
     """A respondent may be a model, even this one."""
     model, prompts, keys = exact("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
-    engine = NativeEngine(model, slots=4, wait_steps=2)
+    engine = NativeEngine(model, slots=4)
 
     class Asking(Scripted):
         def reply(self, prompt: int, sample: int) -> Reply:
@@ -360,11 +331,10 @@ def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch
     assert needed <= sum(fed) <= 1.1 * needed
 
 
-@pytest.mark.parametrize("wait_steps", [0, 3])
-def test_limits(wait_steps: int) -> None:
+def test_limits() -> None:
     """Of turns, of all turns, and of the context; a reply that leaves no room is not said."""
     model = exact("qwen3", max_position_embeddings=50)
-    engine = NativeEngine(model, wait_steps=wait_steps)
+    engine = NativeEngine(model)
     prompts, keys = make_prompts((4, 40)), make_keys(2, 4)
 
     def converse(reply: Reply, **limits: int) -> list[list[Completion]]:
@@ -415,22 +385,6 @@ def test_what_cannot_be_sampled_is_refused(tiny_random: Any) -> None:
         engine.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(RunFailure, match="logits are not finite"):
         engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
-
-
-def test_the_words_in_a_recipe_and_a_copy(tiny_random: Any) -> None:
-    model = tiny_random("qwen3")
-    prompts, keys = make_prompts(), make_keys(len(LENGTHS), 2)
-    words = registry.find("engine", "native")
-    copied = words.bind({"weights": "copy", "wait_steps": 3})(model, None)
-    assert isinstance(copied, CopiedEngine)
-    assert (copied.wait_steps, words.bind({"wait_steps": 5})(model, None).wait_steps) == (3, 5)
-    copied.sync(7)
-    expected = NativeEngine(model, wait_steps=3).converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
-    completions = copied.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
-    assert said(completions) == said(expected)
-    assert {c.version for g in completions for c in g} == {7}
-    with pytest.raises(UsageError, match="wait_steps: -1 steps; give 0"):
-        words.bind({"wait_steps": -1})(model, None)
 
 
 def test_a_conversation_keeps_one_book() -> None:

@@ -29,7 +29,7 @@ def expect(x, weight, bias, term):
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_projection_in_its_three_forms(monkeypatch, least, with_bias, rows):
     monkeypatch.setattr(projection, "ONEDNN_LEAST", least)
-    monkeypatch.setattr(linear, "_products", "onednn")
+    monkeypatch.setattr(linear, "IS_FASTER", True)
     x, residual = draw(rows, 48), draw(rows, 80, seed=4)
     weight, bias = draw(80, 48, seed=1), draw(80, seed=2) if with_bias else None
     term = LowRank(draw(3, 48, seed=5), draw(80, 3, seed=6), 0.5)
@@ -61,7 +61,7 @@ def test_rms_norm(dtype):
 def test_the_whole_path_by_onednn(tiny_random, monkeypatch, architecture):
     model, prompts, keys = tiny_random(architecture), [[9, 10, 11], [12]], [[1, 2, 3], [4, 5, 6]]
     monkeypatch.setattr(projection, "ONEDNN_LEAST", 0)
-    monkeypatch.setattr(linear, "_products", "onednn")
+    monkeypatch.setattr(linear, "IS_FASTER", True)
     completions = NativeEngine(model, path="lean").generate(prompts, keys, Sampling(max_tokens=12))
     for prompt, group in zip(prompts, completions, strict=True):
         for c in group:

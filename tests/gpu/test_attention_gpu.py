@@ -187,16 +187,6 @@ def test_logits_are_computed_in_pieces_of_the_devices_size() -> None:
 
 
 @on_cuda
-def test_compiled_layers_compute_what_the_plain_ones_do() -> None:
-    model = wide_model(torch.float32)
-    batches = [long_batch(longest) for longest in (90, 300, 900)]
-    plain, ours = Forward(model), Forward(model, compiled=True)
-    for batch in batches:
-        expected, found = learn(plain, batch), learn(ours, batch)
-        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
-
-
-@on_cuda
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_memory_of_an_update_is_what_was_planned(checkpointing: bool, tmp_path: Path) -> None:
     """The most that a micro-batch of the longest rows holds, as the allocator counts it."""

@@ -1,21 +1,18 @@
-"""GRPO on answers sampled one batch ago, or by three versions each, learns as much as with fresh ones (minutes).
+"""GRPO on answers sampled one batch or two ago learns as much as with fresh ones (minutes).
 
 `posttrain compare staleness` is the same with three seeds and more updates.
 """
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
 
 from posttrain.runs.launch import launch
-from posttrain.store.ledger import Ledger, count
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.compare import load_comparison
 
-PARTIAL_TOKENS = 12  # answers have some 30
 EVALUATION = "eval/stories/validation"
 
 
@@ -30,18 +27,13 @@ def test_staleness_reaches_the_synchronous_accuracy(tmp_path: Path) -> None:
     for method in ("synchronous", "one-behind", "two-behind"):
         cell = next(cell for cell in plan.cells if (cell.method, cell.seed) == (method, 0))
         assert cell.recipe.rollout is not None
-        if method == "two-behind":  # no other test trains with answers that go on across updates for long
-            cell.recipe.rollout.partial, cell.recipe.rollout.partial_tokens = True, PARTIAL_TOKENS
         cell.recipe.model.name = str(start.folder / "checkpoints" / f"step-{start.step:06d}")
         result = launch(cell.recipe, root=tmp_path, name=method)
         rows = [row.metrics for row in MetricsLog(result.folder / "metrics.jsonl").read()]
         evaluations = [row for row in rows if f"{EVALUATION}/accuracy" in row]
         assert evaluations[-1][f"{EVALUATION}/accuracy"] - evaluations[0][f"{EVALUATION}/accuracy"] > 0.3
         last[method] = evaluations[-1]
-        if cell.recipe.rollout.partial:
-            assert statistics.fmean(row["continued"] for row in rows if "continued" in row) > 0.5
     low, high = (last["synchronous"][f"{EVALUATION}/accuracy_{end}"] for end in ("low", "high"))
     for method in ("one-behind", "two-behind"):
         ahead = [last[method][f"{EVALUATION}/accuracy_{end}"] for end in ("low", "high")]
         assert ahead[1] >= low, f"sampled ahead ({method}): {ahead}, taking turns: {(low, high)}"
-        assert count(Ledger(tmp_path / method / "ledger.jsonl").read()) == {"consumed": 24 * 16}

@@ -95,7 +95,7 @@ def test_layers_that_are_wide_enough_for_onednn_are_computed_alike_both_times(
     path: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The faster product begins at some size, and keeps other tensors than torch's own."""
-    monkeypatch.setattr(linear, "_products", "onednn")
+    monkeypatch.setattr(linear, "IS_FASTER", True)
     torch.manual_seed(0)
     shape = SHAPE | {"hidden_size": 96, "intermediate_size": 320, "head_dim": 24}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape)).eval()

@@ -14,42 +14,27 @@ pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="this torch
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_products", "onednn")
+    monkeypatch.setattr(linear, "IS_FASTER", True)
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "there", "library"),
+    ("vendor", "capability", "has_mkl", "is_faster"),
     [
-        ("AuthenticAMD", "AVX512", ("onednn", "mkl"), "onednn"),
-        ("AuthenticAMD", "AVX512", ("mkl",), "mkl"),
-        ("AuthenticAMD", "AVX2", ("onednn", "mkl"), "mkl"),
-        ("GenuineIntel", "AVX512", ("onednn", "mkl"), "mkl"),
-        (None, "DEFAULT", ("onednn",), "onednn"),
-        (None, "DEFAULT", (), "torch"),
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("GenuineIntel", "AVX512", True, False),
+        (None, "DEFAULT", False, True),
     ],
 )
 def test_the_library_is_a_function_of_the_kind_of_cpu(
-    vendor: str | None, capability: str, there: tuple[str, ...], library: str
+    monkeypatch: pytest.MonkeyPatch, vendor: str | None, capability: str, has_mkl: bool, is_faster: bool
 ):
-    assert linear.choose_products(vendor, capability, there) == library
-    assert linear.usual_products() == linear.usual_products()
-
-
-def test_nothing_takes_onednn_where_mkl_is_the_library():
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    assert linear._is_faster(vendor, capability) == is_faster
     weight = torch.randn(64, 64)
     assert linear.takes_onednn(weight)
-    linear.use_products("mkl")
+    monkeypatch.setattr(linear, "IS_FASTER", False)
     assert not linear.takes_onednn(weight)
-
-
-def test_what_a_checkpoint_says_of_the_library_is_looked_at(monkeypatch: pytest.MonkeyPatch):
-    assert [linear.has_products(x) for x in ("onednn", "mkl", "torch")] == [True, True, False]
-    assert not any(linear.has_products(x) for x in (None, 1, "cuda", ["mkl"], {}))
-    with pytest.raises(AssertionError, match="no torch"):
-        linear.use_products("torch")
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", None)
-    assert not linear.has_products("onednn")
-    assert linear.usual_products() == "mkl"
 
 
 def operands(rows: tuple[int, ...], out: int, inputs: int) -> list[torch.Tensor]:

@@ -294,8 +294,6 @@ def test_kernel_for_tries_each_once_and_none_where_eager_is_asked_for(monkeypatc
     assert kernels.kernel_for(q, k, q.dtype) is kernels.varlen_repeated
     assert kernels.kernel_for(q, k, q.dtype) is kernels.varlen_repeated
     assert tried == ["varlen", "varlen_repeated"], "each once"
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert kernels.kernel_for(q, k, q.dtype) is None, "eager writes the scores out"
     kernels.usable.cache_clear()
 
 

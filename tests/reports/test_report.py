@@ -290,7 +290,7 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
     measured = MetricsRow(0, {f"eval/mixture/validation/{name}": value for name, value in held_out.items()})
     told = {panel.title: panel for panel in choose_panels([measured, step(1, 8.0)])}["Accuracy by part"].series
     assert [(s.label, s.ys) for s in told] == [("small", [0.9]), ("large", [0.1]), ("small, held-out", [0.9])]
-    assert "Prompts by part" not in even, "without a curriculum they are the same in every step"
+    assert "Prompts by part" not in even, "they are the same in every step"
     opened = {panel.title: panel for panel in choose_panels([step(k, 16.0 - k) for k in (1, 2, 3)])}
     assert [s.ys for s in opened["Prompts by part"].series] == [[15.0, 14.0, 13.0], [1.0, 2.0, 3.0]]
     assert "Accuracy by part" not in {panel.title for panel in choose_panels(rows())}

@@ -23,7 +23,7 @@ from posttrain.reward_models.scoring import RewardModel, reasoning_of, split_ste
 from posttrain.store.checkpoint_files import mark_best
 from posttrain.tasks.base import Task
 from posttrain.train.build import Parts, prepare
-from posttrain.train.evaluating.held_out import evaluate_objective
+from posttrain.train.held_out import evaluate_objective
 from posttrain.types import Example, Message, Response
 
 pytestmark = pytest.mark.usefixtures("quick_stories")

@@ -16,8 +16,8 @@ from posttrain.evals.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.store.headline import ACCURACY, REWARD, choose_headline
 from posttrain.store.metrics import MetricsLog
+from posttrain.train import held_out
 from posttrain.train.build import prepare
-from posttrain.train.evaluating import held_out
 from posttrain.train.sources.rollouts import describe_rollouts
 from posttrain.types import Completion, Example, Message, Rollout
 from small_runs import Events, one_layer_recipe, watched

@@ -19,8 +19,8 @@ from posttrain.render import encode_plain, encode_prompt, encode_response, end_i
 from posttrain.store.metrics import MetricsLog
 from posttrain.tasks.base import Task
 from posttrain.train.build import Parts, prepare
-from posttrain.train.evaluating.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.train.files import RunFiles
+from posttrain.train.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.train.loop import train
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response

@@ -9,7 +9,6 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +19,9 @@ from transformers import AutoModelForCausalLM
 from posttrain.algorithms.objectives import primitives
 from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices
-from posttrain.models.forward import linear
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop, machine
+from posttrain.train import held_out, loop
 from posttrain.train.build import prepare
-from posttrain.train.evaluating import held_out
 from small_runs import (
     Events,
     one_layer_recipe,
@@ -81,22 +78,6 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
     assert (halfway / "rollout_buffer.safetensors").exists() == (name == "inside a rollout batch")
 
 
-@pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="this torch has no oneDNN linear")
-def test_a_resumed_run_keeps_the_library_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another machine, or in another process, the other library would be chosen: its bits are others."""
-    monkeypatch.setattr(linear, "ONEDNN_LEAST", 0)
-    recipe = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3})
-    monkeypatch.setattr(machine, "usual_products", lambda: "mkl")
-    run(tmp_path / "whole", recipe)
-    run(tmp_path / "cut", recipe, stop_after=1)
-    monkeypatch.setattr(machine, "usual_products", lambda: "onednn")
-    run(tmp_path / "cut", recipe, resume=True)
-    assert linear.products() == "mkl"
-    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
-    run(tmp_path / "other", recipe)
-    assert not same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "other", 3))
-
-
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """Where a sum is cut into parts shows in its last bits."""
     recipe, events = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
@@ -123,40 +104,6 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
         assert json.loads(state.read_text())["num_threads"] == own + 1
     assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
     assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("stated", [0, -1, 10**9, True, "2", None, [2]])
-def test_a_number_of_threads_that_cannot_be_is_not_believed(stated: object) -> None:
-    own = torch.get_num_threads()
-    assert machine.use_choices({"num_threads": stated}) == []
-    assert torch.get_num_threads() == own
-    gone = f"number of threads: {str(stated)!r} then, which is not to be had here; now {own}"
-    assert machine.choices_gone({"num_threads": stated}) == ([] if stated is None else [gone])
-
-
-def test_threads_are_taken_again_in_as_many_processes_alone() -> None:
-    own = torch.get_num_threads()
-    try:
-        assert machine.use_choices({"num_threads": own + 1}, (1, 2)) == []
-        assert torch.get_num_threads() == own
-        line = f"number of threads: {own + 1}, as it began; here it would be {own}"
-        assert machine.use_choices({"num_threads": own + 1}, (2, 2)) == [line]
-        assert torch.get_num_threads() == own + 1
-    finally:
-        torch.set_num_threads(own)
-
-
-def test_chosen_by_main_products_that_this_rank_has_not_are_refused() -> None:
-    def of_main(products: str) -> Any:
-        main = {"library of products": products}
-        return SimpleNamespace(rank=1, tell=lambda own, what: main.get(what, own))
-
-    own = linear.products()
-    with machine.chosen_by_main(of_main(own)):
-        assert linear.products() == own
-    refused = f"rank 1: library of products: '{linear.usual_products()}' on this machine, and 'cuda' on rank 0's"
-    with pytest.raises(UsageError, match=refused), machine.chosen_by_main(of_main("cuda")):
-        pass
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

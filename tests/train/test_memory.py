@@ -19,7 +19,6 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Reply
 from posttrain.engines.native import engine as native_engine
 from posttrain.engines.native import turns
-from posttrain.engines.native.copied import MergedEngine
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.schedule import Schedule
 from posttrain.models.load import load_tokenizer
@@ -292,11 +291,7 @@ def test_the_cache_of_sampling(
     assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
 
 
-@pytest.mark.parametrize("wait_steps", [0, 40])
-def test_the_cache_of_turns_has_room_for_the_steps_in_which_rows_wait(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, wait_steps: int
-) -> None:
-    """Twelve turns of which the others take about 40 steps each: as long as all of their tokens once more."""
+def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[int] = []
 
     class Watched(turns.Turns):
@@ -316,7 +311,6 @@ def test_the_cache_of_turns_has_room_for_the_steps_in_which_rows_wait(
         rollout__max_tokens="400",
         rollout__max_turns="12",
         rollout__max_turn_tokens="64",
-        rollout__engine__wait_steps=str(wait_steps),
     )
     said = stated_memory(recipe)
     assert isinstance(said, Memory)
@@ -324,7 +318,7 @@ def test_the_cache_of_turns_has_room_for_the_steps_in_which_rows_wait(
     def answer(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
         return Reply(finish="out_of_turns") if turn == 11 else Reply((7, 8))
 
-    engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders["qwen3"]).eval(), wait_steps=wait_steps)
+    engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders["qwen3"]).eval())
     stop = frozenset(range(0, VOCABULARY, 30))  # a turn ends by chance, after 30 tokens in the mean
     sampling = Sampling(max_tokens=400, temperature=1.0, stop_ids=stop)
     [group] = engine.converse([[5] * PROMPT], [[1, 2, 3, 4]], sampling, Scripted(answer))
@@ -352,27 +346,12 @@ def test_an_offloaded_optimizer_has_one_tensor_on_the_gpu(folders: dict[str, str
     assert all_there.optimizer > 2 * on_gpu.optimizer
 
 
-def test_an_engine_with_a_copy_and_one_in_a_server(folders: dict[str, str]) -> None:
-    own, copied, served = (
-        stated_memory(recipe_of("grpo", folders["qwen3"], **engine))
-        for engine in ({}, {"rollout__engine__weights": "copy"}, {"rollout__engine": "vllm"})
+def test_the_cache_of_a_server_is_not_counted(folders: dict[str, str]) -> None:
+    own, served = (
+        stated_memory(recipe_of("grpo", folders["qwen3"], **engine)) for engine in ({}, {"rollout__engine": "vllm"})
     )
     assert isinstance(own, Memory)
-    assert copied == replace(own, weights=2 * own.weights)
     assert served == replace(own, kv_cache=0)
-
-
-@pytest.mark.parametrize("targets", [None, "all-linear", "[q_proj, down_proj]"])
-def test_an_engine_with_merged_weights(targets: str | None, folders: dict[str, str]) -> None:
-    asked = {} if targets is None else {"model__adapter__rank": "4", "model__adapter__targets": targets}
-    own = stated_memory(recipe_of("grpo", folders["qwen3"], **asked))
-    recipe = recipe_of("grpo", folders["qwen3"], rollout__engine__weights="merged", **asked)
-    assert isinstance(own, Memory)
-    engine = prepare(recipe).engine
-    assert isinstance(engine, MergedEngine)
-    engine.sync(0)
-    held = [product.weight for _, product in engine._merged.values()]
-    assert stated_memory(recipe) == replace(own, weights=own.weights + num_bytes(held))
 
 
 def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:

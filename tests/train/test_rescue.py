@@ -13,8 +13,7 @@ import torch
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, verify
-from posttrain.train import loop
-from posttrain.train.evaluating import held_out
+from posttrain.train import held_out, loop
 from posttrain.train.sources.rollouts import RolloutSource
 from small_runs import Events, one_layer_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 

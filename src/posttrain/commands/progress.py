@@ -157,7 +157,7 @@ class History:
         return float(self._clock() - self.pace_started) / done * (self.steps - self.step) if done else None
 
     def phases(self) -> str:
-        """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a process samples ahead."""
+        """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a server samples ahead."""
         total = sum(self.seconds.get(key, 0.0) for key, _ in PHASES)
         if total == 0:
             return ""

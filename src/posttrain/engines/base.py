@@ -60,12 +60,14 @@ class Engine(ABC):
 
     ``version``: of the weights that sample, how many updates they had had; every completion carries it. ``folder``: a
     run's own, where there is one, for what the engine has to keep on disk. ``world``: the processes that train, each of
-    which has an engine and calls the same methods of it in the same order.
+    which has an engine and calls the same methods of it in the same order. ``in_background``: the main process alone
+    samples, in a thread, while the model changes; the engine fails rather than reads it, or waits for the others.
     """
 
     version: int = 0
     folder: Path | None = None
     world: World = ONE
+    in_background: bool = False
     _notices: tuple[str, ...] = ()
 
     def settle(self, folder: Path | None, world: World) -> Engine:
@@ -153,7 +155,7 @@ class Engine(ABC):
         rows: Sequence[Conversation],
         sampling: Sampling,
         respondent: Respondent,
-    ) -> int | tuple[int, ...]:
+    ) -> int:
         """Bring every row to its end; returns the version that sampled. By default each turn reads all before it."""
         return converse_by_generating(self.generate, prompts, rows, sampling, respondent)
 

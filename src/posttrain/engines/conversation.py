@@ -57,11 +57,7 @@ def turn_key(key: int, turn: int) -> int:
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion of several turns on its way; ``limit`` ids at most, those of the environment included.
-
-    ``drawn``: how many tokens were drawn with its key before. ``versions``: of the weights that wrote each id, where
-    these change on the way.
-    """
+    """One completion of several turns on its way; ``limit`` ids at most, those of the environment included."""
 
     prompt: int
     sample: int
@@ -72,8 +68,6 @@ class Conversation:
     own: list[bool] = field(default_factory=list)
     num_turns: int = 0
     finish: Finish | None = None
-    drawn: int = 0
-    versions: list[int] = field(default_factory=list)
 
     def add_turn(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """What the model wrote, its end token included."""
@@ -104,11 +98,9 @@ class Conversation:
         left = self.limit - len(self.ids)
         return left if max_turn_tokens is None else min(left, max_turn_tokens)
 
-    def completion(self, version: int | tuple[int, ...]) -> Completion:
+    def completion(self, version: int) -> Completion:
         """The finished conversation; all ids are its own where no turn was ended, because nobody answers."""
         assert self.finish is not None, "a conversation goes on until it has finished"
-        if self.versions:
-            version = tuple(self.versions) if len(set(self.versions)) > 1 else self.versions[0]
         return Completion(tuple(self.ids), tuple(self.logprobs), self.finish, version, tuple(self.own) or None)
 
 
@@ -128,12 +120,12 @@ def converse_by_generating(
     rows: Sequence[Conversation],
     sampling: Sampling,
     respondent: Respondent,
-) -> int | tuple[int, ...]:
+) -> int:
     """Let every row go on turn by turn, each turn a generation over all that was said before it.
 
     Whole prompts are read again at every turn, by engines that remember nothing. Returns the version that sampled.
     """
-    version: int | tuple[int, ...] = 0
+    version: int = 0
     going = list(rows)
     while going:
         rooms = [row.room(sampling.max_turn_tokens) for row in going]

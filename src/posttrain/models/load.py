@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers.utils import logging as transformers_logging
 
 from posttrain.consent import trusts_remote_code
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.patterns import check_chat_template
@@ -79,7 +79,23 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     _switch_off_dropout(model)
     if section.dtype == "float64":
         _keep_norms_exact(model)
+    if section.attention != "sdpa":
+        _set_attention(model, section.attention)
     return LoadedModel(_placed(model, section), tokenizer, source)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Let transformers attend by its implementation of this name.
+
+    Raises:
+        UsageError: it is not installed here, or not for this architecture.
+    """
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise UsageError(f"model.attention: {name!r} is not to be had here: {first_line(error)}; use sdpa") from error
+    if model.config._attn_implementation != name:
+        raise UsageError(f"model.attention: {type(model).__name__} has no {name!r}; use sdpa")
 
 
 def stated_config(section: ModelSection) -> Any | None:

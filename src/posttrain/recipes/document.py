@@ -211,7 +211,7 @@ class Document(Generic[T]):
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{explain_type(item['msg'], item['input'])}{hint}"
         if key in GONE:
-            return f"{where}this key was removed. Use {GONE[key]}"
+            return f"{where}this key was removed. Use {GONE[key]}."
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked

@@ -45,7 +45,6 @@ WORD_KINDS = {
     "advantage": "advantage",
     "aggregate": "aggregation",
     "correction": "correction",
-    "curriculum": "curriculum",
     "optimizer": "optimizer",
 }
 
@@ -64,14 +63,13 @@ class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
     ``environment``: what answers between the turns of a completion; ``tools``: functions that it may call, as
-    ``module:function``. ``curriculum``: when which parts of a mixture are drawn from.
+    ``module:function``.
     ``track``: where the metrics are shown besides ``metrics.jsonl``.
     """
 
     description: str = ""
     model: ModelSection = Field(default_factory=ModelSection)
     task: Word
-    curriculum: Word | None = None
     prompt: PromptSection = Field(default_factory=PromptSection)
     rewards: Annotated[list[RewardWord], BeforeValidator(as_list)] = Field(default_factory=list)
     environment: Word | None = None
@@ -110,8 +108,6 @@ class Recipe(Content):
         for where, word in tasks.items():
             if word.name == MIXTURE:
                 yield from ((True, key, says) for key, says in broken_parts(word.options.get("parts"), where))
-        mixed = ": it chooses among the parts of a mixture; give task {name: mixture, parts: [...]}, or leave it out"
-        yield self.curriculum and self.task.name != MIXTURE, "curriculum", mixed
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
         for key in ("advantage", "kl_in_reward", "correction"):
@@ -119,10 +115,6 @@ class Recipe(Content):
             yield data and getattr(self, key) is not None, key, alone
         whole = ": products of weights in float64 stay in float64; use fp32, or model.dtype float32"
         yield self.model.dtype == "float64" and train.precision != "fp32", "train.precision", whole
-        few = ": layers with weights in few bits (model.load_bits) were never compiled; leave one of the two out"
-        yield train.compile and self.model.load_bits, "train.compile", few
-        again = ": torch computes layers again (train.gradient_checkpointing) uncompiled; leave one of the two out"
-        yield train.compile and train.gradient_checkpointing, "train.compile", again
         played = self.environment is not None or bool(self.tools)
         for key in ("environment", "tools"):
             turns = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
 from posttrain.consent import trusts_remote_code
@@ -203,7 +203,7 @@ class AdapterSection(Section):
     init_lora_weights: Literal["default", "gaussian", "orthogonal"] = "default"
 
 
-Attention = Literal["sdpa", "eager", "efficient", "flash"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 
 class ModelSection(Section):
@@ -215,11 +215,9 @@ class ModelSection(Section):
 
     ``device``: ``auto`` is a GPU of NVIDIA's where there is one, else the CPU; ``mps`` is a Mac's GPU, for one process.
 
-    ``attention``: how attention is computed while a run trains: ``sdpa`` is the fastest of torch's kernels that can,
-    ``eager`` writes the table of scores out, ``efficient`` and ``flash`` never have it whole and are refused where the
-    machine, the dtype or the size of the heads has none (flash: on a GPU bfloat16, of the weights or by
-    ``train.precision``). On a GPU packed training in 16 bits has no masks: ``sdpa`` takes variable-length flash
-    attention there; in fp32 it attends under masks. They differ by rounding.
+    ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends: on a GPU
+    in 16 bits by variable-length flash attention, else under masks. With another one batches are padded, and a
+    difference from ``sdpa`` on a small batch is refused.
     """
 
     name: str = "tiny"
@@ -235,6 +233,13 @@ class ModelSection(Section):
     def runs_remote_code(self) -> bool:
         """Whether the model's own Python may run. Files cannot say so (``consent``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_attention(cls, value: Any) -> Any:
+        if value in ("flash", "efficient"):
+            raise ValueError(f"{value!r} was removed. Use sdpa, which takes torch's fastest, or flash_attention_2")
+        return value
 
     @model_validator(mode="after")
     def _check_bits(self) -> Self:
@@ -286,10 +291,8 @@ class RolloutSection(Section):
     of all that it is divided by (DAPO's overlong filtering); their rewards still count in the baseline of their group,
     and a pair with such a one is left out. A completion whose reward is
     above ``label_above`` counts as desirable for objectives that read labels.
-    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that b − S batches have trained, by a process
-    of its own while the batches between are trained on; 0 takes turns, with the newest weights. ``partial``: answers go
-    on across updates: each version of the weights writes at most ``partial_tokens`` of one, the next goes on, and the
-    version that trains on it finishes it (by default ``max_tokens`` / (S + 1), rounded up).
+    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that max(0, b − S) batches have trained; a
+    vLLM server samples while the trainer works. 0 samples with the newest weights.
     With an ``environment`` or ``tools`` a completion has at most ``max_turns`` turns (8), each of at most
     ``max_turn_tokens``; ``max_tokens`` are then those of all its turns and replies. A call has ``tool_seconds`` (30).
     An episode whose environment fails is played again from the same seed, ``retries`` times (2), before it is left out.
@@ -312,31 +315,11 @@ class RolloutSection(Section):
     label_above: float = 0.5
     mask_truncated: bool = False
     staleness: int = Field(default=0, ge=0, le=64)
-    partial: bool = False
-    partial_tokens: Tokens | None = None
     max_turns: int | None = Field(default=None, ge=1, le=10_000)
     max_turn_tokens: Tokens | None = None
     tool_seconds: float | None = Field(default=None, gt=0, le=86_400)
     retries: int | None = Field(default=None, ge=0, le=1000)
     show_tools: bool | None = None
-
-    @property
-    def tokens_per_version(self) -> int:
-        """With ``partial``: how many tokens of an answer one version of the weights writes."""
-        return self.partial_tokens or -(-self.max_tokens // (self.staleness + 1))
-
-    @model_validator(mode="after")
-    def _check_partial(self) -> Self:
-        if self.partial and not self.staleness:
-            raise ValueError(
-                "'partial' goes on with answers across updates, and with 'staleness: 0' none is under way at one; give "
-                "'staleness: 1' or more"
-            )
-        if self.partial_tokens is not None and not self.partial:
-            raise ValueError("'partial_tokens' is what one version writes of an answer; give 'partial: true' with it")
-        if self.partial_tokens is not None and self.partial_tokens > self.max_tokens:
-            raise ValueError("'partial_tokens' is above 'max_tokens', so that no answer would ever go on; give fewer")
-        return self
 
 
 # What a rollout of several turns is limited by, unless the recipe says.
@@ -423,9 +406,6 @@ class TrainSection(Section):
     ``offload``: ``optimizer`` keeps a GPU's optimizer state in the machine's main memory; for each update it goes to
     the GPU and back, a tensor at a time. The same numbers with 8 bytes per trained weight less, and slower updates.
 
-    ``compile``: the layers run through ``torch.compile`` while they are trained, attention and sampling as without it.
-    It needs a compiler and takes up to a minute when the run begins; numbers differ by rounding.
-
     ``deterministic``: a GPU takes kernels that add up in one order, so that a resumed run equals the undisturbed one
     bit for bit there too; they are slower. A CPU's always do.
     """
@@ -442,7 +422,6 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     offload: Literal["none", "optimizer"] = "none"
-    compile: bool = False
     deterministic: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
@@ -509,8 +488,6 @@ class EvalSection(Section):
     by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
     ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
     ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
-    ``beside``: evaluate in a process beside training, which goes on meanwhile, on ``device`` (auto, cpu, cuda, cuda:1,
-    mps; by default the model's); a checkpoint is saved at every evaluation's step, for it is evaluated from that.
     """
 
     tasks: Words = Field(default_factory=list)
@@ -527,16 +504,6 @@ class EvalSection(Section):
     best: str | None = None
     loss: bool | None = None
     engine: Word | None = None
-    beside: bool = False
-    device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)$")
-
-    @model_validator(mode="after")
-    def _check_place(self) -> Self:
-        if self.device is not None and not self.beside:
-            raise ValueError("'device' is where a process beside training evaluates; give 'beside: true' with it")
-        if self.beside and not self.every:
-            raise ValueError("'beside' says where to evaluate, and 'every: 0' never does; give 'every'")
-        return self
 
     @model_validator(mode="after")
     def _check_drawing(self) -> Self:

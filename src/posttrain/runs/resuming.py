@@ -41,7 +41,6 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
     changed, differing = _changes(directory, recipe, step, state)
     missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
-    gone = _gone(state)
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
@@ -49,11 +48,11 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     differing += _lines(changed) if problem else []
     if problem and not accept_changes:
         refuse_other_version(directory)
-    if too_few or ((problem or differing or missing or gone) and not accept_changes):
-        raise RunConflict(_refusal(directory, differing, missing, gone, problem))
+    if too_few or ((problem or differing or missing) and not accept_changes):
+        raise RunConflict(_refusal(directory, differing, missing, problem))
     notices: list[str] = []
-    if missing or differing or gone:
-        what = "; ".join([*missing, *differing, *gone])
+    if missing or differing:
+        what = "; ".join([*missing, *differing])
         notices.append(f"{ACCEPT}: goes on after step {saved}, although it is not as it was then: {what}")
     elif changed:
         now = "; ".join(f"{key} is now {new} instead of {old}" for key, (old, new) in sorted(changed.items()))
@@ -112,15 +111,6 @@ def _changes(directory: RunDirectory, recipe: Recipe, step: int, state: Mapping[
     return directory.changed_keys(recipe), [differs]
 
 
-def _gone(state: Mapping[str, Any]) -> list[str]:
-    """What the run computes with and this machine has not; without a checkpoint nothing is (and torch not loaded)."""
-    if not state:
-        return []
-    from posttrain.train.machine import choices_gone
-
-    return choices_gone(state)
-
-
 def _hashes(stored: Mapping[str, Any], step: int) -> set[str]:
     """The fingerprints that earlier versions gave the stored recipe, now or when it had ``step`` steps."""
     kept = {key: value for key, value in stored.items() if key != "track"}
@@ -174,7 +164,7 @@ def _hard_problem(changed: Changes, recipe: Recipe) -> str:
     return hard_changes(changed)
 
 
-def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], gone: list[str], problem: str) -> str:
+def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
     parts = []
     if differing:
         lines = "\n".join(f"  {line}" for line in differing)
@@ -182,11 +172,7 @@ def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], 
     if missing:
         lines = "\n".join(f"  {line}" for line in missing)
         parts.append(f"what stood there when its newest checkpoint was saved is gone:\n{lines}")
-    if gone:
-        lines = "\n".join(f"  {line}" for line in gone)
-        parts.append(f"it would go on with other last bits:\n{lines}")
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
-    back.append("on a machine that has it" if gone else "")
     return (
         f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "
         f"go on with it as it is now with {ACCEPT} (log.txt keeps what was different), or start under another name "

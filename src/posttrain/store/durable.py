@@ -186,7 +186,7 @@ def _remove(path: Path) -> None:
 # Links that lead out of a folder: whoever writes in a folder of unknown origin looks for them first.
 
 # Files that are written where they stand; any other is written aside and renamed over what was there.
-_IN_PLACE = (".lock", "*.txt", "*.log", "metrics.jsonl", "ledger.jsonl", "rollouts.db*", "*.png")
+_IN_PLACE = (".lock", "*.txt", "*.log", "metrics.jsonl", "rollouts.db*", "*.png")
 _WANDB = "wandb"  # W&B keeps links to logs of its own in the folders of its sessions, and writes new ones each time
 
 

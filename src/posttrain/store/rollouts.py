@@ -71,11 +71,11 @@ class RecordedRollout:
     ``mean_sampler_logprob`` is the mean over the tokens that the model wrote (None where there are none).
     ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
     earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
-    sampled (None in such a file). ``version``: of the weights that sampled, how many updates they had had, or that of
-    each token (None in such a file). Of a completion with an environment ``own`` says which of its tokens the model
-    wrote (None: all), ``turns`` what it did in each, and ``failures`` why the environment failed, if it did;
-    ``completion`` is then the last turn. ``evaluation`` names the evaluation that sampled it; None for a training
-    rollout.
+    sampled (None in such a file). ``version``: how many updates the weights that sampled had had (None in such a file;
+    the oldest, where it has a number for each token). Of a completion with an environment ``own`` says which of its
+    tokens the model wrote (None: all), ``turns`` what it did in each, and ``failures`` why the environment failed, if
+    it did; ``completion`` is then the last turn. ``evaluation`` names the evaluation that sampled it; None for a
+    training rollout.
     """
 
     id: int
@@ -96,7 +96,7 @@ class RecordedRollout:
     extracted: str | None = None
     outcome: str = ""
     token_ids: tuple[int, ...] | None = None
-    version: int | tuple[int, ...] | None = None
+    version: int | None = None
     own: tuple[bool, ...] | None = None
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ def to_row(rollout: Rollout) -> Row:
         None if rollout.extracted is None else _storable(rollout.extracted),
         rollout.outcome,
         _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
-        version if isinstance(version, int) else _pack_ids(version),
+        version,
         None if completion.own is None else _pack_ids(spans_of(completion.own)),
         json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
         json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
@@ -227,7 +227,7 @@ def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
     packed, version = row["token_ids"], row["version"]
     try:
         ids = None if packed is None else _unpack_ids(packed)
-        version = _unpack_ids(version) if isinstance(version, bytes) else version
+        version = min(_unpack_ids(version)) if isinstance(version, bytes) else version
         parts = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
         several = _read_several(row)
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
@@ -308,11 +308,10 @@ class RolloutStore:
         self._failure: PosttrainError | None = None
         self._prepare(about or {})
 
-    def record(self, rollouts: Sequence[Rollout | Row], *, evaluation: str | None = None) -> None:
+    def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Queue rollouts for writing, in order; ``evaluation`` names the evaluation they belong to.
 
-        Rollouts of another process come as the rows that it made of them (``to_row``). They are read before this
-        returns, so they may change afterwards.
+        They are read before this returns, so they may change afterwards.
 
         Raises:
             StorageError: an earlier write failed.
@@ -320,7 +319,7 @@ class RolloutStore:
         assert not self.read_only, "opened for reading"
         self._raise_failure()
         if rollouts:
-            self._send(_Rows(evaluation, [to_row(x) if isinstance(x, Rollout) else x for x in rollouts]))
+            self._send(_Rows(evaluation, [to_row(x) for x in rollouts]))
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk.

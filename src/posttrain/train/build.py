@@ -33,7 +33,7 @@ from posttrain.render.template import build_template, further_ends
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
-from posttrain.train.files import LEDGER, EngineSite
+from posttrain.train.files import EngineSite
 from posttrain.train.machine import guarantee_on, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
@@ -44,11 +44,9 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
-    from posttrain.train.evaluating.beside import Beside
-    from posttrain.train.evaluating.held_out import Evaluator
+    from posttrain.train.held_out import Evaluator
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
-    from posttrain.train.sources.mixed_order import Curriculum
     from posttrain.train.sources.rollouts import RolloutSource
 
 
@@ -70,7 +68,6 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    beside: Beside | None = None  # what evaluates instead, in the main process of a run that asks for it
     guarantee: str = "L1"  # see ``Words.guarantee``
     notices: Sequence[str] = ()  # what was built otherwise than asked for
 
@@ -81,15 +78,13 @@ class Parts:
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
     def take_notices(self) -> list[str]:
-        """What engines and the source have to say to the user, in the process that samples ahead too."""
+        """What engines and the source have to say to the user."""
         return [message for teller in (*self.engines, self.source) for message in teller.take_notices()]
 
     def close(self) -> None:
         """Give back what the engines hold."""
         for engine in self.engines:
             engine.close()
-        if self.beside is not None:
-            self.beside.close()
 
     def score_head(self) -> tuple[Tensor, int] | None:
         """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
@@ -127,28 +122,21 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     task = build_task(recipe.task)
     eval_tasks: list[Task] = []
     if recipe.eval.every:
-        from posttrain.train.evaluating.held_out import build_eval_tasks
+        from posttrain.train.held_out import build_eval_tasks
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    samples = recipe.rollout is None or not recipe.rollout.staleness
-    base = _build_base(words, task, EngineSite(folder, world, samples), folder, eval_tasks)
+    base = _build_base(words, task, EngineSite(folder, world), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards
     source: SupervisedSource | RolloutSource
     if base.read is not None:
-        source = base.read(task, cache=folder, curriculum=_build_curriculum(words))
+        source = base.read(task, cache=folder)
     else:
         source = build_rollout_source(
             words, task, base.grader, base.loaded.tokenizer, base.engine, base.context, base.streams, base.stage
         )
-        source.ahead = _build_ahead(recipe, source, model, folder, world)
-    evaluator, beside, notices = None, None, list[str]()
-    if eval_tasks and not recipe.eval.beside:
-        evaluator, notices = _build_evaluator(base, eval_tasks)
-    elif eval_tasks and world.is_main:
-        from posttrain.train.evaluating.beside import Beside
-
-        beside = Beside(recipe, folder, world.starts_servers)
+        source.ahead = _build_ahead(words, source, world)
+    evaluator, notices = _build_evaluator(base, eval_tasks) if eval_tasks else (None, [])
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     return Parts(
         model=model,
@@ -165,7 +153,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         shards=shards,
         reference=base.reference,
         evaluator=evaluator,
-        beside=beside,
         guarantee=guarantee_on(base.policy.device, words),
         notices=[
             *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
@@ -253,7 +240,7 @@ def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
     """Whether the trainer's processes sample with the model itself."""
     if words.recipe.rollout is not None or words.shape == "demonstration" or not eval_tasks:
         return words.samples()
-    from posttrain.train.evaluating.held_out import is_read
+    from posttrain.train.held_out import is_read
 
     return words.samples(all(is_read(task, words.recipe.eval.n) for task in eval_tasks))
 
@@ -275,12 +262,12 @@ def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
 
 def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
-    return Forward(model, temperature, precision=precision, compiled=recipe.train.compile)
+    return Forward(model, temperature, precision=precision)
 
 
 def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:
     """What evaluates, and a line where ``eval.engine`` cannot be had: then the rollouts' answers."""
-    from posttrain.train.evaluating.held_out import Evaluator, choose_held_out
+    from posttrain.train.held_out import Evaluator, choose_held_out
 
     words, recipe, engine, notices = base.words, base.words.recipe, base.engine, list[str]()
     asked = (tasks, words.shape, recipe.eval.n)
@@ -300,23 +287,6 @@ def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list
     sampler = Sampler(engine, base.loaded.tokenizer, base.grader, limit, world=world, stage=base.stage)
     evaluator = Evaluator(recipe, tasks, held_out, base.method, sampler, base.policy, base.reference, words.shape)
     return evaluator, notices
-
-
-def prepare_evaluating(recipe: Recipe, folder: Path, starts_servers: bool = False) -> tuple[Evaluator, Base, list[str]]:
-    """What evaluates a resolved recipe, over a model as it is at the start, and what there is to say about it.
-
-    Nothing that learns is built: for a process beside the trainer's (``evaluating/beside``), whose engine and rewards
-    keep things in ``folder``; ``starts_servers``: of the trainer's world.
-
-    Raises:
-        UsageError: as ``prepare``.
-    """
-    from posttrain.train.evaluating.held_out import build_eval_tasks
-
-    site = EngineSite.beside(folder, starts_servers, samples=False)
-    base = _build_base(words_of(recipe), build_task(recipe.task), site, folder)
-    evaluator, notices = _build_evaluator(base, build_eval_tasks(recipe))
-    return evaluator, base, notices
 
 
 def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
@@ -341,29 +311,6 @@ def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
     )
 
 
-def prepare_sampling(
-    recipe: Recipe, folder: Path | None = None, starts_servers: bool = False
-) -> tuple[RolloutSource, Any]:
-    """What samples and grades the rollout batches of a resolved recipe, and the model that it samples with.
-
-    Nothing that learns is built: for a process beside the trainer's (``sources/sampling_process``); engine and rewards
-    keep things in ``folder``; ``starts_servers``: of the trainer's world.
-
-    Raises:
-        UsageError: as ``prepare``.
-    """
-    words, task = words_of(recipe), build_task(recipe.task)
-    loaded = _load_trained(recipe, task)
-    policy = _build_policy(words, loaded)
-    context = context_length(loaded.model.config)
-    grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
-    site = EngineSite.beside(folder, starts_servers, samples=True)
-    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
-    unread = Streams(frozenset(), recipe, policy, context)
-    source = build_rollout_source(words, task, grader, loaded.tokenizer, engine, context, unread, stage)
-    return source, loaded.model
-
-
 def _bind_objective(words: Words) -> Objective:
     """The objective with its options, and with the regularizers where it has a policy term."""
     objective: Objective = words.objective.bind(words.recipe.objective.options, "objective")
@@ -374,7 +321,7 @@ def _bind_objective(words: Words) -> Objective:
 def _build_reference(words: Words, policy: Forward) -> Reference | None:
     """The model as it is now, where a stream or an evaluation reads it."""
     options = words.recipe.eval
-    if "reference" not in words.parts and (options.beside or not options.drift_prompts):
+    if "reference" not in words.parts and not options.drift_prompts:
         return None
     from posttrain.models.reference import Reference
 
@@ -436,39 +383,23 @@ def build_rollout_source(
         streams=streams,
         feedback=feedback,
         stage=stage,
-        curriculum=_build_curriculum(words),
     )
 
 
-def _build_curriculum(words: Words) -> Curriculum | None:
-    """The curriculum of a mixture, where the recipe has one."""
-    word, recipe = words.recipe.curriculum, words.recipe
-    if word is None or words.curriculum is None:
-        return None
-    from posttrain.train.sources.mixed_order import Curriculum
-
-    return Curriculum(
-        words.curriculum.bind(word.options, "curriculum"),
-        reads=frozenset(words.curriculum.traits.get("reads", ("parts", "prompts"))),
-        by=str(word.options.get("by", "correct")),
-        steps_per_batch=recipe.train.epochs * recipe.train.minibatches,
-    )
-
-
-def _build_ahead(recipe: Recipe, source: RolloutSource, model: Any, folder: Path | None, world: World) -> Ahead | None:
-    """Who draws the rollouts of a run that samples ahead."""
+def _build_ahead(words: Words, source: RolloutSource, world: World) -> Ahead | None:
+    """The queue of a run whose batches are sampled before they are trained on."""
+    recipe = words.recipe
     if recipe.rollout is None or not recipe.rollout.staleness:
         return None
-    from posttrain.store.ledger import Ledger
     from posttrain.train.sources.ahead import Ahead
 
-    kind = Ahead
-    if recipe.rollout.partial:
-        from posttrain.train.sources.partial import PartialAhead
-
-        kind = PartialAhead
-    ledger = Ledger(folder / LEDGER) if folder is not None and world.is_main else None
-    return kind(source, recipe, model, ledger, world=world)
+    steps = recipe.train.steps
+    if steps is None:
+        assert recipe.train.passes is not None, "a recipe says steps or passes"
+        steps, _ = source.length_of(recipe.train.passes)
+    elsewhere = bool(words.engine.traits.get("takes_weights")) and not words.engine_options.get("colocate")
+    num_batches = -(-steps // source.updates)
+    return Ahead(source, recipe.rollout.staleness, num_batches, world=world, in_thread=elsewhere)
 
 
 def _build_credit(words: Words) -> Credit:

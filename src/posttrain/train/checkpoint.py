@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -220,23 +220,10 @@ class KeptBest(_Strict):
     __pydantic_extra__: dict[str, float]
 
 
-class KeptOrder(_Strict):
-    """See ``MixedOrder.state``."""
-
-    batch: NonNegativeInt
-    weights: list[FiniteFloat]
-    turns: list[NonNegativeInt]
-    given: list[NonNegativeInt]
-    passed: list[NonNegativeInt]
-    batches: dict[str, list[tuple[FiniteFloat, PositiveInt]]]
-    prompts: dict[NonNegativeInt, tuple[NonNegativeInt, FiniteFloat]]
-
-
 class KeptSource(_Strict):
     """See ``RolloutSource.state``."""
 
     kl_weight: FiniteFloat = 0.0
-    order: KeptOrder | None = None
 
 
 class KeptState(_Strict):
@@ -245,12 +232,13 @@ class KeptState(_Strict):
     best: KeptBest | None = None
     evaluations: dict[str, dict[str, float]] | None = None
     model: str | None = None
-    owed_evaluations: list[NonNegativeInt] = []
+    num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
     source: KeptSource = KeptSource()
     steps: NonNegativeInt | None = None
     teacher: str | None = None
+    unevaluated: bool = False
 
 
 def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:

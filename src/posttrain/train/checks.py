@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word, parts_of
+from posttrain.recipes.sections import Word
 from posttrain.registry import Entry
 from posttrain.tasks.base import eval_words
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
@@ -50,7 +50,6 @@ class Words:
     unit: str
     per_token: bool
     per_turn: bool
-    curriculum: Entry | None = None
 
     @property
     def shape(self) -> Shape:
@@ -80,7 +79,7 @@ class Words:
         rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
         if reads is None:
             reads = not rollout and self.shape != "demonstration"
-        answers = bool(options.every) and not options.beside and (not reads or bool(options.drift_prompts))
+        answers = bool(options.every) and (not reads or bool(options.drift_prompts))
         if answers and options.engine is not None:
             engines.append(registry.find("engine", options.engine.name, "eval.engine"))
         in_place = [not engine.traits.get("takes_weights") for engine in engines]
@@ -132,11 +131,10 @@ def words_of(recipe: Recipe) -> Words:
         unit="row" if selection is None else selection.traits.get("level", "row"),
         per_token=advantage is not None and advantage.traits.get("level") == "token",
         per_turn=advantage is not None and advantage.traits.get("level") == "turn",
-        curriculum=registry.find("curriculum", recipe.curriculum.name, "curriculum") if recipe.curriculum else None,
     )
     if recipe.eval.every:
         eval_words(recipe)
-    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups, _of_curriculum)
+    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups)
     for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale, _of_rewards))):
         if broken:
             raise RecipeError(f"{key}{says}")
@@ -212,24 +210,15 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
-    unclear = w.recipe.eval.beside and evaluating is None and w.engine.name != "native" and not w.only_scores
-    own = f": beside training evaluations need an engine of their own, and rollouts have {w.engine.name!r}; name one"
-    yield unclear, "eval.engine", own
-    ahead = w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
-    apart = bool(w.recipe.eval.every) and (ahead or w.recipe.eval.beside)
+    apart = bool(w.recipe.eval.every) and w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
     same = evaluating is None or (
         evaluating.name == w.engine.name and bool(_urls(w.engine_options) & _urls(evaluating.options))
     )
     theirs = (
-        f": the server of rollout.engine {w.engine.name!r} is given weights by the process that samples, and an "
+        f": the server of rollout.engine {w.engine.name!r} is given weights by the thread that samples, and an "
         "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
     )
     yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
-    whole = f": {w.engine.name!r} writes answers to their end with the weights they began with; use native"
-    partial = w.recipe.rollout is not None and w.recipe.rollout.partial
-    yield partial and not w.engine.traits.get("goes_on"), "rollout.partial", whole
-    turns = ": with 'environment' or 'tools' an answer ends with the weights it began with; leave it out"
-    yield partial and not unplayed, "rollout.partial", turns
 
 
 def _urls(options: Mapping[str, Any]) -> set[str]:
@@ -328,22 +317,6 @@ def _of_groups(w: Words) -> Iterator[Rule]:
     yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
 
 
-def _of_curriculum(w: Words) -> Iterator[Rule]:
-    word = w.recipe.curriculum
-    if word is None or w.curriculum is None:
-        return
-    reads, name = w.curriculum.traits.get("reads", ("parts", "prompts")), f"{w.curriculum.name!r}"
-    given = f": {name} goes by how often sampled answers are right, and 'data' has none; use stages"
-    yield reads and w.recipe.rollout is None, "curriculum", given
-    late = f": {name} goes by the batch before, which is not graded when the next is sampled; set 0, or use stages"
-    yield reads and w.recipe.rollout and w.recipe.rollout.staleness, "rollout.staleness", late
-    from posttrain.algorithms.curricula import History, choose_mix
-
-    # names of parts are looked at before anything is loaded
-    parts = History(tuple(part.name for part in parts_of(w.recipe.task)))
-    choose_mix(w.curriculum.bind(word.options, "curriculum"), 1, parts)
-
-
 def _of_rewards(w: Words) -> Iterator[Rule]:
     """Rules about rewards: tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.render.template import build_template
@@ -351,12 +324,10 @@ def _of_rewards(w: Words) -> Iterator[Rule]:
 
     template = build_template(w.recipe.prompt.template)
     parts = reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags))
-    by = w.recipe.curriculum.options.get("by", "correct") if w.recipe.curriculum is not None else "reward"
-    named = {"rollout.uniform_by": w.recipe.rollout.uniform_by if w.recipe.rollout else "reward", "curriculum.by": by}
-    for key, name in named.items():
-        known = ("reward", *parts)
-        unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
-        yield name not in known, key, unknown
+    name = w.recipe.rollout.uniform_by if w.recipe.rollout else "reward"
+    known = ("reward", *parts)
+    unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
+    yield name not in known, "rollout.uniform_by", unknown
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
@@ -371,5 +342,3 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield w.recipe.model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
     yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
-    layers = ": layers whose weights are gathered as they are used were never compiled; use scale.sharding none"
-    yield w.recipe.train.compile, "train.compile", layers

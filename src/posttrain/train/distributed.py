@@ -404,7 +404,7 @@ class Shards:
         """A line where a process needs more memory than for its part."""
         told = (
             "scale.sharding: the trainer's processes sample, so each keeps a whole model beside its part of it; "
-            "a vLLM server that answers (rollout.engine, eval.engine) or eval.beside: true leave the part alone"
+            "a vLLM server that answers (rollout.engine, eval.engine) leaves the part alone"
         )
         return [told] if self.keeps_whole else []
 

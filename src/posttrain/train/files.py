@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 Observer = Callable[[str, dict[str, Any]], None]
 
 
-LEDGER = "ledger.jsonl"  # of runs that sample ahead
-
-
 class NoRecords:
     """In place of metrics and rollouts, in a process that is not the main one: what it is given, that one writes."""
 
@@ -64,19 +61,12 @@ class RunFiles:
 class EngineSite:
     """Where an engine stands: a folder for what it keeps, the processes that train.
 
-    ``samples``: whether rollouts are drawn here; else whatever is asked here is about evaluations. ``within``: what
-    gathers a model that lies in parts alone.
+    ``within``: what gathers a model that lies in parts alone.
     """
 
     folder: Path | None = None
     world: World = ONE
-    samples: bool = True
     within: Within | None = None
-
-    @classmethod
-    def beside(cls, folder: Path | None, starts_servers: bool, samples: bool) -> EngineSite:
-        """In a process beside the trainer's, which has the trainer's place (``starts_servers``: of its world)."""
-        return cls(folder, ONE, samples)
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
         """What samples with a trained model's weights, by reference or handed over."""

@@ -3,15 +3,14 @@
 Update number k (1-based) has step k: its rollouts and metrics carry k, evaluation at step k is of
 the weights after k updates, and checkpoint ``step-k`` is the state after them. A run that is
 killed resumes from its newest checkpoint that verifies, drops every record behind it, and repeats
-the rest bit for bit. An evaluation beside training (``eval.beside``) reads the checkpoint of its
-step; until its results are recorded it is owed, and a resumed run makes it again.
+the rest bit for bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import choices_in_use, choose_kernels, chosen_by_main, use_choices
+from posttrain.train.machine import choose_kernels, threads_of_main, use_threads
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import CLAMPED, MAX_KL, accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -44,8 +43,7 @@ from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
 
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
-    from posttrain.evals.generation import Evaluation
-    from posttrain.train.evaluating.beside import WrittenEvaluation
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Loop:
     best: dict[str, float] | None = None
     evaluations: dict[str, dict[str, float]] | None = None
     warned: set[str] = field(default_factory=set)  # of what this process has warned
-    owed: list[int] = field(default_factory=list)  # steps whose weights are still to be evaluated
+    unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
     consistent: bool = True  # weights, optimizer and records are those of ``step``
     source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
 
@@ -90,7 +88,7 @@ class Loop:
             for reason in checkpoint.skipped:
                 self.observer("notice", {"message": reason})
             check_origins(self.recipe, self.parts.origins, checkpoint.state)
-            self._take_choices(checkpoint.state)
+            self._take_threads(checkpoint.state)
             fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
             restore_model(self.parts.model, checkpoint.path, fill)
             restore_heads(self.parts.heads, checkpoint.heads, fill)
@@ -102,13 +100,14 @@ class Loop:
             self.step = checkpoint.step
             self.best = checkpoint.state.get("best")
             self.evaluations = checkpoint.state.get("evaluations")
-            self.owed = list(checkpoint.state.get("owed_evaluations", ()))
+            self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
             self._compare_length(checkpoint.state.get("steps"))
             self.source_state = self.parts.source.state()
             self._tidy()
         keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
-        trimmed = self.metrics.trim(keep, self.owed)
-        self.rollouts.trim(keep, self.owed)
+        again = (keep,) if self.unevaluated else ()
+        trimmed = self.metrics.trim(keep, again)
+        self.rollouts.trim(keep, again)
         if checkpoint is None and trimmed is not None and trimmed.dropped_lines:
             dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
@@ -141,14 +140,17 @@ class Loop:
             return checkpoint
         return load_checkpoint(self.files.checkpoints, step)
 
-    def _take_choices(self, state: Mapping[str, Any]) -> None:
-        """Compute with what the run began with; of what is not here, ``--accept-changes`` has said so."""
-        began, now = state.get("processes", 1), self.world.size
-        lines = use_choices(state, (began, now))
+    def _take_threads(self, state: Mapping[str, Any]) -> None:
+        """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
+        began, now, own = state.get("processes", 1), self.world.size, torch.get_num_threads()
+        threads = state.get("num_threads") or own
         if began != now:
             what = f"goes on in {_counted(now, 'process')}, and the checkpoint was saved by "
-            lines.append(f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums")
-        for line in lines:
+            line = f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums"
+            self.observer("notice", {"message": line})
+        elif threads != own:
+            use_threads(threads)
+            line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
@@ -168,37 +170,23 @@ class Loop:
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
         """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
-        steps, beside = self.steps, self.recipe.eval.beside
         saved = self.step
         same_weights(self.parts.whole_parameters(), self.world, "before training")
-        if self.owed:  # the run was stopped, or an evaluation failed
-            self._settle()
+        if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
+            self.evaluate()
+            self.save()
         elif self.step == 0 and self.recipe.eval.every:
-            self.owed = [0]
-            self._settle()
-        while self.step < steps and not self.world.agree(should_stop(), "being stopped"):
+            self.evaluate()
+        while self.step < self.steps and not self.world.agree(should_stop(), "being stopped"):
             self.update()
-            if self.owed and not beside:
+            if self.unevaluated:
                 self.evaluate()
-            is_owed = self.step in self.owed
-            if is_owed:
-                self._take_evaluation(wait=True)
-            if self._is_saved() or is_owed or (self._is_best() and not beside):
+            if self._is_saved() or self._is_best():
                 self.save()
                 saved = self.step
-            if is_owed:
-                self._hand_over(self.step)
-            if self.step < steps:
-                self._take_evaluation(wait=False)
         if saved != self.step:
             self.save()
-        if self.step >= steps and self.owed:  # the checkpoint is written again with it
-            self._take_evaluation(wait=True)
-            self.save()
-        if self.owed:
-            what = " and ".join(f"step {step}" for step in self.owed)
-            self.observer("notice", {"message": f"{what} is still to be evaluated, which is done when the run goes on"})
-        reason = "finished" if self.step >= steps else "interrupted"
+        reason = "finished" if self.step >= self.steps else "interrupted"
         self.observer("finish", {"step": self.step, "reason": reason})
         return TrainResult(self.step, reason, self.evaluations or {})
 
@@ -249,7 +237,7 @@ class Loop:
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
         if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
-            self.owed.append(step)
+            self.unevaluated = True
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
@@ -299,52 +287,19 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task here and now; see ``_record``."""
-        assert self.parts.evaluator is not None
-        done = self.parts.evaluator(self.step)
-        self._pass_on_notices()
-        self._record(self.step, done)
+        """Evaluate on every held-out task, and write it down; remembers the step with the best mean of the headline.
 
-    def _settle(self) -> None:
-        """Evaluate what is owed when the run begins or goes on; a checkpoint is written again with it."""
-        if self.recipe.eval.beside:
-            for step in list(self.owed):
-                self._hand_over(step)
-            return
-        self.evaluate()
-        if self.step:
-            self.save()
-
-    def _hand_over(self, step: int) -> None:
-        """Have the weights after ``step`` updates evaluated beside training, when what was handed over before is done.
-
-        Of several processes the main one does.
-        """
-        if self.parts.beside is not None:
-            self._take_evaluation(wait=True)
-            self.parts.beside.begin(step)
-
-    def _take_evaluation(self, *, wait: bool) -> None:
-        """Record what was evaluated beside training, if it is done."""
-        if self.parts.beside is None:  # one of several processes; the main one has what was to be waited for
-            self.owed = self.owed[-1:] if wait else self.owed
-            return
-        if (evaluated := self.parts.beside.take(wait=wait)) is None:
-            return
-        for message in evaluated.notices:
-            self.observer("notice", {"message": message})
-        self._record(evaluated.step, evaluated.evaluations)
-        self._tidy()
-
-    def _record(self, step: int, done: Sequence[Evaluation | WrittenEvaluation]) -> None:
-        """Write down the evaluations of a step; remembers the step with the best mean of the run's headline.
-
-        They are written when all of it is done, so that a failure leaves no part of them behind. Nothing is the best
-        where there is no headline; a later step is where it equals an earlier one.
+        It is written when all of it is done, so that a failure leaves no part behind. Nothing is the best where there
+        is no headline; a later step is where it equals an earlier one.
 
         Raises:
             UsageError: no evaluation has the result that the recipe names (``eval.best``).
         """
+        assert self.parts.evaluator is not None
+        self.parts.source.wait()
+        step, done = self.step, self.parts.evaluator(self.step)
+        self._pass_on_notices()
+
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
         headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
         self.consistent, self.evaluations = False, evaluations
@@ -354,8 +309,7 @@ class Loop:
             self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
         if step > 0 and headline is not None:
             self._remember_best(step, headline, headline.mean(evaluations.values()))
-        self.owed.remove(step)
-        self.consistent = True
+        self.unevaluated, self.consistent = False, True
         for evaluation in done:
             about: dict[str, Any] = {"step": step, "name": evaluation.name, "headline": headline}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
@@ -418,19 +372,19 @@ class Loop:
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint says beside tensors, and a resumed run reads."""
-        owed = {"owed_evaluations": self.owed} if self.owed else {}
+        unevaluated = {"unevaluated": True} if self.unevaluated else {}
         return {
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
             "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
             **self.parts.origins,
-            **choices_in_use(),
+            "num_threads": torch.get_num_threads(),
             "best": self.best,
             "evaluations": self.evaluations,
             "steps": self.steps,
             "processes": self.world.size,
             "source": self.source_state,
-            **owed,
+            **unevaluated,
         }
 
     def _tidy(self) -> None:
@@ -440,7 +394,7 @@ class Loop:
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best, *self.owed})
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
 
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
@@ -476,7 +430,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with _attention(recipe), chosen_by_main(world):
+    with threads_of_main(world):
         choose_kernels(recipe)
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
@@ -496,15 +450,6 @@ def train(
             except Exception as error:
                 loop.rescue(error)
                 raise
-
-
-def _attention(recipe: Recipe) -> AbstractContextManager[None]:
-    """In it attention is computed as the recipe says."""
-    if recipe.model.attention == "sdpa":
-        return nullcontext()
-    from posttrain.models.attention import chosen_attention
-
-    return chosen_attention(recipe.model, torch.bfloat16 if recipe.train.precision == "bf16" else None)
 
 
 @contextmanager

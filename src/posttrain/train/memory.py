@@ -8,8 +8,7 @@ a = heads · head_dim and k = kv_heads · head_dim, s bytes of a weight (2 for b
 
 weights
     s for each number, 4 for each number of an adapter; with ``load_bits`` 1 for each number of a linear layer and 4 for
-    each of its rows (8 bits), or 0.516 (4 bits and their scales). ``weights: copy`` of the sampler is all of it again,
-    ``merged`` s for each number of q, k, v, gate and up, and of what else in a block has an adapter.
+    each of its rows (8 bits), or 0.516 (4 bits and their scales).
 gradients, optimizer state
     4 for each trained number; AdamW keeps two more such numbers and a count for each tensor, Muon one for each matrix.
 reference
@@ -34,7 +33,7 @@ logits
 key/value cache
     2 · L · k · s for each column of each slot that samples, whose number grows by halves, and for each shared prompt.
     Columns are those of the longest answer (of all turns and replies: ``rollout.max_tokens``) and, between two turns,
-    those that pass while a row waits for its reply (``wait_steps``, and on a GPU up to 7 until it is looked at).
+    up to 7 that pass on a GPU until the drawn tokens are looked at.
 rollouts
     9 for each token of a batch of rollouts, and 4 for each stream and the weights (in main memory).
 
@@ -224,12 +223,8 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
         of_layers = of_layer * config.num_hidden_layers
     activations = of_layers + _behind_layers(config, micro, size, norm_trained=adapter is None)
     reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
-    options = {} if recipe.rollout is None else recipe.rollout.engine.options
-    own_weights = options.get("weights")
-    own = base + 4 * sum(w.numel for w in low_rank)
-    copies = {"copy": own, "merged": _merged_bytes(weights, size, adapter)}
     return Memory(
-        weights=own + copies.get(str(own_weights), 0),
+        weights=base + 4 * sum(w.numel for w in low_rank),
         gradients=4 * num_trained,
         optimizer=_optimizer_bytes(
             trained, recipe.optimizer.name, recipe.train.offload != "none" and gpu_memory is not None
@@ -301,15 +296,6 @@ def _cost(rows: int, group: int, prompt: int, answer: int) -> int:
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
-
-
-def _merged_bytes(weights: list[Weight], size: int, adapter: AdapterSection | None) -> int:
-    """What sampling with ``weights: merged`` has beside the model: all of a block's matrices but those behind attention
-    and MLP that have no adapter."""
-    adapted = {w.name for w in _targets(weights, adapter)} if adapter is not None else set()
-    behind = ("o_proj.weight", "down_proj.weight")
-    copied = (w for w in weights if w.linear and (w.name in adapted or not w.name.endswith(behind)))
-    return size * sum(w.numel for w in copied)
 
 
 def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
@@ -421,8 +407,7 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None)
     before = 0 if shares else prompt
     columns, longest = _aligned(before + min(answer, FIRST_COLUMNS) + 1), before + answer
     if rollout.max_turns is not None:  # a turn has a token, and its reply
-        waits = int(rollout.engine.options.get("wait_steps", 0)) + STEPS_BETWEEN_LOOKS - 1
-        longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * waits
+        longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * (STEPS_BETWEEN_LOOKS - 1)
     while columns <= longest:
         columns = _aligned(int(columns * GROWTH) + 1)
     tokens = slots * columns + (-(-slots // rollout.group) * prompt if shares else 0)

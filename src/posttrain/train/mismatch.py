@@ -18,7 +18,7 @@ from posttrain.types import Batch
 def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mapping[str, float], step: int) -> None:
     """Refuse an update whose rows another model sampled.
 
-    Only where both computed the same: before the first update of a rollout batch, in a run that does not sample ahead,
+    Only where both computed the same: before the first update of a rollout batch, in a run without staleness,
     at one temperature, without dropout.
 
     Raises:
@@ -27,7 +27,7 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
     """
     options, kl = recipe.rollout, metrics.get("mismatch_kl", 0.0)
     is_first = (step - 1) % (recipe.train.epochs * recipe.train.minibatches) == 0
-    if options is None or options.staleness or options.partial or not is_first or kl <= MAX_KL:
+    if options is None or options.staleness or not is_first or kl <= MAX_KL:
         return
     engine = "native" if options.engine is None else options.engine.name
     samples = (registry.traits_of("engine", engine) or {}).get("samples", True)

@@ -1,10 +1,9 @@
 """The engine in the trainer's process: samples with the trainer's own weights, by reference.
 
 Nothing is copied, synchronized or merged: every generation reads the parameters where they are, so
-the next one after an optimizer step uses the new weights. Or, where a recipe asks for it, with a copy of them that
-every ``sync`` fills anew and compares with the model (``copied.py``). Two decoding paths stand behind it, one
+the next one after an optimizer step uses the new weights. There are two decoding paths, one
 over the model's own modules (any architecture) and a leaner one for a family of blocks that it
-knows; which one serves is decided by comparing log-probabilities with the model's own forward.
+knows; comparing log-probabilities with the model's own forward decides which one samples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
-from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, UsageError, first_line
+from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, first_line
 from posttrain.models.forward.precision import full_precision
 from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
@@ -37,88 +36,61 @@ _SLOWER = {
     "plain": "the model's own cache, prompts of one length at a time",
     "reread": "no cache: every token reads all tokens before it",
 }
-Part = tuple[Sequence[int], Sequence[Conversation], int]  # a prompt, rows of it, how many tokens each may have by now
 
 
 def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
-    """The options as they are, if they are in range and none does nothing beside the others.
+    """Return the options as they are, if they are in range.
 
     Raises:
         RecipeError: naming ``key``, under which they stand, and the option.
     """
-    slots, wait_steps, merged = options["slots"], options["wait_steps"], options["weights"] == "merged"
-    rules = (
-        ("slots", slots < 1, f": {slots} rows cannot sample; give 1 or more"),
-        ("wait_steps", wait_steps < 0, f": {wait_steps} steps; give 0 (wait at once) or more"),
-        ("path", merged and options["path"] == "modules", ": modules have own products; leave it or 'merged' out"),
-    )
-    for name, broken, says in rules:
-        if broken:
-            raise RecipeError(f"{key}.{name}{says}")
+    if options["slots"] < 1:
+        raise RecipeError(f"{key}.slots: {options['slots']} rows cannot sample; give 1 or more")
     return options
 
 
-@register("engine", guarantee="L2", goes_on=True, complete=check_native)
+@register("engine", guarantee="L2", complete=check_native)
 def native(
     model: Any,
     tokenizer: Any,
     *,
     slots: int = 64,
-    path: Literal["auto", "lean", "modules"] = "auto",
-    weights: Literal["copy", "merged"] | None = None,
-    wait_steps: int = 0,
     cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
-    log-probabilities in fp32. ``path``: ``lean`` is the fast path of the Qwen3, Qwen2 and Llama
-    families, ``modules`` serves every architecture, ``auto`` takes the lean one where its
-    log-probabilities equal the model's. ``weights: copy`` samples with a copy of the model, which takes as much
-    memory again; it is filled before every rollout batch and compared with the model. ``weights: merged`` copies the
-    matrices of the blocks alone, adapters added to them: sampling with an adapter costs what it does without, and q, k
-    and v are one product then, as are gate and up. ``wait_steps``: of several turns, how many tokens the other rows
-    draw while a reply is made (by a slow tool, say), before one is waited for.
+    log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
+    log-probabilities equal the model's; every other architecture samples through its own modules.
 
     ``cuda_graphs``: on a GPU of NVIDIA's the steps of the lean path are recorded, and replayed by one launch each. One
     answer of every batch is compared with the model's own forward pass.
     """
-    options: dict[str, Any] = {"slots": slots, "path": path, "wait_steps": wait_steps}
-    options["cuda_graphs"] = cuda_graphs
-    check_native(options | {"weights": weights}, "engine")
-    if weights == "copy":
-        from posttrain.engines.native.copied import CopiedEngine
-
-        engine: NativeEngine = CopiedEngine(model, **options)
-    elif weights == "merged":
-        from posttrain.engines.native.copied import MergedEngine
-
-        engine = MergedEngine(model, **options)
-    else:
-        engine = NativeEngine(model, **options)
+    check_native({"slots": slots}, "engine")
+    engine = NativeEngine(model, slots=slots, cuda_graphs=cuda_graphs)
     engine.num_tokens = num_tokens_of(tokenizer)
     return engine
 
 
 class NativeEngine(Engine):
-    """See ``native``. ``model`` is a transformers causal language model, or a peft one around it."""
+    """See ``native``. ``model`` is a transformers causal language model, or a peft one around it.
+
+    ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
+    """
 
     def __init__(
         self,
         model: Any,
         *,
         slots: int = 64,
-        path: Literal["auto", "lean", "modules"] = "auto",
-        wait_steps: int = 0,
+        path: Literal["lean", "modules"] = "lean",
         cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.slots = slots
         self.wanted = path
-        self.wait_steps = wait_steps
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self._told: set[str] = set()
-        self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
         self.cuda_graphs = cuda_graphs
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
 
@@ -153,39 +125,9 @@ class NativeEngine(Engine):
         self._sample(prompts, [row for group in groups for row in group], sampling)
         return [[row.completion(self.version) for row in group] for group in groups]
 
-    def go_on(self, parts: Sequence[Part], sampling: Sampling) -> None:
-        """Write on at completions with the weights as they are, each up to its part's reach or its own end.
-
-        What a row has from other weights is read anew with these, so keys and values are of one version always. Ids,
-        log-probabilities and versions are added to the rows, and ``finish`` where one has come to its end.
-
-        Raises:
-            EngineMismatch, RunFailure: as ``generate``.
-        """
-        contexts: list[Sequence[int]] = []
-        written: list[tuple[Conversation, Conversation]] = []
-        for prompt, rows, reach in parts:
-            shared = -1  # the place of the prompt itself, which rows without ids have in common
-            for row in rows:
-                until = min(reach, row.limit)
-                if row.finish is not None or len(row.ids) >= until:
-                    continue
-                if row.ids or shared < 0:
-                    contexts.append([*prompt, *row.ids])
-                    shared = shared if row.ids else len(contexts) - 1
-                place, drawn = len(contexts) - 1 if row.ids else shared, len(row.ids)
-                written.append((row, Conversation(place, row.sample, row.key, until - drawn, drawn=drawn)))
-        check_prompts(contexts, self.context_tokens, self.vocab_size)
-        self._sample(contexts, [new for _, new in written], sampling)
-        for row, new in written:
-            row.ids += new.ids
-            row.logprobs += new.logprobs
-            row.versions += [self.version] * len(new.ids)
-            row.finish = new.finish if new.finish == "stop" or len(row.ids) == row.limit else None
-
     def _converse(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
-    ) -> int | tuple[int, ...]:
+    ) -> int:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
         with sampling_mode(self.model):
             reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN
@@ -242,7 +184,7 @@ class NativeEngine(Engine):
             else:
                 from posttrain.engines.native.turns import Turns
 
-                Turns(*work, respondent=respondent, wait_steps=self.wait_steps, vocab_size=self.vocab_size).run()
+                Turns(*work, respondent=respondent, vocab_size=self.vocab_size).run()
 
     def _compare_longest(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
@@ -267,16 +209,12 @@ class NativeEngine(Engine):
     def _bind(self, reach: int) -> Decoder:
         """The chosen path over the parameters of this moment, for positions below ``reach``."""
         path, shapes = self._choose(reach)
-        if path in _OWN:
-            raise UsageError("rollout.engine.weights: this model is sampled with its own cache; leave weights out")
+        assert path not in _OWN, "these read the model's own cache"
         if path == "modules":
             return modules_decoder(self.model, shapes)
-        decoder = self._bind_lean(reach)
+        decoder = LeanDecoder.bind(self.model, reach)
         assert decoder is not None, "the structure has just been checked"
         return decoder
-
-    def _bind_lean(self, reach: int) -> LeanDecoder | None:
-        return LeanDecoder.bind(self.model, reach)
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
         """The path for rows of ``reach`` tokens of the model as it is built now.
@@ -313,11 +251,6 @@ class NativeEngine(Engine):
                 refused = str(reason)
             else:
                 return "lean", shapes
-        if self.needs_lean is not None:
-            name, value = self.needs_lean
-            raise UsageError(f"rollout.engine.{name}: {value!r} cannot serve this model: {refused}; leave it out")
-        if self.wanted == "lean":
-            raise UsageError(f"rollout.engine.path: 'lean' cannot serve this model: {refused}; use 'auto' or 'modules'")
         from posttrain.engines.native.modules import probe_plainly
 
         lengths = [length for batch in batches for length in batch]
@@ -353,7 +286,7 @@ class NativeEngine(Engine):
     def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
         if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
             raise EngineMismatch("its modules have hooks")
-        decoder = self._bind_lean(reach)
+        decoder = LeanDecoder.bind(self.model, reach)
         if decoder is None:
             raise EngineMismatch(
                 "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"

@@ -2,7 +2,7 @@
 
 At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path
 issues few operations a layer and reads a group's prompt once, over the very same parameters (nothing
-is copied, merged or fused, so nothing can be stale; ``weights: merged`` asks for that, ``copied.py``). Projections are
+is copied, merged or fused, so nothing can be stale). Projections are
 separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of 41 microseconds and would
 have to be kept in step.
 

@@ -200,14 +200,13 @@ def _sample_batch(
     order = list(dict.fromkeys(row.prompt for row in batch))
     tokens = torch.tensor([list(prompts[prompt]) for prompt in order], device=device)
     state = PlainRows(model, tokens, [order.index(row.prompt) for row in batch], is_cached=is_cached)
-    width = max(row.drawn + row.limit for row in batch)
+    width = max(row.limit for row in batch)
     table = uniforms([row.key for row in batch], width) if sampling.temperature > 0 else None
     places, step = list(range(len(batch))), 0  # of the rows in the batch, in ``batch``
     while True:
         uniform = None
         if table is not None:
-            columns = [min(batch[place].drawn + step, width - 1) for place in places]
-            uniform = torch.from_numpy(np.ascontiguousarray(table[places, columns][:, None]))
+            uniform = torch.from_numpy(np.ascontiguousarray(table[places, step][:, None]))
             uniform = uniform if device.type == "mps" else uniform.to(device)
         ids, probabilities = draw(state.logits, uniform, sampling)
         for place, token, logprob in zip(places, ids.tolist(), probabilities.log().tolist(), strict=True):

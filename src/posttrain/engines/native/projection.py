@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,34 +40,6 @@ class Projection:
     @property
     def size(self) -> int:
         return int(self.weight.shape[0])
-
-    @classmethod
-    def merged(cls, parts: Sequence[Projection], kept: Projection | None) -> Projection:
-        """One product that gives what those of ``parts`` give side by side, their adapters added to the weights.
-
-        The weights are new, or those of ``kept``, what was made of such parts before. Half precision rounds them.
-        """
-        first, sizes = parts[0].weight, [part.size for part in parts]
-        weight = first.new_empty((sum(sizes), first.shape[1])) if kept is None else kept.weight
-        for part, rows in zip(parts, weight.split(sizes), strict=True):
-            whole = part.weight
-            for term in part.adapters:
-                dtype = torch.promote_types(whole.dtype, term.up.dtype)
-                whole = torch.addmm(whole.to(dtype), term.up.to(dtype), term.down.to(dtype), alpha=term.scale)
-            rows.copy_(whole)
-        if all(part.bias is None for part in parts):
-            return cls(weight, None, [])
-        bias = first.new_zeros(len(weight)) if kept is None or kept.bias is None else kept.bias
-        for part, numbers in zip(parts, bias.split(sizes), strict=True):
-            if part.bias is not None:
-                numbers.copy_(part.bias)
-        return cls(weight, bias, [])
-
-    def state(self) -> tuple[object, ...]:
-        """What it is made of: places of tensors, and how often each was changed in place."""
-        tensors = [self.weight, self.bias, *(x for term in self.adapters for x in (term.down, term.up))]
-        places = [None if x is None else (x.data_ptr(), x._version, x.dtype, x.device) for x in tensors]
-        return (*places, *(term.scale for term in self.adapters))
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """Write the product into ``out`` ``[N, size]``, which may be a part of a wider buffer."""

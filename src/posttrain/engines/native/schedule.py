@@ -81,7 +81,7 @@ class Schedule:
         self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)
         self.draws: Tensor | None = None
         if sampling.temperature > 0:
-            width = max(row.drawn + row.limit for row in rows)
+            width = limit
             self.draws = with_float64(torch.zeros((self.num_slots, width), device=device)).double()
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
@@ -247,18 +247,16 @@ class Schedule:
         self.remaining[slots] = [row.limit for row in rows]
         lasts = [self.prompts[row.prompt][-1] for row in rows]
         positions = [len(self.prompts[row.prompt]) - 1 for row in rows]
-        self._seat(slots, lasts, positions, [row.drawn for row in rows])
+        self._seat(slots, lasts, positions)
         if self.draws is not None:
             table = uniforms([row.key for row in rows], self.draws.shape[1])
             self.draws[slots] = torch.from_numpy(table).to(self.draws.device)
 
-    def _seat(
-        self, slots: slice | list[int], tokens: list[int], positions: list[int], drawn: list[int] | None = None
-    ) -> None:
-        """Go on in these slots from ``tokens``, which are fed next, behind the uniform numbers that are ``drawn``."""
+    def _seat(self, slots: slice | list[int], tokens: list[int], positions: list[int]) -> None:
+        """Go on in these slots from ``tokens``, which are fed next, with the first uniform number of their keys."""
         device = self.decoder.device
         self.tokens[slots] = torch.tensor(tokens, device=device)
-        self.counters[:, slots] = torch.tensor([positions, drawn or [0] * len(tokens)], device=device)
+        self.counters[:, slots] = torch.tensor([positions, [0] * len(tokens)], device=device)
 
 
 def check_finite(row: Conversation) -> None:

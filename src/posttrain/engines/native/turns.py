@@ -4,8 +4,8 @@ A row that has ended its turn keeps its slot. The reply is fed through the ordin
 place of the one that would have been drawn, so nothing is read twice and no second path computes it. Columns that are
 written while a row waits, or after its turn ended within one look, are holes of that row.
 
-A row goes on after a fixed number of steps, whenever its reply came: what stands in the batch together, and with it
-every bit of the result, is a function of the keys and the replies, not of the clock.
+The batch waits for the replies, so that every bit of the result is a function of the keys and the replies, not of the
+clock.
 """
 
 from __future__ import annotations
@@ -21,30 +21,25 @@ from posttrain.engines.conversation import Conversation, Respondent, turn_key
 from posttrain.engines.native.prefixes import Prefix
 from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import uniforms
-from posttrain.types import Finish
 
 
 class Turns(Schedule):
     """One generation over one decoder in which ``respondent`` answers what ends with a stop id.
 
     Args:
-        wait_steps: decode steps of the other rows after which one that ended its turn goes on; a reply that is not
-            there by then is waited for. If every row waits for its reply, all go on at once.
         vocab_size: ids of a reply are below it.
     """
 
-    def __init__(self, *args: Any, respondent: Respondent, wait_steps: int, vocab_size: int) -> None:
+    def __init__(self, *args: Any, respondent: Respondent, vocab_size: int) -> None:
         super().__init__(*args)
         self.respondent = respondent
-        self.wait_steps = wait_steps
         self.vocab_size = vocab_size
         self.cut: list[Conversation] = []  # ended for want of room; their last reply is not said
         # Per slot: what is said at each step of its turn (-1: what is drawn), ...
         limit = max(row.limit for row in self.waiting)
         self.said = torch.full((self.num_slots, limit), -1, dtype=torch.long, device=self.decoder.device)
-        # ... how much of the reply is still to be fed, and the steps until it goes on (-1: it does not wait).
+        # ... and how much of the reply is still to be fed.
         self.unsaid = np.zeros(self.num_slots, dtype=np.int64)
-        self.waits = np.full(self.num_slots, -1, dtype=np.int64)
 
     def run(self) -> None:
         """Bring every row to its end.
@@ -64,50 +59,36 @@ class Turns(Schedule):
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
         steps = len(ids)
         self.remaining[: len(self.batch)] -= steps
-        idle = np.zeros(len(self.batch), dtype=np.int64)  # steps of this look in which a row had nothing to say
+        idle: dict[int, int] = {}  # of the rows whose turn ended: steps of this look that came after its end
         for r, row in enumerate(self.batch):
             if row.finish is not None:
-                continue
-            if self.waits[r] >= 0:
-                self.waits[r] -= steps
-                idle[r] = steps
                 continue
             replied = min(steps, int(self.unsaid[r]))
             self.unsaid[r] -= replied
             before = len(row.ids)
             ended = self._append(r, ids[replied:], logprobs[replied:])
-            if ended is not None:
+            if ended is None:
+                continue
+            self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
+            if ended == "length":
+                row.finish = ended
+                self.cut.append(row)
+            else:
                 idle[r] = steps - replied - (len(row.ids) - before)
-                self._end_turn(r, ended)
-        self._go_on(idle)
+        if idle:
+            self._go_on(idle)
 
-    def _end_turn(self, r: int, ended: Finish) -> None:
-        row = self.batch[r]
-        self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
-        if ended == "length":
-            row.finish = ended
-            self.cut.append(row)
-        else:
-            self.waits[r] = self.wait_steps
-
-    def _go_on(self, idle: np.ndarray) -> None:
-        """Hide what was written for rows that wait, and say the replies that are due."""
-        going = [r for r, row in enumerate(self.batch) if row.finish is None]
-        waiting = [r for r in going if self.waits[r] >= 0]
-        if not waiting:
-            return
-        hidden = [r for r in waiting if idle[r]]
-        if hidden:
-            self.cache.hide(hidden, idle[hidden].tolist())
-        # A turn's last id is fed when its row goes on; until then it stands in, in columns that are hidden.
+    def _go_on(self, idle: dict[int, int]) -> None:
+        """Hide what was written after the end of the turns, and say the replies."""
+        waiting = list(idle)
+        if hidden := [r for r in waiting if idle[r]]:
+            self.cache.hide(hidden, [idle[r] for r in hidden])
+        # A turn's last id is fed when its row goes on.
         rows = [self.batch[r] for r in waiting]
         positions = [len(self.prompts[row.prompt]) + len(row.ids) - 1 for row in rows]
         self._seat(waiting, [row.ids[-1] for row in rows], positions)
         for r in waiting:
-            if self.waits[r] <= 0 or len(waiting) == len(going):
-                self._reply(r)
-            else:
-                self.remaining[r] = min(self.waits[r], self._positions_left(r))
+            self._reply(r)
 
     def _reply(self, r: int) -> None:
         """Say the reply to the row in slot ``r``, which goes on behind it or is at its end."""
@@ -118,7 +99,6 @@ class Turns(Schedule):
                 f"the reply to turn {row.num_turns} of a completion of prompt {row.prompt}", reply.ids, self.vocab_size
             )
         row.add_reply(reply)
-        self.waits[r] = -1
         if row.finish is not None:
             self.remaining[r] = self._positions_left(r)
             return
@@ -138,8 +118,7 @@ class Turns(Schedule):
     def _move(self, targets: list[int], sources: list[int]) -> None:
         super()._move(targets, sources)
         self.said[targets] = self.said[sources]
-        for per_slot in (self.unsaid, self.waits):
-            per_slot[targets] = per_slot[sources]
+        self.unsaid[targets] = self.unsaid[sources]
 
     def _enter(self, rows: list[Conversation], prefix: Prefix, index: dict[int, int]) -> None:
         slots = slice(len(self.batch), len(self.batch) + len(rows))
@@ -147,4 +126,3 @@ class Turns(Schedule):
         self.remaining[slots] = [row.room(self.sampling.max_turn_tokens) for row in rows]
         self.said[slots] = -1
         self.unsaid[slots] = 0
-        self.waits[slots] = -1

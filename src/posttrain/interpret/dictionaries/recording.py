@@ -10,7 +10,6 @@ from posttrain.interpret.activations.record import Recorder
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
 from posttrain.interpret.activations.sites import check_layers
 from posttrain.interpret.dictionaries.recipe import ActivationsSection
-from posttrain.models.attention import chosen_attention
 from posttrain.models.load import load_tokenizer
 
 ACTIVATIONS = "activations"  # the folder inside a run
@@ -53,10 +52,9 @@ def open_or_record(
         where="activations.",
     )
     check_rows(documents.num_tokens)
-    with chosen_attention(model):
-        recorder = Recorder(
-            model, documents, [section.site], dtype=section.dtype, outliers=section.outliers, batch=section.batch
-        )
-        size = recorder.check_room(place, allow_large=allow_large, fewer="activations.max_rows")
-        notify(f"recording activations: {size}")
-        return recorder.write(place)
+    recorder = Recorder(
+        model, documents, [section.site], dtype=section.dtype, outliers=section.outliers, batch=section.batch
+    )
+    size = recorder.check_room(place, allow_large=allow_large, fewer="activations.max_rows")
+    notify(f"recording activations: {size}")
+    return recorder.write(place)

@@ -8,6 +8,7 @@ for every layer, attends to its prefix and to itself apart.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,34 @@ ATTENTION_NAME = "posttrain_packed"
 # 50 and 50 ms, of 512 slots 219 and 201, 8 of 1,024 slots 396 and 265), and need no memory for it.
 APART_FROM = 384
 
-_active: Packing | None = None
 _used = "mask"
+
+
+class _Active:
+    """The packing that attention follows now: one for all threads of the trainer, autograd's among them, or an own one
+    of a thread that computes beside the trainer."""
+
+    def __init__(self) -> None:
+        self.shared: Packing | None = None
+        self.own = threading.local()
+
+    def get(self) -> Packing | None:
+        packing: Packing | None = getattr(self.own, "packing", self.shared)
+        return packing
+
+    def put(self, packing: Packing | None) -> None:
+        if hasattr(self.own, "packing"):
+            self.own.packing = packing
+        else:
+            self.shared = packing
+
+
+_active = _Active()
+
+
+def in_own_thread() -> None:
+    """Let what this thread computes from now on (a reward model's scores) follow no packing of the trainer's."""
+    _active.own.packing = None
 
 
 class packed_attention:
@@ -38,15 +65,13 @@ class packed_attention:
         self.packing = packing
 
     def __enter__(self) -> None:
-        global _active
-        assert _active is None, "packings do not nest"
-        _active = self.packing
+        assert _active.get() is None, "packings do not nest"
+        _active.put(self.packing)
         self.cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def __exit__(self, *_: Any) -> None:
-        global _active
-        _active = None
+        _active.put(None)
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
 
 
@@ -64,7 +89,7 @@ def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers' modules ask for it: by the active packing, else SDPA."""
-    packing = _active
+    packing = _active.get()
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -87,7 +112,7 @@ def kernel_used() -> str:
 
 def active_packing() -> Packing | None:
     """The packing that attention follows now."""
-    return _active
+    return _active.get()
 
 
 def attend(
@@ -132,8 +157,7 @@ def _computed_in(q: Tensor) -> torch.dtype:
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float) -> Tensor:
     """What the slots of ``bucket`` read: ``[S, H, W, D]``, from the whole streams ``[N, H, D]``."""
     own_q = _rows(q, bucket.queries, bucket.num_runs)
-    wanted = torch.backends.cuda.flash_sdp_enabled()  # on a CPU too: a run may ask for another kernel
-    if bucket.prefix is not None and bucket.width >= APART_FROM and wanted and q.device.type == "cpu" and not dropout:
+    if bucket.prefix is not None and bucket.width >= APART_FROM and q.device.type == "cpu" and not dropout:
         sides = [_rows(x, at, bucket.num_runs) for at in (bucket.prefix, bucket.queries) for x in (k, v)]
         assert bucket.is_prefix is not None
         own_q, *sides = (x.to(_computed_in(q)) for x in (own_q, *sides))  # rotated in fp32, values in autocast's type
@@ -222,4 +246,4 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float |
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    return None if _active is not None else sdpa_mask(*args, **kwargs)
+    return None if _active.get() is not None else sdpa_mask(*args, **kwargs)

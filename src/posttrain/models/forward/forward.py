@@ -6,10 +6,10 @@ and only at trained positions; ``[tokens, V]`` never exists whole when it would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
 from posttrain.models.stated_sizes import shortest_window
 from posttrain.types import Batch, Outputs
 from posttrain.world import Within
-
-if TYPE_CHECKING:
-    from posttrain.models.forward.compiled import CompiledLayers
 
 # Logits of at most this many elements exist at a time: on a CPU 64 MiB of them in fp32, on a GPU what keeps it busy.
 MAX_LOGIT_ELEMENTS = 1 << 24
@@ -118,10 +115,9 @@ class Forward:
         precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
             LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
             arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
-        compiled: the layers run through ``torch.compile`` (``compiled.py``).
 
     Raises:
-        UsageError: layers cannot be compiled here, or not packed.
+        UsageError: the model's attention (``model.attention``) does not compute what SDPA does.
     """
 
     def __init__(
@@ -132,7 +128,6 @@ class Forward:
         reads: Reads = "before",
         scores_only: bool = False,
         precision: Precision = "fp32",
-        compiled: bool = False,
     ) -> None:
         assert head is not None or (reads == "before" and not scores_only), "without a head nothing is read"
         self.model = model
@@ -142,17 +137,13 @@ class Forward:
         self.scores_only = scores_only
         own = causal_lm(model).config._attn_implementation
         self._own_attention = "sdpa" if own == ATTENTION_NAME else own  # another pass over this model has packed it
-        self.layers: FusedLayers | CompiledLayers = FusedLayers(causal_lm(model))
-        self.compiled = False  # while it is probed
+        self.layers = FusedLayers(causal_lm(model))
         self.attention = "mask"  # the kernel of the packed path, see ``kernel_used``
         self.precision: Precision = precision
         self.path: Literal["packed", "padded"] = "packed"
         self.window = shortest_window(causal_lm(model).config)
         self.root: Within | None = None  # gathers the shards for a pass
         self.choose_path()
-        self.compiled = compiled
-        if compiled:
-            self.layers = self._compiled_layers()
         self.last_packing: Packing | None = None
         self.last_slots = self.last_tokens = 0  # positions that the last pass computed over, and those with a token
 
@@ -160,8 +151,7 @@ class Forward:
         self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
         """The pass over another model, or with a head, computed as this one is."""
-        how = (self.precision, self.compiled)
-        return Forward(model, self.temperature, head, reads, scores_only, *how)
+        return Forward(model, self.temperature, head, reads, scores_only, self.precision)
 
     @property
     def device(self) -> torch.device:
@@ -279,8 +269,7 @@ class Forward:
 
     def _packed(self, packing: Packing, predicts: bool) -> States:
         base = causal_lm(self.model)
-        linear = nullcontext() if self.compiled else fast_linear()
-        with packed_attention(packing), self.layers, linear, self._products():
+        with packed_attention(packing), self.layers, fast_linear(), self._products():
             hidden = decoder_of(base)(
                 input_ids=packing.tokens[None], position_ids=packing.positions[None], use_cache=False
             ).last_hidden_state[0]
@@ -300,15 +289,6 @@ class Forward:
             where=packing.where,
             is_head_fixed=not any(p.requires_grad for p in lm_head.parameters()),
         )
-
-    def _compiled_layers(self) -> CompiledLayers:
-        from posttrain.models.forward.compiled import CompiledLayers
-
-        if self.path == "padded":
-            raise UsageError(
-                "train.compile: this model's batches are padded, and packed ones are compiled; leave it out"
-            )
-        return CompiledLayers(causal_lm(self.model))
 
     def _products(self) -> AbstractContextManager[Any]:
         """Where the model's products are computed in its ``precision``."""
@@ -421,14 +401,20 @@ class Forward:
         precision = self.precision
         if self.device.type == "cpu":  # a GPU's kernels for fp32 are not wanted where products are in bfloat16
             self.precision = "fp32"
-        self.path = "packed" if self._takes_sdpa and self._packed_agrees() else "padded"
+        named = self._own_attention != "sdpa" and self._takes_sdpa
+        if named and not self._agrees(["padded"]):
+            raise UsageError(
+                f"model.attention: {self._own_attention!r} does not compute what sdpa computes with this model here; "
+                "use sdpa, or another train.precision"
+            )
+        self.path = "packed" if not named and self._takes_sdpa and self._agrees(PATHS) else "padded"
         if self.path == "padded":
             causal_lm(self.model).config._attn_implementation = self._own_attention
         self.precision = precision
 
     @torch.no_grad()
-    def _packed_agrees(self) -> bool:
-        """Compare the log-probabilities of both paths on a small ragged batch with a shared prompt.
+    def _agrees(self, paths: Sequence[Literal["packed", "padded"]]) -> bool:
+        """Compare log-probabilities of SDPA, padded, and of ``paths`` on a small ragged batch with a shared prompt.
 
         The padded path has to be the same under the packed attention's name, too: some models choose their masks by it.
         """
@@ -437,11 +423,14 @@ class Forward:
         was_training = self.model.training
         self.model.eval()
         try:
-            base.config._attn_implementation = self._own_attention
+            base.config._attn_implementation = "sdpa"
             expected = self._probed(batch, "padded")
-            install_packed_attention(base)
+            if self._own_attention == "sdpa":
+                install_packed_attention(base)
+            else:
+                base.config._attn_implementation = self._own_attention
             try:
-                found = [self._probed(batch, path) for path in PATHS]
+                found = [self._probed(batch, path) for path in paths]
             except (TypeError, ValueError, AttributeError, RuntimeError):
                 return False  # modules with another calling convention; the padded path serves them
         finally:

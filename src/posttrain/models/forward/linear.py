@@ -3,16 +3,16 @@
 torch's fp32 products on a CPU go to MKL. Which library is faster depends on the CPU, one core each: AMD EPYC with
 AVX-512 (4352 × 384 × 128) MKL 110, oneDNN 255 GFLOP/s; AMD EPYC with AVX2 only (2400 × 128 × 384) 89 and 82, weight
 gradients 83 and 52, at 64 rows 82 and 62; an Intel Xeon takes 51 microseconds by MKL, 73 by oneDNN (64 × 128 × 384). So
-it is a rule about the CPU, and no race of the moment: two runs on one machine must not differ. A run keeps what it
-began with (``train/loop.py``). The weights stay ordinary parameters.
+it is a rule about the CPU, and no race of the moment: two runs on one machine must not differ. The weights stay
+ordinary parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,28 +27,11 @@ ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.ba
 ONEDNN_LEAST = 1_200_000
 
 
-Products = Literal["onednn", "mkl", "torch"]  # torch: its own, where it was built without MKL
-
-
-def usual_products() -> Products:
-    """The faster library for products on this machine: a function of its kind of CPU alone."""
-    there = [library for library in ("onednn", "mkl") if has_products(library)]
-    return choose_products(_cpu_vendor(), torch.backends.cpu.get_cpu_capability(), there)
-
-
-def choose_products(vendor: str | None, capability: str, there: Collection[str]) -> Products:
-    """As ``usual_products``, of a CPU with this ``vendor_id``, torch's name for its widest vectors, these libraries."""
-    is_faster = vendor != "GenuineIntel" and capability.startswith("AVX512")
-    if "onednn" in there and (is_faster or "mkl" not in there):
-        return "onednn"
-    return "mkl" if "mkl" in there else "torch"
-
-
-def has_products(library: object) -> TypeGuard[Products]:
-    """Whether this torch has the library; what a checkpoint says of it is a stranger's word."""
-    if library == "onednn":
-        return ONEDNN_LINEAR is not None
-    return library == ("mkl" if torch.backends.mkl.is_available() else "torch")
+def _is_faster(vendor: str | None, capability: str) -> bool:
+    """Whether oneDNN is the faster library on a CPU with this ``vendor_id`` and torch's name for its widest vectors."""
+    if ONEDNN_LINEAR is None:
+        return False
+    return not torch.backends.mkl.is_available() or (vendor != "GenuineIntel" and capability.startswith("AVX512"))
 
 
 def _cpu_vendor() -> str | None:
@@ -59,26 +42,12 @@ def _cpu_vendor() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
 
 
-_products: Products = usual_products()
-
-
-def products() -> Products:
-    """The library that products in this process go to."""
-    return _products
-
-
-def use_products(library: Products) -> None:
-    """Let products in this process go to ``library``, one that ``has_products``."""
-    assert has_products(library), f"this torch has no {library}"
-    global _products
-    _products = library
+IS_FASTER = _is_faster(_cpu_vendor(), torch.backends.cpu.get_cpu_capability())
 
 
 def takes_onednn(weight: Tensor) -> bool:
-    """Whether a product with this weight may go to oneDNN: fp32 on a CPU where that is the library."""
-    if _products != "onednn":
-        return False
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
+    """Whether a product with this weight goes to oneDNN: fp32 on a CPU where that is the faster library."""
+    return IS_FASTER and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -114,7 +114,7 @@ def choose_panels(rows: Sequence[MetricsRow], headline: Headline = ACCURACY) -> 
 
 
 def _part_panels(rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoint]) -> Iterator[Panel]:
-    """Of a mixture, what is told of its parts; prompts where a curriculum changes them."""
+    """Of a mixture, what is told of its parts; prompts where their share changes."""
     recorded = dict.fromkeys(name for row in rows for name in row.metrics if ":" in name and "/" not in name)
     for metric, (title, caption, is_share) in _BY_PART.items():
         parts = {name: name.rpartition(":")[0] for name in recorded if name.rpartition(":")[2] == metric}
@@ -122,7 +122,7 @@ def _part_panels(rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoi
         for name, part in parts.items():
             series += _evaluation_series(evaluations, name, f"{part}, held-out")
         if metric == "prompts" and all(len(set(s.ys)) == 1 for s in series):
-            continue  # no curriculum: each part has its share in every step
+            continue  # each part has its share in every step
         if series:
             yield Panel(title, caption, series, is_share)
 

@@ -1,8 +1,7 @@
 """Where batches come from: a data set or rollouts; each a function of the step.
 
-A source owns no state that would have to be saved: rows and random numbers are functions of (seed, step), and under a
-curriculum of what was recorded. That of rollouts keeps the batch that it is in the middle of. Which of its rows a
-source takes for a batch says its ``RowOrder``.
+A source owns no state that would have to be saved: rows and random numbers are functions of (seed, step). That of
+rollouts keeps the batch that it is in the middle of. A ``RowOrder`` says which rows a batch takes.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
-from posttrain.randomness import draw_indices
-from posttrain.tasks.base import Task
+import numpy as np
+
+from posttrain.errors import UsageError
+from posttrain.randomness import draw_indices, permutation
+from posttrain.tasks.base import Task, TaskPart
 from posttrain.types import Batch, Rollout
-
-if TYPE_CHECKING:  # a run imports only what its recipe asks for
-    from posttrain.train.sources.mixed_order import Curriculum
 
 
 @dataclass(slots=True)
@@ -44,14 +44,10 @@ def num_batches(passes: float, num_examples: int, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The rows of one round: their places among those that a source has, and in which pass over them each stands.
-
-    ``skipped``: by part, how many rows were passed over because they rest.
-    """
+    """The rows of one round: their places among those that a source has, and in which pass over them each stands."""
 
     places: list[int]
     passes: list[int]
-    skipped: dict[str, int] = field(default_factory=dict)
 
 
 class RowOrder(Protocol):
@@ -60,36 +56,16 @@ class RowOrder(Protocol):
     def turn(self, batch: int, attempt: int = 0) -> Turn:
         """The rows of round ``attempt`` of a batch."""
 
-    def record(self, batch: int, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Take note of what came of all that was sampled for a batch, round by round."""
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the step, as plain data for JSON."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take back what ``state`` gave."""
-
-
-def row_order(
-    seed: int,
-    purpose: str,
-    size: int,
-    task: Task,
-    rows: Sequence[Any],
-    curriculum: Curriculum | None = None,
-    *,
-    further: int = 0,
-) -> RowOrder:
+def row_order(seed: int, purpose: str, size: int, task: Task, rows: Sequence[Any], *, further: int = 0) -> RowOrder:
     """The order of a source's ``rows``; of a mixture these are the names of their parts.
 
     Raises:
         UsageError: a part of a mixture has no row.
     """
-    if not task.parts:
-        return PlainOrder(seed, purpose, size, len(rows), further)
-    from posttrain.train.sources.mixed_order import MixedOrder
-
-    return MixedOrder(seed, purpose, size, task.parts, rows, further=further, curriculum=curriculum)
+    if task.parts:
+        return MixedOrder(seed, purpose, size, task.parts, rows, further)
+    return PlainOrder(seed, purpose, size, len(rows), further)
 
 
 @dataclass(frozen=True)
@@ -115,11 +91,70 @@ class PlainOrder:
         places = draw_indices(self.seed, order, start, self.size, self.there)
         return Turn(places, [position // self.there for position in range(start, start + self.size)])
 
-    def record(self, batch: int, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Nothing depends on it."""
 
-    def state(self) -> dict[str, Any]:
-        return {}
+class MixedOrder:
+    """Parts of a mixture take turns by weight (``tasks/mixture.next_turn``), each in an order of its own.
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Nothing beside the step."""
+    Every batch has its share of each part. The row that a part gives is a function of (seed, part, how many it gave
+    before). Further rounds of a batch have the same shares and follow orders of their own.
+
+    Args:
+        size: rows of a batch. part_of: the name of each row's part.
+
+    Raises:
+        UsageError: a part has no row.
+    """
+
+    def __init__(
+        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], part_of: Sequence[str], further: int = 0
+    ) -> None:
+        self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
+        self.names, self.weights = [part.name for part in parts], [part.weight for part in parts]
+        self.rows = [[place for place, name in enumerate(part_of) if name == part] for part in self.names]
+        for name, rows in zip(self.names, self.rows, strict=True):
+            if not rows:
+                raise UsageError(
+                    f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
+                    "to learn from. Leave the part out, or make room for it (data.max_tokens, prompt.max_prompt_tokens)"
+                )
+        self._at = 0, [0] * len(parts)  # a batch, and how many rows each part gave before it
+
+    def turn(self, batch: int, attempt: int = 0) -> Turn:
+        given = self._given(batch)
+        parts = self._parts(list(given))
+        at = list(given)
+        if attempt:
+            each = [parts.count(part) for part in range(len(self.names))]
+            at = [g * self.further + (attempt - 1) * n for g, n in zip(given, each, strict=True)]
+        turn = Turn([], [])
+        for part in parts:
+            rows = self.rows[part]
+            in_pass, offset = divmod(at[part], len(rows))
+            order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}"
+            turn.places.append(rows[int(_permuted(self.seed, order, in_pass, len(rows))[offset])])
+            turn.passes.append(in_pass)
+            at[part] += 1
+        return turn
+
+    def _given(self, batch: int) -> list[int]:
+        at, given = self._at if self._at[0] <= batch else (0, [0] * len(self.names))
+        given = list(given)
+        for _ in range(at, batch):
+            self._parts(given)
+        self._at = batch, given
+        return given
+
+    def _parts(self, turns: list[int]) -> list[int]:
+        """Return the parts of a batch's rows in order; ``turns`` that each had before go on with them."""
+        from posttrain.tasks.mixture import next_turn
+
+        parts = []
+        for _ in range(self.size):
+            parts.append(next_turn(self.weights, turns))
+            turns[parts[-1]] += 1
+        return parts
+
+
+@lru_cache(maxsize=64)
+def _permuted(seed: int, order: str, in_pass: int, size: int) -> np.ndarray:
+    return permutation(seed, order, in_pass, size)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,9 +24,6 @@ from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Sample, collate
-
-if TYPE_CHECKING:
-    from posttrain.train.sources.mixed_order import Curriculum
 
 FIXED_CHUNK = 256
 UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
@@ -86,7 +83,7 @@ class SupervisedSource:
 
     ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
     steps. Streams that stay as they are (reference log-probabilities) are computed once for the whole data
-    set, and kept in the folder ``cache`` with a hash of the rows and of the reference. ``curriculum``: of a mixture.
+    set, and kept in the folder ``cache`` with a hash of the rows and of the reference.
     ``draws``: False where no batch is asked for by its step.
     """
 
@@ -101,7 +98,6 @@ class SupervisedSource:
         shape: Shape = "demonstration",
         streams: Streams | None = None,
         cache: Path | None = None,
-        curriculum: Curriculum | None = None,
         draws: bool = True,
     ) -> None:
         assert recipe.data is not None
@@ -138,7 +134,7 @@ class SupervisedSource:
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
-            self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units, curriculum)
+            self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units)
         names = [] if streams is None else streams.fixed
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
@@ -173,6 +169,9 @@ class SupervisedSource:
 
     def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
         """Nothing to restore: what a stranger's checkpoint says here is not read."""
+
+    def wait(self) -> None:
+        """Nothing is sampled."""
 
     def take_notices(self) -> list[str]:
         """Nothing: the data are counted when the run begins."""

@@ -30,13 +30,12 @@ from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
 from posttrain.train.sources import TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
-from posttrain.types import Batch, Completion, Rollout, Sample, collate
+from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
     from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.feedback import Feedback
-    from posttrain.train.sources.mixed_order import Curriculum
 
 Groups = list[list[Rollout]]
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
@@ -82,7 +81,6 @@ class RolloutSource:
         streams: Streams,
         feedback: Feedback | None = None,
         stage: Stage | None = None,
-        curriculum: Curriculum | None = None,
     ) -> None:
         assert recipe.rollout is not None
         self.options, self.seed = recipe.rollout, recipe.train.seed
@@ -93,6 +91,7 @@ class RolloutSource:
         self.select, self.rows_per_unit = select, rows_per_unit
         self.turn_weight = sum(word.weight for word in recipe.rewards if word.name == "turn_rewards")
         self.credit, self.streams, self.feedback = credit, streams, feedback
+        self.world = streams.world  # of the processes that sample together
         limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
         self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
         self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
@@ -105,7 +104,7 @@ class RolloutSource:
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
         size = self.options.prompts
-        self.order = row_order(self.seed, "prompts", size, task, rows, curriculum, further=further)
+        self.order = row_order(self.seed, "prompts", size, task, rows, further=further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -152,14 +151,13 @@ class RolloutSource:
         held = {} if self.ahead is None else self.ahead.held(step)
         if step % self.updates == 0 or self._batch is None:
             return held or None
-        from posttrain.train.sources.messages import write_batch
+        from posttrain.train.sources.stored import write_batch
 
         return held | write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the step, as plain data."""
-        recorded = self.order.state()
-        return {"kl_weight": self.credit.kl_weight, **({"order": recorded} if recorded else {})}
+        return {"kl_weight": self.credit.kl_weight}
 
     def restore(
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
@@ -170,12 +168,11 @@ class RolloutSource:
             CheckpointError: it is not what they give.
         """
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
-        self.order.restore(state.get("order", {}))
         if self.ahead is not None:
             self.ahead.restore(rollout_buffer or {}, vocabulary)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
             return
-        from posttrain.train.sources.messages import read_batch
+        from posttrain.train.sources.stored import read_batch
 
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
@@ -184,13 +181,18 @@ class RolloutSource:
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def take_notices(self) -> list[str]:
-        """What trains nothing, once; and what the process that samples ahead has to say."""
+        """Return what trains nothing, once."""
         said = [message for message, was_said in self._notices.items() if not was_said]
         self._notices |= dict.fromkeys(said, True)
-        return said + ([] if self.ahead is None else self.ahead.take_notices())
+        return said
+
+    def wait(self) -> None:
+        """Return when nothing is being sampled."""
+        if self.ahead is not None:
+            self.ahead.wait()
 
     def close(self) -> None:
-        """End the process that samples, where there is one."""
+        """End the thread that samples, where there is one."""
         if self.ahead is not None:
             self.ahead.close()
 
@@ -209,7 +211,8 @@ class RolloutSource:
             self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
         drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
-        self.engine.rest()
+        if self.ahead is None or not self.ahead.in_thread:
+            self.engine.rest()
         sampled, chosen = drawn.sampled, self._played(drawn.chosen)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
@@ -234,69 +237,66 @@ class RolloutSource:
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
-            metrics |= self._describe_parts(cycle, sampled, chosen, trained)
-            self.order.record(cycle, sampled)
+            metrics |= self._describe_parts(sampled, chosen, trained)
         if self.ahead is not None:
-            metrics |= self.ahead.describe(cycle, drawn)
-        timing = drawn.timing | {
-            "sync_seconds": syncing,
-            "score_seconds": grading,
-            "fill_seconds": time.perf_counter() - scored,
-            "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
-        }
+            metrics["staleness"] = float(cycle - drawn.version)
+        timing = (
+            {"sync_seconds": syncing}
+            | drawn.timing
+            | {
+                "score_seconds": grading,
+                "fill_seconds": time.perf_counter() - scored,
+                "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
+            }
+        )
         return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
 
-    def _describe_parts(self, cycle: int, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
+    def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
         """Of each part of a mixture what ``describe_rollouts`` says first of all, and how many prompts of it there are.
 
-        ``prompts``: that were sampled for; ``trained``: that are trained on. ``skipped``: passed over by a curriculum.
+        ``prompts``: that were sampled for; ``trained``: that are trained on.
         """
         trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
-        rounds = [self.order.turn(cycle, attempt) for attempt in range(len(sampled) // self.options.prompts)]
         facts: dict[str, float] = {}
         for name in self.parts:
             own = [group for group in sampled if group[0].example.meta["part"] == name]
             about = {"prompts": float(len(own)), "trained": float(trained[name])}
-            if skipped := sum(turn.skipped.get(name, 0) for turn in rounds):
-                about["skipped"] = float(skipped)
             if any(not r.has_failed for group in own for r in group):
                 means = describe_rollouts(own, self.grader.format_part)
                 about |= {key: means[key] for key in OF_A_PART if key in means}
             facts |= {f"{name}:{key}": value for key, value in about.items()}
         return facts
 
-    def draw(self, step: int, cycle: int, *, begins: Callable[[int], None] = lambda attempt: None) -> Drawn:
-        """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``.
-
-        ``begins`` is told of every round of sampling, further ones that ``drop_uniform_groups`` makes included.
-        """
+    def draw(self, step: int, cycle: int) -> Drawn:
+        """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``."""
         started, grading = time.perf_counter(), 0.0
         sampled: Groups = []
         drawn: Drawn | None = None
         while drawn is None:
             attempt = len(sampled) // self.options.prompts
-            begins(attempt)
-            groups, seconds = self.collect(self.request(cycle, step, attempt))
+            machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
+            sampler = Sampler(*machine, world=self.world, stage=self.stage)
+            groups, seconds = collect(sampler, self._request(cycle, step, attempt))
             grading += seconds
             sampled += groups
-            drawn = self.choose(sampled, cycle)
+            drawn = self._choose_groups(sampled, cycle)
         generating = time.perf_counter() - started - grading
         drawn.timing |= {"generate_seconds": generating, "score_seconds": grading}
         return drawn
 
-    def choose(self, sampled: Groups, cycle: int) -> Drawn | None:
+    def _choose_groups(self, sampled: Groups, cycle: int) -> Drawn | None:
         """The batch out of all that was sampled for it; None where a further round is to be sampled."""
         options = self.options
-        fitting = [g for g in sampled if self.fits(g)]
+        fitting = [g for g in sampled if self._fits(g)]
         rest: Groups = []
         if options.drop_uniform_groups and len(fitting) < options.prompts:
             if len(sampled) < options.max_rounds * options.prompts:
                 return None
             # the bound is reached: fill up, mostly with groups that add nothing
-            rest = [g for g in sampled if not self.fits(g)]
+            rest = [g for g in sampled if not self._fits(g)]
         return Drawn(sampled, (fitting + rest)[: options.prompts], len(fitting) / len(sampled), cycle, {})
 
-    def fits(self, group: Sequence[Rollout]) -> bool:
+    def _fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
         played = [r for r in group if not r.has_failed]
         if not self.options.drop_uniform_groups:
@@ -352,7 +352,7 @@ class RolloutSource:
             return units
         return [unit for unit in units if not any(groups[n][g].completion.is_truncated for n, g in unit)]
 
-    def request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
+    def _request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
         """What round ``attempt`` of a rollout batch, whose first update is ``step``, asks for."""
         turn = self.order.turn(cycle, attempt)
         places = turn.places
@@ -366,14 +366,6 @@ class RolloutSource:
             prompt_indices=[self.kept[p] for p in places],
             passes=turn.passes,
         )
-
-    def collect(
-        self, request: RolloutRequest, said: Sequence[Sequence[Completion]] | None = None
-    ) -> tuple[Groups, float]:
-        """A round of sampling, graded, and the seconds of grading; ``said`` where its completions are there already."""
-        machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
-        sampler = Sampler(*machine, world=self.streams.world, stage=self.stage)
-        return collect(sampler, request, said)
 
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         needs = self.streams.needs

@@ -1,4 +1,4 @@
-"""A drawn batch as plain data: for the pipe from the process that samples ahead, and for a checkpoint.
+"""A sampled batch as plain data: for a checkpoint, and for the other processes that train.
 
 Numbers come back bit for bit.
 """
@@ -65,10 +65,9 @@ def check_written(stated: Mapping[str, Any], source: RolloutSource, vocabulary: 
         raise ValueError("other groups")
     for rollout in (rollout for rollouts in stated["sampled"] for rollout in rollouts):
         completion = rollout["completion"]
-        ids, version, own = completion["ids"], completion["version"], completion["own"]
-        versions = ids if isinstance(version, int) else version
-        _COUNTS.validate_python([version] if isinstance(version, int) else version, strict=True)
-        per_token = (completion["logprobs"], versions, ids if own is None else own)
+        ids, own = completion["ids"], completion["own"]
+        _COUNTS.validate_python([completion["version"]], strict=True)
+        per_token = (completion["logprobs"], ids if own is None else own)
         if {len(numbers) for numbers in per_token} != {len(ids)} or not parts <= rollout["parts"].keys():
             raise ValueError("other lengths or rewards")
         if not all(0 <= token < vocabulary for token in ids):
