@@ -21,7 +21,6 @@ from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.file_kinds import kind_of_file
 from posttrain.models.forward.precision import keep_angles_exact
-from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import (
     SCORE,
     base_of,
@@ -188,6 +187,8 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     named = tokenizer.chat_template or {}
     for template in named.values() if isinstance(named, dict) else (named,):
         if template != CHAT_TEMPLATE:  # our own
+            from posttrain.models.patterns import check_chat_template
+
             check_chat_template(template, f"model.name: {source}: ")
     tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
