@@ -120,6 +120,8 @@ class NativeEngine(Engine):
         self.needs_lean: tuple[str, str] | None = None  # the option that no other path serves, and its value
         self.cuda_graphs = cuda_graphs
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
+        # Ends the rows of a prompt whose answers nobody awaits any more, with ``length``.
+        self.is_abandoned: Callable[[int], bool] | None = None
 
     @property
     def path(self) -> Path:
@@ -233,6 +235,7 @@ class NativeEngine(Engine):
             work = (decoder, prompts, rows, sampling, self.slots)
             if respondent is None:
                 schedule = Schedule(*work)
+                schedule.is_abandoned = self.is_abandoned
                 if self.cuda_graphs:
                     schedule.record()
                 schedule.run()
