@@ -290,8 +290,6 @@ COMMANDS = {
                             "interpret.features:run_sae_features", keys=()),
     "sae diff": Command("what training changed: two models seen through the same features",
                         "interpret.sae:run_sae_diff", "interpret.sae:add_diff_options", ANY),
-    "completion": Command("print what makes a shell complete commands, recipes, runs and keys",
-                          "options.completion:run_completion", runs=False),
 }  # fmt: skip
 
 
@@ -424,8 +422,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["__complete"]:  # asked by the script of a shell
-        return int(imported("options.completion:answer")(arguments[1:], lambda command: build_parser(command)[1]))
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()

@@ -60,7 +60,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     ],
     "study": [["own/study.yaml", "--dry-run"]],
     "pipeline": [["own/pipeline.yaml", "--dry-run"]],
-    "completion": [],
     "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
     "feedback": [

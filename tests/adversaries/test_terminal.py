@@ -33,7 +33,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("study",): ["study/over-optimization", "--dry-run"],
     ("pipeline",): ["pipeline/tiny", "--dry-run"],
     ("feedback",): ["tiny", "--principles", "no/such/file"],
-    ("completion",): ["bash"],
     ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],
