@@ -193,7 +193,6 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
     parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--colours", action="store_true", help="show how sure the model was of each token")
 
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:

@@ -45,6 +45,7 @@ GONE = {
     "prmbench": "prm800k or math_shepherd, or preferences with your file of steps",
     "sycophancy": "jsonl, with your questions as task.path",
     "opinion": "numeric, exact or multiple_choice",
+    "posttrain chat --colours": "the probabilities of `/v1/chat/completions` (`posttrain serve`, logprobs)",
     "posttrain completion": "`posttrain recipes` and `posttrain explain`, which list the names",
     "posttrain runs list --recipe": "a pattern of names, `--state` or `--tag`",
     "posttrain runs list --objective": "a pattern of names, `--state` or `--tag`",

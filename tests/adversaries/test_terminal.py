@@ -232,10 +232,9 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.commands.chat.conversation import SpokenToken
 
-    spoken = [SpokenToken(HOSTILE, -0.1, 0.3, ((HOSTILE, -0.1),))]
+    spoken = [SpokenToken(HOSTILE, -0.1)]
     monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter(spoken))
-    for colours in ([], ["--colours"]):
-        assert show(["chat", "tiny", "--max-tokens", "2", *colours]).count(SEEN) >= 2
+    assert show(["chat", "tiny", "--max-tokens", "2"]).count(SEEN) >= 2
 
 
 def test_a_reward_that_raises_and_prints(show: Show, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,17 @@ def test_a_blank_message_is_refused_and_nothing_is_remembered(conversation) -> N
     assert conversation.messages == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temprature", "1", "Did you mean 'temperature'"),
+        ("temperature", "-1", "temperature must be a number of at least 0, not '-1'"),
+        ("temperature", "nan", "temperature must be"),
+        ("top_p", "0", "top_p must be a number above 0, at most 1"),
+        ("top_k", "1.5", "top_k must be a whole number"),
+        ("max_tokens", "", "max_tokens must be"),
+    ],
+)
 def test_settings_are_checked(name: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         change_controls(Controls(), name, value)
@@ -141,7 +152,7 @@ def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 
 def test_a_session(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = f"/help\n/again\n{QUESTION}\n/again\n/set temperature 0\n/set temprature 0\n/colours\n/what\n/quit\nnever\n"
+    lines = f"/help\n/again\n{QUESTION}\n/again\n/set temperature 0\n/set temprature 0\n/what\n/quit\nnever\n"
     assert chat(lines, monkeypatch) == 0
     out = capsys.readouterr().out
     assert "nothing was asked yet" in out

@@ -101,7 +101,7 @@ def test_actions_are_those_of_the_commands(root: Path, talk: Talk, tmp_path: Pat
     assert checkpoint_steps(root / "alpha" / "checkpoints") == [2, 3]
     talk("3", f"e {tmp_path / 'out'}", "q")
     assert sorted(os.listdir(tmp_path / "out")) == ["README.md", "config.json", "recipe.yaml"]
-    text, prompts = talk("2", "d", "", "d", "yes", "q")
+    _, prompts = talk("2", "d", "", "d", "yes", "q")
     assert prompts[2].startswith("Delete 1 run, ")
     assert prompts[-1] == "runs> "
     assert run_names(root) == ["alpha", "gamma"]

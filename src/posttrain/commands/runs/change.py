@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -231,36 +230,10 @@ def delete_runs(
         total += size
         say(console, line)
     what = f"{counted(len(places), 'comparison' if above else 'run')}, {show_bytes(total)}"
-    for line in _recordings_that_stay(root, places):
-        say(console, line)
     if _may_delete(console, what, ask, dry_run):
         freed = sum(delete(root, place) for place in places)
         freed += sum(finish_deletions(root).values())
         say(console, f"deleted {what}" if freed == total else f"deleted, {show_bytes(freed)} freed")
-
-
-def _recordings_that_stay(root: str, places: Sequence[Place]) -> list[str]:
-    """Of dictionaries that would go, a line about the activations that they were trained on, which others may share."""
-    going = {place.name for place in places}
-    if not any(_trained_dictionary(place) for place in places):
-        return []
-    from posttrain.interpret.dictionaries.recording import sharing
-
-    lines = []
-    for folder, users in sharing(Path(root)).items():
-        others = [name for name in users if name not in going]
-        if len(others) < len(users):
-            unused = f"no other run uses them; to delete them: rm -r {shlex.quote(str(folder))}"
-            then = f"{', '.join(others)} {'shares' if len(others) == 1 else 'share'} them" if others else unused
-            lines.append(f"the activations in {folder} stay, {show_bytes(disk_bytes(folder))}: {then}")
-    return lines
-
-
-def _trained_dictionary(place: Place) -> bool:
-    try:
-        return not place.is_comparison and "dictionary" in RunDirectory(place.path).read_recipe()
-    except DataError:  # a damaged run can be deleted, too
-        return False
 
 
 def describe(root: str, place: Place) -> tuple[int, str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from posttrain.commands.console import open_console, say
-from posttrain.commands.runs.change import locate_run, run_delete, run_export, run_prune, run_resume, run_tag
-from posttrain.commands.runs.show import NUM_LISTED, print_runs, run_show
+from posttrain.commands.runs.change import answer_of, delete_runs, export_to, locate_run, prune_runs, resume
+from posttrain.commands.runs.show import NUM_LISTED, print_run, print_runs
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.runs.lineage import find_links_around
+from posttrain.runs.lineage import find_links, find_links_around
 from posttrain.runs.listing import list_runs
+from posttrain.runs.notes import change_tags
+from posttrain.runs.removal import parse_keep
+from posttrain.untrusted import harmless
 
 TOP = "NUMBER or NAME open · f TEXT filter · l list · q quit"
 ONE = "s show · t +TAG -TAG tag · p [best,last] prune · e PLACE export · r resume · d delete · b back · q quit"
@@ -87,27 +88,26 @@ class Menu:
             self._change("s")
 
     def _change(self, command: str, *words: str) -> None:
-        keep, target = (words or ("best,last",))[0], (words or ("",))[0]
-        actions: dict[str, tuple[Callable[[argparse.Namespace], int], dict[str, object]]] = {
-            "s": (run_show, {}),
-            "t": (run_tag, {"tags": words}),
-            "p": (run_prune, {"all": False, "keep": keep}),
-            "e": (run_export, {"to": target, "weights": None, "merge": False}),
-            "r": (run_resume, {"steps": None, "quiet": False, "accept_changes": False}),
-            "d": (run_delete, {"step": None, "force": False}),
-        }
-        if command == "b":
+        place, console = locate_run(self.root, self.opened), open_console()
+        if command == "s":
+            print_run(console, place.path, place.name, find_links(self.root, of=place.name))
+        elif command == "t":
+            say(console, f"{place.name}: {' '.join(change_tags(place.path, words).tags) or 'no tags'}")
+        elif command == "p":
+            prune_runs(console, self.root, [place], parse_keep(words[0] if words else "best,last"), _ask)
+        elif command == "e" and words:
+            export_to(console, self.root, place, words[0])
+        elif command == "r":
+            resume(self.root, place)
+        elif command == "d":
+            delete_runs(console, self.root, [place], _ask)
+        elif command != "b":
+            missing = "give a new folder, or a file that ends in .tar.gz: e PLACE"
+            raise UsageError(missing if command == "e" else f"there is no {command!r} in this menu")
+        if command == "b" or not place.path.exists():
             self.opened = ""
-        elif command not in actions:
-            raise UsageError(f"there is no {command!r} in this menu")
-        elif command == "e" and not words:
-            raise UsageError("give a new folder, or a file that ends in .tar.gz: e PLACE")
-        else:
-            common: dict[str, object] = {"runs_dir": self.root, "name": self.opened, "names": [self.opened]}
-            common |= {"state": [], "tag": [], "yes": False, "dry_run": False}
-            action, options = actions[command]
-            action(argparse.Namespace(**common, **options))
-            if not (Path(self.root) / self.opened).exists():  # it was deleted
-                self.opened = ""
-        if not self.opened:
             self.list()
+
+
+def _ask(question: str) -> bool:
+    return answer_of(input(f"{harmless(question)} [y/N] "))

@@ -94,16 +94,6 @@ def recorded_for(run: Path) -> Path | None:
     return next((place for place in places if (place / INDEX).is_file()), None)
 
 
-def sharing(root: Path) -> dict[Path, list[str]]:
-    """The shared recordings below ``root``, each with the names of the runs that were trained on it."""
-    used: dict[Path, list[str]] = {place.parent: [] for place in sorted((root / ACTIVATIONS).glob(f"*/{INDEX}"))}
-    for note in sorted(root.glob(f"*/{USED}")):
-        place = recorded_for(note.parent)
-        if place in used:
-            used[place].append(note.parent.name)
-    return used
-
-
 def forget_recorded(run: Path) -> None:
     """Take back what ``open_or_record`` wrote into a run that came to nothing; what is shared stays."""
     (run / USED).unlink(missing_ok=True)
