@@ -193,7 +193,6 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
     parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--colours", action="store_true", help="show how sure the model was of each token")
 
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:
@@ -288,8 +287,6 @@ COMMANDS = {
                             "interpret.features:run_sae_features", keys=()),
     "sae diff": Command("what training changed: two models seen through the same features",
                         "interpret.sae:run_sae_diff", "interpret.sae:add_diff_options", ANY),
-    "completion": Command("print what makes a shell complete commands, recipes, runs and keys",
-                          "options.completion:run_completion", runs=False),
 }  # fmt: skip
 
 
@@ -423,8 +420,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["__complete"]:  # asked by the script of a shell
-        return int(imported("options.completion:answer")(arguments[1:], lambda command: build_parser(command)[1]))
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
     if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
         importlib.import_module("posttrain.runs.children").end_with_parent()

@@ -419,24 +419,6 @@ def test_the_table_of_a_comparison_is_its_own(root: Path, capsys: pytest.Capture
     assert "finished 0 of 1 runs" in shown
 
 
-def test_texts_of_a_megabyte_leave_a_page_that_can_be_drawn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain import untrusted
-    from posttrain.commands.chat.studio_records import Archive
-
-    monkeypatch.setattr(untrusted, "MAX_SHOWN", 4000)  # two samples: four texts and the id, which is short
-    path = root / "bad" / "rollouts.db"
-    db = sqlite3.connect(path)
-    db.execute("UPDATE rollouts SET prompt = ?, completion = ?, answer = ?", ["a" * 10**6, "\x1b" * 10**6, "c" * 10**6])
-    db.commit()
-    db.close()
-    page = Archive(root).draw_rollouts("bad", "training", None, None, None, "")
-    left = "[... 999,000 characters are left out here ...]"
-    assert [page.count(f"{a * 500} {left} {a * 500}") for a in ("a", "\\x1b", "c")] == [1, 1, 1]
-    assert len(page) < 10_000
-    marked = Archive(root).draw_rollouts("bad", "training", None, None, None, "a")
-    assert marked.count('<span class="marked">a</span>') == 200 + 3  # of the prompt, and of the note in the completion
-
-
 def test_what_has_room_is_shown_whole() -> None:
     from posttrain.untrusted import MAX_SHOWN, fitting
 

@@ -181,45 +181,6 @@ def test_the_original_recipe_puts_an_edited_one_back(home: Path) -> None:
     assert "recipe.yaml had been changed, and is again what was trained with" in (folder / "log.txt").read_text()
 
 
-def older_state(folder: Path, **train: Any) -> None:
-    """The checkpoint of step 2 as an earlier version wrote it: with a hash over all but ``track``, and no counts."""
-    import hashlib
-
-    place = folder / "checkpoints" / "step-000002"
-    state = json.loads((place / "state.json").read_text())
-    stored = yaml.safe_load((folder / "recipe.yaml").read_text())
-    stored["train"] |= train
-    stored.pop("track", None)
-    state["recipe"] = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
-    del state["settings"], state["records"]
-    (place / "state.json").write_text(json.dumps(state))
-    (place / "manifest.json").unlink()
-    seal(place, 2)
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on(home: Path) -> None:
-    older_state(home / "runs" / "a")
-    assert resume() == 0
-
-
-def test_one_that_finished_and_was_given_more_steps_goes_on(home: Path) -> None:
-    older_state(home / "runs" / "a", steps=2)
-    assert resume() == 0
-
-
-@pytest.mark.parametrize("damage", ["edited recipe", "no metrics"])
-def test_an_earlier_version_is_looked_at_as_far_as_it_tells(
-    home: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = home / "runs" / "a"
-    older_state(folder)
-    DAMAGE[damage][0](folder)
-    assert resume() == 2
-    expected = {"edited recipe": "recipe.yaml: changed since step 2 was saved", "no metrics": "2 of 2 lines"}
-    assert expected[damage] in " ".join(capsys.readouterr().err.split())
-    assert resume("--accept-changes") == 0
-
-
 def test_the_flag_alone_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "mine.yaml", "--accept-changes"]) == 2
     assert "give --resume as well" in capsys.readouterr().err

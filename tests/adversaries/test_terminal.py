@@ -32,7 +32,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("compare",): ["compare/ppo-grpo-dpo", "--dry-run"],
     ("study",): ["study/over-optimization", "--dry-run"],
     ("pipeline",): ["pipeline/tiny", "--dry-run"],
-    ("completion",): ["bash"],
     ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],
@@ -232,10 +231,9 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.commands.chat.conversation import SpokenToken
 
-    spoken = [SpokenToken(HOSTILE, -0.1, 0.3, ((HOSTILE, -0.1),))]
+    spoken = [SpokenToken(HOSTILE, -0.1)]
     monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter(spoken))
-    for colours in ([], ["--colours"]):
-        assert show(["chat", "tiny", "--max-tokens", "2", *colours]).count(SEEN) >= 2
+    assert show(["chat", "tiny", "--max-tokens", "2"]).count(SEEN) >= 2
 
 
 def test_a_reward_that_raises_and_prints(show: Show, stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:

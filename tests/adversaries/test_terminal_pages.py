@@ -13,7 +13,7 @@ from jinja2 import UndefinedError
 from posttrain.evals.tables import TextTable
 from posttrain.reports.charts.panels import Panel, Series
 from posttrain.reports.evaluation import quoted
-from posttrain.reports.page import draw, render
+from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_comparison, render_study
 from posttrain.runs.directory import RunDirectory
@@ -125,11 +125,3 @@ def test_every_page_is_drawn_by_the_one_shell() -> None:
 def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="title"):
         render("page.jinja")
-
-
-def test_a_reply_is_not_escaped_twice_and_a_bare_text_is_no_reply() -> None:
-    reply = draw("studio.jinja", "reply", [(EVIL, "", EVIL)], EVIL, "")
-    once = draw("studio.jinja", "conversation", [], reply)
-    assert reply in once
-    assert Tags(draw("studio.jinja", "conversation", [], EVIL)).tags == ["div"] * 3
-    assert Tags(once).tags == ["div"] * 3 + ["span"] * 2

@@ -120,13 +120,6 @@ def test_a_blank_message_is_refused_and_nothing_is_remembered(conversation) -> N
     assert conversation.messages == []
 
 
-def test_the_likely_tokens_come_with_each(conversation) -> None:
-    for token in conversation.reply(QUESTION):
-        assert len(token.likely) == module.NUM_LIKELY
-        assert token.likely[0][1] >= token.logprob - 1e-6
-        assert token.entropy >= 0
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -159,7 +152,7 @@ def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 
 def test_a_session(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = f"/help\n/again\n{QUESTION}\n/again\n/set temperature 0\n/set temprature 0\n/colours\n/what\n/quit\nnever\n"
+    lines = f"/help\n/again\n{QUESTION}\n/again\n/set temperature 0\n/set temprature 0\n/what\n/quit\nnever\n"
     assert chat(lines, monkeypatch) == 0
     out = capsys.readouterr().out
     assert "nothing was asked yet" in out

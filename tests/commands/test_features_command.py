@@ -5,24 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from posttrain.cli import main
 from posttrain.commands.chat.conversation import Controls
-from posttrain.commands.chat.studio_chat import NOBODY, Session, Stage
+from posttrain.commands.chat.studio import Library, answer
 from posttrain.commands.interpret.steering import read_changes, read_steering
-from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.exchange import save_dictionary
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.sections import Word
-from posttrain.runs.models import find_source
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
 D, FEATURES = 128, 24
@@ -173,22 +169,16 @@ def test_changes_as_text() -> None:
 
 
 def test_one_side_of_the_studio_is_steered() -> None:
-    def replies(**steering: Any) -> list[list[str]]:
-        stage = Stage(
-            lambda _: open_model(find_source("tiny", "runs"), Word(name="r1_zero", preamble="")), lambda _: None
-        )
-        session = Session()
-        controls = Controls(0.0, max_tokens=6)
-        list(stage.answer(session, TEXTS[0], ["tiny", "tiny"], controls, "", NOBODY, "nothing", **steering))
-        return [[token.text for token in speaker.tokens] for speaker in session.speakers]
+    library = Library(["tiny"], "runs")
+    controls = Controls(0.0, max_tokens=6)
 
-    left, right = replies()
+    def replies(features: str) -> list[str]:
+        *_, sides = answer(library, None, TEXTS[0], ["tiny", "tiny"], controls, steering=("sae", features, "left"))
+        return [side.text for side in sides]
+
+    left, right = replies("")
     assert left == right
-
-    def steer(side: int, model: Any) -> Any:
-        return read_steering("3=60", "sae", model, "runs") if side == 0 else None
-
-    steered, plain = replies(steer=steer)
+    steered, plain = replies("3=60")
     assert plain == right
     assert steered != plain
     with pytest.raises(UsageError, match="name the dictionary"):

@@ -1,4 +1,4 @@
-"""What stands behind the endpoints of `posttrain serve`: batches, streams, ends of answers, and the doorway."""
+"""Batches, streams, ends of answers, records and access control of `posttrain serve`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.commands.serve.answering import Answerer, Order
-from posttrain.commands.serve.speech import Speech
+from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder, Token
+from posttrain.engines.base import Sampling
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import RunFailure
 from posttrain.runs.models import find_source
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.application import Api, ApiDoor
+from posttrain.commands.serve.application import Access, Api
 
 PORT = 8000
 
@@ -38,8 +39,12 @@ def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def order(
     opened: OpenedModel, prompt: tuple[int, ...], seed: int = 0, limit: int = 12, temperature: float = 1.0
-) -> Order:
-    return Order((prompt,), opened.sampling(limit, temperature), seed)
+) -> Job:
+    return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed)
+
+
+def ids_of(answer: Answer) -> list[int]:
+    return [token.id for token in answer.tokens]
 
 
 def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel) -> None:
@@ -53,14 +58,15 @@ def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel) -
     *said, of_other = run(together)
     assert (answerer.num_batches, answerer.largest_batch) == (2, 5), "those of equal options in one batch"
 
-    async def alone(one: Order) -> Any:
+    async def alone(one: Job) -> Any:
         return await Answerer(opened).answer(one)
 
     for own, one in zip([*said, of_other], [*orders, other], strict=True):
-        ((speech,),) = own
-        ((again,),) = run(lambda one=one: alone(one))
-        assert (speech.ids, speech.text, speech.finish) == (again.ids, again.text, again.finish)
-        assert speech.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+        (answer,) = own
+        (again,) = run(lambda one=one: alone(one))
+        assert (ids_of(answer), answer.text, answer.finish) == (ids_of(again), again.text, again.finish)
+        logprobs = [token.logprob for token in again.tokens]
+        assert [token.logprob for token in answer.tokens] == pytest.approx(logprobs, abs=1e-5)
 
 
 def test_who_hangs_up_is_not_answered(opened: OpenedModel) -> None:
@@ -79,8 +85,26 @@ def test_who_hangs_up_is_not_answered(opened: OpenedModel) -> None:
     assert (answerer.num_batches, answerer.largest_batch) == (1, 1)
 
 
+def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_complete(opened: OpenedModel) -> None:
+    answerer = Answerer(opened)
+    unending = replace(opened.sampling(900, 1.0), stop_ids=frozenset())
+    jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i) for i in range(3)]
+
+    async def work() -> None:
+        left = [asyncio.create_task(answerer.answer(job)) for job in jobs[1:]]
+        while not answerer.num_batches:
+            await asyncio.sleep(0.001)
+        for task in left:
+            task.cancel()
+        (answer,) = await answerer.answer(jobs[0])
+        assert len(answer.tokens) == 4
+
+    run(work)
+    assert answerer.num_batches == 2
+
+
 def test_others_are_answered_while_a_long_text_is_read(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    api, is_free = Api(Answerer(opened), "tiny", max_tokens=8), threading.Event()
+    api, is_free = Api(Answerer(opened), ["tiny"], max_tokens=8), threading.Event()
 
     def slowly(text: str | None, add_special_tokens: bool = True) -> list[int]:
         assert is_free.wait(60), "nobody else was answered meanwhile"
@@ -121,7 +145,7 @@ def test_a_failure_reaches_everyone_of_its_batch_and_nobody_else(
 
     first, second, third = run(work)
     assert str(first) == str(second) == "the weights have diverged"
-    assert len(third[0][0].ids) > 0
+    assert len(third[0].tokens) > 0
 
 
 def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(opened: OpenedModel) -> None:
@@ -130,7 +154,7 @@ def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(opened: Opene
     unending = replace(long.sampling, stop_ids=frozenset())
 
     async def work() -> int:
-        stream = answerer.stream(long.prompts[0], 1, unending, 0)
+        stream = answerer.stream(replace(long, sampling=unending), long.prompts[0], 1)
         count = 0
         async for _ in stream:
             count += 1
@@ -153,12 +177,15 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
+ENDING = Sampling(99, stop_ids=frozenset({256}))
+
+
 @given(st.lists(st.sampled_from(["<tool>", "</tool>", "<", "<to", "a", "ool>", "x"]), max_size=8).map("".join))
 def test_text_from_a_call_on_is_told_with_the_last_token(text: str) -> None:
-    speech = Speech(Bytes(), frozenset({256}), call_tag="<tool>")
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, call_tag="<tool>"))
     tokens = [*text.encode(), 256]
-    told = [speech.push(token, 0.0, is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
-    assert "".join(told) == speech.text == text
+    told = [answer.push(Token(token, 0.0), is_last=i == len(tokens)) for i, token in enumerate(tokens, start=1)]
+    assert "".join(told) == answer.text == text
     before = text.partition("<tool>")[0]
     assert "".join(told[:-1]) == before[: len("".join(told[:-1]))]
     held = len(before) - len("".join(told[:-1]))
@@ -175,28 +202,28 @@ def test_text_from_a_call_on_is_told_with_the_last_token(text: str) -> None:
 )
 def test_an_answer_ends_before_the_first_stop_text(text: str, stops: list[str], is_cut: bool) -> None:
     ids = list(text.encode())[: -1 if is_cut else None]
-    speech = Speech(Bytes(), frozenset({256}), stops, opening="<")
+    answer = Answer(Bytes(), Job("", "chat", (), ENDING, 0, stops=tuple(stops), opening="<"))
     said = []
     tokens = [*ids, 256]
     for place, token in enumerate(tokens):
-        said.append(speech.push(token, -0.5, is_last=place == len(tokens) - 1))
-        if speech.finish:
+        said.append(answer.push(Token(token, -0.5), is_last=place == len(tokens) - 1))
+        if answer.finish:
             break
     whole = bytes(ids).decode(errors="replace")
     places = [whole.find(stop) for stop in stops if stop in whole]
     wanted = whole[: min(places)] if places else whole
     # of several, the one that is complete first ends it
-    assert "".join(said) == speech.text[1:]
-    assert whole.startswith(speech.text[1:])
-    assert speech.finish == "stop"
-    assert not any(stop in speech.text[1:] for stop in stops)
-    assert len(speech.text[1:]) >= len(wanted)
-    assert speech.ids == tokens[: len(speech.ids)]
+    assert "".join(said) == answer.text[1:]
+    assert whole.startswith(answer.text[1:])
+    assert answer.finish == "stop"
+    assert not any(stop in answer.text[1:] for stop in stops)
+    assert len(answer.text[1:]) >= len(wanted)
+    assert ids_of(answer) == tokens[: len(ids_of(answer))]
     if not places:
-        assert (speech.text[1:], speech.ids) == (whole, tokens)
+        assert (answer.text[1:], ids_of(answer)) == (whole, tokens)
 
 
-def ask(door: ApiDoor, headers: dict[str, str], method: str = "GET", kind: str = "http") -> tuple[int, dict[str, Any]]:
+def ask(door: Access, headers: dict[str, str], method: str = "GET") -> tuple[int, dict[str, Any]]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -206,9 +233,9 @@ def ask(door: ApiDoor, headers: dict[str, str], method: str = "GET", kind: str =
         return {"type": "http.request", "body": b""}
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    run(lambda: door({"type": kind, "method": method, "path": "/v1/models", "headers": raw}, receive, send))
+    run(lambda: door({"type": "http", "method": method, "path": "/v1/models", "headers": raw}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
-    return sent[0].get("status", sent[0].get("code")), json.loads(body or b"{}")
+    return sent[0]["status"], json.loads(body or b"{}")
 
 
 async def fine(scope: Any, receive: Any, send: Any) -> None:
@@ -236,36 +263,19 @@ HERE = {"host": f"127.0.0.1:{PORT}"}
 )
 def test_no_page_of_a_browser_may_ask(headers: dict[str, str], status: int) -> None:
     for method in ("GET", "POST"):
-        told, body = ask(ApiDoor(fine, "127.0.0.1", PORT), headers, method)
+        told, body = ask(Access(fine, "127.0.0.1", PORT), headers, method)
         assert told == status
         assert status == 200 or body["error"]["code"] == "refused"
-    assert ask(ApiDoor(fine, "127.0.0.1", PORT), HERE, kind="websocket")[0] == 1008
 
 
-def test_no_more_than_so_many_are_inside() -> None:
-    async def work() -> list[int]:
-        free = asyncio.Event()
-
-        async def busy(scope: Any, receive: Any, send: Any) -> None:
-            await free.wait()
-            await fine(scope, receive, send)
-
-        door, statuses = ApiDoor(busy, "127.0.0.1", PORT, most=2), []
-
-        async def visit() -> None:
-            async def send(message: Any) -> None:
-                if message["type"] == "http.response.start":
-                    statuses.append(message["status"])
-
-            scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", HERE["host"].encode())]}
-            await door(scope, None, send)  # type: ignore[arg-type]
-
-        visits = [asyncio.create_task(visit()) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        assert statuses == [429]
-        free.set()
-        await asyncio.gather(*visits)
-        await visit()
-        return statuses
-
-    assert run(work) == [429, 200, 200, 200]
+def test_recorded_answers_are_whole_lines_after_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"id": "first"}\n{"id": "to')
+    answer = Answer(Bytes(), Job("second", "chat", (), ENDING, 5))
+    answer.push(Token(97, -0.5), is_last=True)
+    recorder = Recorder(path, "tiny")
+    recorder.add(0, (1, 2), answer)
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["first", "second"]
+    assert (lines[1]["ids"], lines[1]["logprobs"], lines[1]["text"], lines[1]["seed"]) == ([97], [-0.5], "a", 5)

@@ -31,9 +31,9 @@ from serving import Served, serving
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.speech import Speech
-from posttrain.commands.serve.tools import Conversations
-from posttrain.commands.serve.wire import BadRequest, ChatRequest, read_request
+from posttrain.commands.serve.answering import Answer, Job, Token
+from posttrain.commands.serve.conversations import Conversations
+from posttrain.commands.serve.requests import BadRequest, ChatRequest, read_request
 
 CHAT = "/v1/chat/completions"
 CALCULATOR: Any = registry.find("environment", "calculator").bind({})()
@@ -126,7 +126,7 @@ def test_the_prompt_says_which_tools_there_are_unless_the_run_did_not(served: Se
         conversations = Conversations(open_model(find_source(str(runs / name), str(runs))))
         for more, ids in ((OFFER, wanted), (OFFER | {"tool_choice": "none"}, silent), ({}, silent)):
             asked = read_request(ChatRequest, {"messages": ASKED, **more})
-            assert conversations.encode(asked.messages, asked.offered) == ids, name
+            assert conversations.encode(asked.messages, asked.schemas) == ids, name
 
 
 def test_without_an_offer_and_when_it_is_cut_off_a_call_is_text(served: Served) -> None:
@@ -343,12 +343,14 @@ def call_text(conversations: Conversations, expression: str, *, bare: bool = Tru
     return f"{opening}calculator: {expression if bare else arguments}{closing}"
 
 
-def said_in(conversations: Conversations, ids: list[int]) -> Speech:
+def answer_of(conversations: Conversations, ids: list[int]) -> Answer:
     ends = stop_ids(conversations.tokenizer, conversations.template)
-    speech = Speech(conversations.tokenizer, ends, (), conversations.template.opening, conversations.call_tag)
+    opening, tag, tools = conversations.template.opening, conversations.call_tag, [dict(TOOL.schema)]
+    job = Job("", "chat", (), Sampling(900, stop_ids=ends), 0, opening=opening, call_tag=tag, tools=tools)
+    answer = Answer(conversations.tokenizer, job)
     for i, token in enumerate(ids, start=1):
-        speech.push(token, -1.0, is_last=i == len(ids))
-    return speech
+        answer.push(Token(token, -1.0), is_last=i == len(ids))
+    return answer
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -381,10 +383,10 @@ def test_every_template_writes_what_an_episode_holds(name: str, thought: str) ->
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
     for turn, ids, prompt in zip(episode.turns, spelled, prompts, strict=True):
         asked = read_request(ChatRequest, {"messages": messages, "tools": tools})
-        assert conversations.encode(asked.messages, asked.offered) == list(prompt)
-        speech = said_in(conversations, ids)
-        assert speech.text == turn.text
-        said = conversations.read(speech, asked.offered, ends)
+        assert conversations.encode(asked.messages, asked.schemas) == list(prompt)
+        answer = answer_of(conversations, ids)
+        assert answer.text == turn.text
+        said = conversations.read(answer)
         assert [json.loads(call["function"]["arguments"])["expression"] for call in said.tool_calls] == [
             json.loads(call.stated)["expression"] if call.stated.startswith("{") else call.stated for call in turn.calls
         ]
@@ -399,7 +401,7 @@ def test_every_template_writes_what_an_episode_holds(name: str, thought: str) ->
 def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
     conversations = made("r1_zero")
     ids = [i for c in " <tool>calculator: 2 + 3</tool>" for i in conversations.tokenizer.encode(c)] + [0]
-    said = conversations.read(said_in(conversations, ids), [TOOL.schema], frozenset({0}))
+    said = conversations.read(answer_of(conversations, ids))
     start = conversations.encode(read_request(ChatRequest, {"messages": ASKED}).messages, [])
 
     def after(**changes: Any) -> list[int]:
@@ -442,7 +444,7 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
 def test_what_is_no_call_stays_text(text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:
     conversations = made("plain")
     ids = [*conversations.tokenizer.encode(text, add_special_tokens=False), 0]
-    said = conversations.read(said_in(conversations, ids), [TOOL.schema], frozenset({0}))
+    said = conversations.read(answer_of(conversations, ids))
     assert said.content == content
     assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in said.tool_calls] == calls
     assert len({c["id"] for c in said.tool_calls}) == len(calls)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.runs.listing import NAMES, names_run, recipe_facts, save_facts
+from posttrain.runs.listing import NAMES, names_run, recipe_facts
 from posttrain.runs.paths import every_run_name
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.reading import read_json
@@ -60,7 +60,6 @@ def find_links(root: str | Path, names: Sequence[str] | None = None, *, of: str 
             links += _links_of((folder, real), name, recipe_facts(folder / name).leads, (known, bases), of)
         except DataError:
             continue
-    save_facts()
     return links
 
 

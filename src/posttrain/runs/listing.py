@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,17 +18,11 @@ from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
-from posttrain.store.reading import Remembered, read_text, read_yaml
+from posttrain.store.reading import read_text, read_yaml
 from posttrain.store.rollouts import RolloutStore
-
-# What lists say of a run, out of its files; remembered by file, so that ten thousand runs are listed at once.
-# A recipe takes milliseconds to parse; its facts are kept in the user's cache folder for as long as the file is the
-# same (``store/reading.py``).
 
 NAMES = ("model.name", "teacher.name")  # `tiny` and hub names stand here too
 _MAX_CHARACTERS = 200
-_WORTH_SAVING = 20  # new facts: fewer are found again in less time than writing all takes
-_facts = Remembered("runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,59 +35,17 @@ class RecipeFacts:
     leads: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentFacts:
-    """Of ``env.json``: the recipe's name, and the first start (ISO 8601, UTC)."""
-
-    recipe: str = "?"
-    created: str | None = None
-
-
 def recipe_facts(folder: Path) -> RecipeFacts:
-    """Raises ``DataError`` for a recipe that cannot be read."""
-    try:
-        return RecipeFacts(**_facts.get(folder / "recipe.yaml", lambda path: asdict(_read_recipe(path.parent))))
-    except OSError as error:
-        raise DataError(folder / "recipe.yaml", f"the run's recipe cannot be read ({error.strerror})") from None
+    """Read what lists show of a run's recipe.
 
-
-def environment_facts(folder: Path) -> EnvironmentFacts:
-    """Raises ``DataError`` where ``env.json`` is damaged."""
-    try:
-        return EnvironmentFacts(**_facts.get(folder / "env.json", lambda path: asdict(_read_environment(path.parent))))
-    except OSError:  # there is none; reading it says what else it may be
-        return _read_environment(folder)
-
-
-def created_of(folder: Path) -> str | None:
-    """The first start of a run. Raises ``DataError`` where ``env.json`` is damaged."""
-    return environment_facts(folder).created
-
-
-def last_metrics(folder: Path) -> dict[str, float]:
-    """The metrics of the last step, evaluations left out. Raises ``DataError`` for a damaged line on the way there."""
-    row = MetricsLog(folder / "metrics.jsonl").last(lambda row: not is_evaluation(row))
-    return row.metrics if row is not None else {}
-
-
-def save_facts() -> None:
-    """Keep what was found for the next command."""
-    _facts.save(at_least=_WORTH_SAVING)
-
-
-def names_run(key: str) -> bool:
-    """Whether the value of a dotted key of a recipe is a run."""
-    return key.endswith(".run")
-
-
-def _read_environment(folder: Path) -> EnvironmentFacts:
-    environment = RunDirectory(folder).read_environment()
-    return EnvironmentFacts(environment.get("recipe", "?")[:_MAX_CHARACTERS], environment.get("created"))
-
-
-def _read_recipe(folder: Path) -> RecipeFacts:
+    Raises:
+        DataError: it cannot be read.
+    """
     directory = RunDirectory(folder)
-    recipe = directory.read_recipe()
+    try:
+        recipe = directory.read_recipe()
+    except OSError as error:
+        raise DataError(directory.recipe_path, f"the run's recipe cannot be read ({error.strerror})") from None
     steps = _section(recipe, "train").get("steps") or 0  # null where passes are counted, and the status knows
     if not isinstance(steps, int):
         raise DataError(directory.recipe_path, "train.steps is no whole number")
@@ -105,6 +56,23 @@ def _read_recipe(folder: Path) -> RecipeFacts:
     }
     objective = _word(recipe, "objective" if "objective" in recipe else "dictionary")
     return RecipeFacts(steps, objective[:_MAX_CHARACTERS], _model(recipe)[:_MAX_CHARACTERS], leads)
+
+
+def created_of(folder: Path) -> str | None:
+    """Return the first start of a run. Raises ``DataError`` where ``env.json`` is damaged."""
+    created: str | None = RunDirectory(folder).read_environment().get("created")
+    return created
+
+
+def last_metrics(folder: Path) -> dict[str, float]:
+    """The metrics of the last step, evaluations left out. Raises ``DataError`` for a damaged line on the way there."""
+    row = MetricsLog(folder / "metrics.jsonl").last(lambda row: not is_evaluation(row))
+    return row.metrics if row is not None else {}
+
+
+def names_run(key: str) -> bool:
+    """Whether the value of a dotted key of a recipe is a run."""
+    return key.endswith(".run")
 
 
 def _section(recipe: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -207,7 +175,6 @@ def list_runs(
     if newest is not None and len(names) > newest:
         names = newest_names(root, names, newest)
     summaries = [replace(summarize_run(Path(root) / name), name=name) for name in names]
-    save_facts()
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
 
 
@@ -249,7 +216,7 @@ def summarize_run(path: str | Path) -> RunSummary:
     directory = RunDirectory(path)
     problems: list[str] = []
     recipe: RecipeFacts = _read_or(lambda: recipe_facts(directory.folder), RecipeFacts(), problems)
-    environment = _read_or(lambda: environment_facts(directory.folder), EnvironmentFacts(), problems)
+    environment: dict[str, Any] = _read_or(directory.read_environment, {}, problems)
     status = _read_or(directory.read_status, None, problems)
     metrics: dict[str, float] = _read_or(lambda: last_metrics(directory.folder), {}, problems)
     notes = _read_or(lambda: read_notes(directory.folder), Notes(()), problems)
@@ -260,14 +227,14 @@ def summarize_run(path: str | Path) -> RunSummary:
         state="damaged" if problems else state,
         step=status.step if status else 0,
         steps=status.steps if status else recipe.steps,
-        recipe=environment.recipe,
+        recipe=environment.get("recipe", "?")[:_MAX_CHARACTERS],
         objective=recipe.objective,
         model=recipe.model,
         metrics=metrics,
         headline=status.headline if status else None,
         held_out=status.held_out if status else {},
         disk_bytes=disk_bytes(directory.folder),
-        created=environment.created,
+        created=environment.get("created"),
         problem="; ".join(problems) or None,
         updated=status.updated if status else None,
         tags=notes.tags,
@@ -392,17 +359,10 @@ SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What a run must be: every one of these that is given.
-
-    ``states``: in one of them. ``tags``: having all of them. ``recipe``, ``objective`` and ``model``: a part of
-    the name, or a shell pattern. ``names``: fitting one of these patterns.
-    """
+    """Conditions of a run: in one of ``states``, with all of ``tags``, and a name that fits one of ``names``."""
 
     states: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    recipe: str | None = None
-    objective: str | None = None
-    model: str | None = None
     names: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -413,9 +373,6 @@ class Filter:
         return (
             (not self.states or run.state in self.states)
             and set(self.tags) <= set(run.tags)
-            and _matches(run.recipe, self.recipe)
-            and _matches(run.objective, self.objective)
-            and _matches(run.model, self.model)
             and (not self.names or any(fits(run.name, pattern) for pattern in self.names))
         )
 
@@ -434,7 +391,7 @@ def check_states(states: Sequence[str]) -> tuple[str, ...]:
     return tuple(states)
 
 
-def sort_runs(runs: Sequence[RunSummary], key: str, *, reverse: bool = False) -> list[RunSummary]:
+def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
     """Sorted by a key of ``SORT_KEYS``, or by a metric of the last step, largest first. Runs without it come last.
 
     Raises:
@@ -450,8 +407,4 @@ def sort_runs(runs: Sequence[RunSummary], key: str, *, reverse: bool = False) ->
         value, largest_first = (lambda run: run.metrics.get(key)), True
     having = [run for run in runs if value(run) is not None]
     without = [run for run in runs if value(run) is None]
-    return sorted(having, key=value, reverse=largest_first != reverse) + without
-
-
-def _matches(text: str, pattern: str | None) -> bool:
-    return pattern is None or pattern in text or fnmatchcase(text, pattern)
+    return sorted(having, key=value, reverse=largest_first) + without

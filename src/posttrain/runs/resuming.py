@@ -7,8 +7,6 @@ accepted; nothing was changed before.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,16 +37,17 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     """
     step, state = newest_state(directory.folder / "checkpoints") or (0, {})
     saved = step or max(checkpoint_steps(directory.folder / "checkpoints"), default=0)
-    changed, differing = _changes(directory, recipe, step, state)
+    settings = state.get("settings")
+    changed = directory.changed_keys(recipe, *([settings] if isinstance(settings, Mapping) else []))
     missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
     problem = too_few or _hard_problem(changed, recipe)
-    differing += _lines(changed) if problem else []
+    differing = _lines(changed) if problem else []
     if problem and not accept_changes:
         refuse_other_version(directory)
-    if too_few or ((problem or differing or missing) and not accept_changes):
+    if too_few or ((problem or missing) and not accept_changes):
         raise RunConflict(_refusal(directory, differing, missing, problem))
     notices: list[str] = []
     if missing or differing:
@@ -99,37 +98,13 @@ def describe_changes(changed: Changes) -> str:
     return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
 
 
-def _changes(directory: RunDirectory, recipe: Recipe, step: int, state: Mapping[str, Any]) -> tuple[Changes, list[str]]:
-    """(keys that differ from what the checkpoint was trained with, what differs without a known key)."""
-    settings = state.get("settings")
-    if isinstance(settings, Mapping):
-        return directory.changed_keys(recipe, settings), []
-    known = state.get("recipe")  # a checkpoint of an earlier posttrain has a hash alone
-    if known is None or str(known) in _hashes(directory.read_recipe(), step):
-        return directory.changed_keys(recipe), []
-    differs = f"{directory.recipe_path.name}: changed since step {step} was saved (its fingerprint was {known})"
-    return directory.changed_keys(recipe), [differs]
-
-
-def _hashes(stored: Mapping[str, Any], step: int) -> set[str]:
-    """The fingerprints that earlier versions gave the stored recipe, now or when it had ``step`` steps."""
-    kept = {key: value for key, value in stored.items() if key != "track"}
-    train = kept.get("train")
-    variants = [kept, *([kept | {"train": {**train, "steps": step}}] if isinstance(train, Mapping) else [])]
-    texts = [json.dumps(variant, sort_keys=True, default=str) for variant in variants]
-    return {hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts}
-
-
 def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[str]:
     """Where lines or rows are gone that stood there when the checkpoint was saved, and how many."""
     stated = state.get("records")
     expected = {name: n for name, n in (stated if isinstance(stated, Mapping) else {}).items() if isinstance(n, int)}
-    if not expected and "settings" not in state and "recipe" in state:  # of an earlier posttrain: one line per step
-        expected = {"metrics": step}
     if not expected:
         return []
-    rows = [row for row in MetricsLog(folder / "metrics.jsonl").read() if row.step <= step]
-    there = {"metrics": len(rows) if "settings" in state else len({row.step for row in rows if row.step})}
+    there = {"metrics": sum(row.step <= step for row in MetricsLog(folder / "metrics.jsonl").read())}
     path = folder / "rollouts.db"
     if expected.keys() - there.keys() and path.is_file():
         there |= RolloutStore(path, read_only=True).num_rows(step)

@@ -24,11 +24,9 @@ COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "put a system message above the conversation; without a text take it away",
     "/set NAME VALUE": "temperature, top_p, top_k, max_tokens or seed; `/set` alone shows them",
-    "/colours": "show how sure the model was of each token, or stop doing so",
     "/again": "take back the last exchange and have the question answered anew with the next seed",
     "/quit": "leave (as does the end of the input)",
 }
-SURE, UNSURE = (0x2A, 0x9D, 0x6F), (0xD9, 0x46, 0x2B)
 
 
 @dataclass(slots=True)
@@ -37,7 +35,6 @@ class Chat:
 
     conversations: list[Conversation]
     console: Console
-    is_coloured: bool = False
     last_question: str | None = None
 
     def say(self, content: str) -> None:
@@ -56,19 +53,12 @@ class Chat:
         try:
             for token in tokens:
                 count, total = count + 1, total + token.logprob
-                self.console.print(Text(token.text, style=self._style(token)), end="", soft_wrap=True)
+                self.console.print(Text(token.text), end="", soft_wrap=True)
         except KeyboardInterrupt:  # enough heard: what was said stays said
             tokens.close()  # type: ignore[attr-defined]
         self.console.print()
         facts = f"{count} tokens" + (f", mean log-probability {total / count:.2f}" if count else "")
         self.console.print(Text(facts, style="dim"))
-
-    def _style(self, token: SpokenToken) -> str:
-        if not self.is_coloured:
-            return ""
-        share = math.exp(token.logprob)
-        red, green, blue = (round(low + (high - low) * share) for low, high in zip(UNSURE, SURE, strict=True))
-        return f"#{red:02x}{green:02x}{blue:02x}"
 
     def obey(self, line: str) -> bool:
         """Carry out a command; False when it ends the session.
@@ -82,7 +72,6 @@ class Chat:
             "/reset": self._reset,
             "/system": self._system,
             "/set": self._set,
-            "/colours": self._colours,
             "/again": self._again,
             "/quit": lambda _: False,
         }
@@ -114,11 +103,6 @@ class Chat:
                 conversation.controls = controls
         shown = ", ".join(f"{field.name} {getattr(controls, field.name)}" for field in fields(controls))
         self.console.print(Text(shown, style="dim"))
-        return True
-
-    def _colours(self, _: str) -> bool:
-        self.is_coloured = not self.is_coloured
-        self.console.print(Text("green: the model was sure of the token; red: it was not", style="dim"))
         return True
 
     def _again(self, _: str) -> bool:
@@ -165,7 +149,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     template = chosen_words(arguments).get("template")
     sources = [find_source(name, arguments.runs_dir) for name in arguments.models]
     conversations = [Conversation(open_model(source, template), controls) for source in sources]
-    chat = Chat(conversations, open_console(), arguments.colours)
+    chat = Chat(conversations, open_console())
     if arguments.system:
         chat.obey(f"/system {arguments.system}")
     is_asked = sys.stdin.isatty()

@@ -17,21 +17,16 @@ from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import TextStream
 from posttrain.types import Finish, Message
 
-NUM_LIKELY = 5
-
 
 @dataclass(frozen=True, slots=True)
 class SpokenToken:
-    """A token of a reply: the text that it adds (maybe none), and what is known of it (nats).
+    """A token of a reply: the text that it adds (maybe none) and its log-probability.
 
-    ``likely``: the likeliest tokens there as text, with their probabilities. ``finish``: how the reply ends if this
-    is its last one.
+    ``finish``: how the reply ends if this is its last one.
     """
 
     text: str
     logprob: float
-    entropy: float
-    likely: tuple[tuple[str, float], ...]
     finish: Finish = "length"
 
 
@@ -97,14 +92,14 @@ class Conversation:
         key = derive_key(self.controls.seed, "chat", self.num_replies)
         self.opening = opening_of(sampler.tokenizer, template, prompt)
         said: list[str] = [self.opening]
-        tokens = stream(sampler.model, prompt, key, self._sampling(ends), num_likely=NUM_LIKELY)
+        tokens = stream(sampler.model, prompt, key, self._sampling(ends))
         try:
             for token in _steered(tokens, self.steering):
                 added = "" if token.id in ends else text.push(token.id)
                 if token.is_last:
                     added += text.flush()
                 said.append(added)
-                yield self._spoken(token, added)
+                yield SpokenToken(added, token.logprob, token.finish)
         except (GeneratorExit, KeyboardInterrupt):  # enough heard; Ctrl-C mostly comes while the model computes
             self._remember(asked, "".join(said))
             raise
@@ -120,11 +115,6 @@ class Conversation:
             ends,
             num_tokens=num_tokens_of(self.sampler.tokenizer),
         )
-
-    def _spoken(self, token: StreamedToken, added: str) -> SpokenToken:
-        decode = self.sampler.tokenizer.decode
-        likely = tuple((str(decode([index])), logprob) for index, logprob in token.likely)
-        return SpokenToken(added, token.logprob, token.entropy, likely, token.finish)
 
     def _remember(self, asked: list[Message], text: str) -> None:
         """Later turns see the answer without the reasoning that led to it, as chat templates have it."""

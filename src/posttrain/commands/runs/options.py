@@ -27,9 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
     _add_filters(parser)
-    parser.add_argument("--recipe", metavar="TEXT", help="only runs of recipes with this in their name")
-    parser.add_argument("--objective", metavar="TEXT", help="likewise the objective")
-    parser.add_argument("--model", metavar="TEXT", help="likewise the model")
     parser.add_argument(
         "--sort",
         default="created",
@@ -37,7 +34,6 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         help="created, updated, name, state, step, accuracy, headline, size, or a metric of the last step "
         "(default: created)",
     )
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument(
         "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
     )

@@ -96,19 +96,16 @@ def run_list(arguments: argparse.Namespace) -> int:
     wanted = Filter(
         check_states(arguments.state),
         tuple(arguments.tag),
-        arguments.recipe,
-        arguments.objective,
-        arguments.model,
         tuple(arguments.names),
     )
     with_cells = arguments.cells or any("/" in name for name in arguments.names)
     limit = NUM_LISTED if arguments.limit is None else arguments.limit
     whole = wants_json() or arguments.families or not limit
-    by_start = arguments.sort == "created" and not arguments.reverse and not wanted
+    by_start = arguments.sort == "created" and not wanted
     newest = limit if by_start and not whole else None
     every = list_runs(root, with_cells=with_cells, newest=newest)
     comparisons = [] if wanted else list_comparisons(root)
-    runs = [run for run in sort_runs(every, arguments.sort, reverse=arguments.reverse) if wanted(run)]
+    runs = [run for run in sort_runs(every, arguments.sort) if wanted(run)]
     number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
     if not whole:
         runs = runs[-limit:] if by_start else runs[:limit]
@@ -436,7 +433,7 @@ def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
 
 
 def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
-    """Three tables: what differs in the recipes, what came out, and where that was."""
+    """Print two tables: the keys in which the recipes differ, and the results."""
     labels = [name.rstrip("/").rpartition("/")[2] for name in names]
     labels = labels if len(set(labels)) == len(labels) else list(names)
     if side_by_side.recipe:
@@ -452,12 +449,6 @@ def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequen
     for label, cells in _outcome(side_by_side):
         table.add_row(Text(label), *(Text(cell) for cell in cells))
     console.print(table)
-    if side_by_side.environment:
-        console.print()
-        table = _table("where it ran", labels)
-        for key, values in side_by_side.environment.items():
-            table.add_row(Text(key), *(Text(value) for value in values))
-        console.print(table)
     console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
 
 
@@ -484,9 +475,6 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     ]
     for name, results in side_by_side.last.items():
         rows.append((f"{name}, last", _show_results(results, side_by_side)))
-        best = side_by_side.best[name]
-        if best != results:
-            rows.append((f"{name}, best", _show_results(best, side_by_side)))
     for metric, label, form in SHOWN:
         values = side_by_side.metrics.get(metric)
         if values is not None:

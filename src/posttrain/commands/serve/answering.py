@@ -1,39 +1,53 @@
-"""One model, many who ask: requests that wait together are sampled together, streams take turns token by token.
+"""Sampling for ``posttrain serve``: waiting requests are sampled together, streams take turns token by token.
 
-The model is used by one thread alone. What waits for it stands in a line: a batch of whole answers is one place in it,
-each token of a stream another.
+The model is used by one thread. A batch of whole answers is one piece of work for it, each token of a stream another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from posttrain.commands.serve.speech import Scored, Speech
-from posttrain.commands.serve.wire import BadRequest
 from posttrain.engines.base import Sampling, check_prompts, check_sampling
 from posttrain.engines.models import OpenedModel
-from posttrain.engines.native.engine import sampling_mode
-from posttrain.engines.native.stream import StreamedToken, stream
-from posttrain.models.forward.forward import Forward
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.stream import stream
 from posttrain.randomness import derive_key
-from posttrain.types import Completion, Sample, collate
+from posttrain.render.encoding import TextStream
+from posttrain.store.durable import cut_torn_line, storage_errors
+from posttrain.types import Finish
 
-GATHER_SECONDS = 0.005  # what comes within it of the first request is sampled with it
+GATHER_SECONDS = 0.005  # requests that come within it of the first are sampled with it
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token with its log-probability, and the likeliest tokens at its place with theirs."""
+
+    id: int
+    logprob: float
+    likely: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class Order:
-    """``n`` answers to each prompt (token ids), drawn as ``seed`` says: those of ``posttrain generate --seed``.
+class Job:
+    """A request: ``n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
-    ``stops``: texts that end an answer. ``opening``: the template's, in front of the text. ``call_tag``: what a call
-    begins with, where tools are offered. An answer does not depend on what else is asked, nor on whether it is
-    streamed.
+    An answer depends neither on other requests nor on whether it is streamed. ``stops``: texts that end an answer.
+    ``opening``: the template's beginning of the text. ``call_tag``: the beginning of a call, where ``tools`` are
+    offered. ``num_likely``: how many of the likeliest tokens are returned at each place; None: no log-probabilities.
     """
 
+    id: str
+    endpoint: str
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
     seed: int
@@ -41,24 +55,70 @@ class Order:
     stops: tuple[str, ...] = ()
     opening: str = ""
     call_tag: str = ""
+    tools: Sequence[dict[str, Any]] = ()
+    num_likely: int | None = None
+    with_ids: bool = False
+    ids_as_names: bool = False
+    with_usage: bool = True
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def keys(self) -> list[int]:
-        """One for each answer to a prompt."""
+        """One key for each answer to a prompt."""
         return [derive_key(self.seed, "generate", i) for i in range(self.n)]
+
+
+class Answer:
+    """The tokens of one answer up to its end, and its text; whole or as they come, the text is the same.
+
+    ``text`` begins with the job's opening and ends before a stop text, ``tokens`` with the token that completed it.
+    ``finish`` is None while the answer goes on.
+    """
+
+    def __init__(self, tokenizer: Any, job: Job) -> None:
+        self.job, self.text, self.tokens = job, job.opening, list[Token]()
+        self.finish: Finish | None = None
+        self._decoded = TextStream(tokenizer)
+        self._held = ""  # may be the beginning of a stop text, or a call
+        self._awaited = [text for text in (*job.stops, job.call_tag) if text]
+
+    def push(self, token: Token, *, is_last: bool) -> str:
+        """Add a token; return the text that is certain with it, maybe none."""
+        assert self.finish is None, "nothing follows the end of an answer"
+        self.tokens.append(token)
+        is_end = token.id in self.job.sampling.stop_ids
+        self._held += "" if is_end else self._decoded.push(token.id)
+        if is_end or is_last:
+            self._held += self._decoded.flush()
+        places = [place for stop in self.job.stops if (place := self._held.find(stop)) >= 0]
+        if places or is_end:
+            self.finish = "stop"
+        elif is_last:
+            self.finish = "length"
+        certain = min(places) if places else len(self._held) - (0 if self.finish else self._open_length())
+        if self.job.call_tag and self.finish is None and (place := self._held.find(self.job.call_tag)) >= 0:
+            certain = min(certain, place)  # a call is told with the last token
+        added, self._held = self._held[:certain], self._held[certain:]
+        self.text += added
+        return added
+
+    def _open_length(self) -> int:
+        """Return how many of the last characters could be the beginning of a stop text or a call."""
+        longest = max((len(text) - 1 for text in self._awaited), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-length:]) for text in self._awaited):
+                return length
+        return 0
 
 
 @dataclass
 class _Waiting:
-    order: Order
-    answered: asyncio.Future[list[list[Completion]]]
+    job: Job
+    answered: asyncio.Future[list[Answer]]
 
 
 class Answerer:
-    """Answers orders with one model.
-
-    ``num_batches`` counts the batches so far, ``largest_batch`` the most prompts in one.
-    """
+    """Answers jobs with one model. ``num_batches``: how many there were; ``largest_batch``: most prompts in one."""
 
     def __init__(self, opened: OpenedModel) -> None:
         self.opened = opened
@@ -70,121 +130,126 @@ class Answerer:
         self._work: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Take no more work; a batch at work is finished first."""
+        """Take no more work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def check(self, order: Order) -> None:
-        """Refuse what cannot be sampled, before it stands in the way of others.
+    def check(self, job: Job) -> None:
+        """Refuse what cannot be sampled before it delays others.
 
         Raises:
-            BadRequest: an option or a prompt that the model cannot take.
+            UsageError: an option or a prompt that the model cannot take.
         """
-        check_sampling(order.sampling)
-        for prompt in order.prompts:
-            if len(prompt) >= self.context:
-                raise BadRequest(
-                    f"the prompt has {len(prompt)} tokens and the maximum context length is {self.context} tokens, "
-                    "prompt and answer together: shorten it",
-                    code="context_length_exceeded",
-                )
-        check_prompts(order.prompts, self.context, self.vocab_size)
+        check_sampling(job.sampling)
+        check_prompts(job.prompts, self.context, self.vocab_size)
 
-    async def answer(self, order: Order) -> list[list[Speech]]:
-        """The answers to every prompt.
+    async def answer(self, job: Job) -> list[Answer]:
+        """Return the answers to the first prompt, then those to the next. Cancelling this ends their sampling.
 
         Raises:
             PosttrainError: what the engine raises.
         """
-        answered: asyncio.Future[list[list[Completion]]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(order, answered))
+        if job.num_likely:  # only streams know the likeliest tokens
+            return [await self._streamed(job, prompt, key) for prompt in job.prompts for key in job.keys]
+        answered: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(job, answered))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._work_off())
-        return [[self._said(order, one) for one in sampled] for sampled in await answered]
+        return await answered
 
-    def _said(self, order: Order, completion: Completion) -> Speech:
-        speech = self.speech(order)
-        for i, (token, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True), start=1):
-            speech.push(token, logprob, is_last=i == len(completion.ids))
-            if speech.finish is not None:
-                break
-        return speech
-
-    def speech(self, order: Order) -> Speech:
-        """An answer that has not begun."""
-        return Speech(self.opened.tokenizer, order.sampling.stop_ids, order.stops, order.opening, order.call_tag)
+    async def _streamed(self, job: Job, prompt: Sequence[int], key: int) -> Answer:
+        answer = Answer(self.opened.tokenizer, job)
+        async with aclosing(self.stream(job, prompt, key)) as tokens:
+            async for token, is_last in tokens:
+                answer.push(token, is_last=is_last)
+                if answer.finish is not None:
+                    break
+        return answer
 
     async def _work_off(self) -> None:
-        """Sample whatever waits, those of equal options together, until nothing does."""
-        loop = asyncio.get_running_loop()
+        """Sample what waits, jobs of equal options together, until nothing does."""
         await asyncio.sleep(GATHER_SECONDS)
         while self._waiting:
-            sampling = self._waiting[0].order.sampling
-            batch = [one for one in self._waiting if one.order.sampling == sampling]
-            self._waiting = [one for one in self._waiting if one.order.sampling != sampling]
-            batch = [one for one in batch if not one.answered.done()]  # whoever asked may have gone
-            prompts = [prompt for one in batch for prompt in one.order.prompts]
-            keys = [one.order.keys for one in batch for _ in one.order.prompts]
+            sampling = self._waiting[0].job.sampling
+            batch = [one for one in self._waiting if one.job.sampling == sampling and not one.answered.done()]
+            self._waiting = [one for one in self._waiting if one.job.sampling != sampling]
             if not batch:
                 continue
             self.num_batches += 1
-            self.largest_batch = max(self.largest_batch, len(prompts))
-            sampling_work = loop.run_in_executor(self._thread, self.opened.engine.generate, prompts, keys, sampling)
-            await asyncio.wait([sampling_work])
-            error = sampling_work.exception()
-            completions = iter(() if error is not None else sampling_work.result())
-            for one in batch:
-                own = [] if error is not None else [next(completions) for _ in one.order.prompts]
-                if one.answered.done():
-                    continue
-                if error is not None:
+            self.largest_batch = max(self.largest_batch, sum(len(one.job.prompts) for one in batch))
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, batch)
+            await asyncio.wait([work])
+            for index, one in enumerate(batch):
+                if not one.answered.done() and (error := work.exception()) is not None:
                     one.answered.set_exception(error)
-                else:
-                    one.answered.set_result(own)
+                elif not one.answered.done():
+                    one.answered.set_result(work.result()[index])
 
-    async def stream(
-        self, prompt: Sequence[int], key: int, sampling: Sampling, num_likely: int
-    ) -> AsyncGenerator[StreamedToken, None]:
-        """The tokens of one answer, as they are drawn.
+    def _sample(self, batch: Sequence[_Waiting]) -> list[list[Answer]]:
+        """Return the answers to each job; rows of one that is cancelled meanwhile end at once."""
+        owners = [one for one in batch for _ in one.job.prompts]
+        prompts = [prompt for one in batch for prompt in one.job.prompts]
+        engine = self.opened.engine
+        if isinstance(engine, NativeEngine):
+            engine.is_abandoned = lambda prompt: owners[prompt].answered.cancelled()
+        completions = engine.generate(prompts, [one.job.keys for one in owners], batch[0].job.sampling)
+        answers: dict[int, list[Answer]] = {id(one): [] for one in batch}
+        for owner, group in zip(owners, completions, strict=True):
+            for completion in group:
+                answer = Answer(self.opened.tokenizer, owner.job)
+                for i, token in enumerate(map(Token, completion.ids, completion.logprobs), start=1):
+                    answer.push(token, is_last=i == len(completion.ids))
+                    if answer.finish is not None:
+                        break
+                answers[id(owner)].append(answer)
+        return [answers[id(one)] for one in batch]
+
+    async def stream(self, job: Job, prompt: Sequence[int], key: int) -> AsyncGenerator[tuple[Token, bool], None]:
+        """Yield the tokens of one answer as they are drawn, each with whether it is the last.
 
         Raises:
             PosttrainError: what the engine raises.
         """
         loop = asyncio.get_running_loop()
-        tokens = stream(self.opened.model, prompt, key, sampling, num_likely=num_likely)
+        tokens = stream(self.opened.model, prompt, key, job.sampling, num_likely=job.num_likely or 0)
         try:
             while (token := await loop.run_in_executor(self._thread, next, tokens, None)) is not None:
-                yield token
+                likely = dict(token.likely)  # one of the likeliest has exactly their number, so clients can compare
+                yield Token(token.id, likely.get(token.id, token.logprob), token.likely), token.is_last
         finally:
-            self._thread.submit(tokens.close)  # in its turn: a token may be at work
+            self._thread.submit(tokens.close)  # after a token that is being computed
 
-    async def score(
-        self, prompt: Sequence[int], ids: Sequence[int], temperature: float, num_likely: int, *, with_prompt: bool
-    ) -> list[Scored]:
-        """The tokens of an answer, and with ``with_prompt`` those of its prompt but the first, by one forward pass.
 
-        Log-probabilities at ``temperature`` (1 for greedy), before truncation.
-        """
-        first = 1 if with_prompt else len(prompt)
-        work = partial(self._score, [*prompt, *ids], first, temperature or 1.0, num_likely)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+class Recorder:
+    """A JSONL file with a line for every answer (``--record``), each written in one piece.
 
-    @cached_property
-    def _forward(self) -> Forward:
-        return Forward(self.opened.model)
+    Raises:
+        UsageError, StorageError: the file cannot be written.
+    """
 
-    def _score(self, ids: Sequence[int], first: int, temperature: float, num_likely: int) -> list[Scored]:
-        if len(ids) <= first:
-            return []
-        with sampling_mode(self.opened.model):
-            self._forward.temperature = temperature
-            batch = collate([Sample(ids, [i >= first for i in range(len(ids))])])
-            logprobs = self._forward(batch, "none").logprobs[0, first:].tolist()
-            likely: list[tuple[tuple[int, float], ...]] = [()] * len(logprobs)
-            if num_likely:
-                names, values = (part[0, first:].tolist() for part in self._forward.top_candidates(batch, num_likely))
-                likely = [tuple(zip(*pair, strict=True)) for pair in zip(names, values, strict=True)]
-        # A token among the likeliest has exactly their number, so that clients can see whether it was the first.
-        return [
-            Scored(token, dict(best).get(token, logprob), best)
-            for token, logprob, best in zip(ids[first:], logprobs, likely, strict=True)
-        ]
+    def __init__(self, path: Path, model: str) -> None:
+        self.path, self.model = path, model
+        with storage_errors("records", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            cut_torn_line(self._descriptor)
+
+    def add(self, index: int, prompt: Sequence[int], answer: Answer) -> None:
+        """Record an answer; one that was broken off has the finish null."""
+        job, sampling = answer.job, answer.job.sampling
+        line = {"id": job.id, "time": round(time.time(), 3), "endpoint": job.endpoint, "model": self.model}
+        line |= {"index": index, "prompt_ids": list(prompt), "ids": [token.id for token in answer.tokens]}
+        line |= {"logprobs": [token.logprob for token in answer.tokens], "text": answer.text, "finish": answer.finish}
+        line |= {"seed": job.seed}
+        line["sampling"] = {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
+        content = (json.dumps(line) + "\n").encode()
+        with storage_errors("records", self.path):
+            try:
+                while content:
+                    content = content[os.write(self._descriptor, content) :]
+            except OSError:
+                cut_torn_line(self._descriptor)
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)

@@ -1,143 +1,112 @@
-"""The endpoints of ``posttrain serve``: from a request's bytes to an answer's, and who may ask."""
+"""The endpoints of ``posttrain serve``, the forms of their answers, and who may ask."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import json
+import re
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from posttrain.commands.serve import wire
-from posttrain.commands.serve.answering import Answerer, Order
-from posttrain.commands.serve.doorway import Application, Doorway, Headers, Receive, Scope, Send, is_same, reply
-from posttrain.commands.serve.speech import Recorder, Scored, Speech
-from posttrain.commands.serve.tools import Conversations, Said, Schemas
-from posttrain.commands.serve.wire import ChatForm, CompletionForm, Form, GenerateForm, Names, usage
+from posttrain.commands.serve import requests
+from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder, Token
+from posttrain.commands.serve.conversations import Conversations
+from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest, OpenAIOptions, error_body
 from posttrain.engines.base import Sampling, num_tokens_of
 from posttrain.errors import PosttrainError
 from posttrain.render import Piece, stop_ids
 from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import encode_pieces, markers_of
 
-MAX_BODY_BYTES = 4 << 20
-BODY_SECONDS = 60.0  # in which a body must have come
-_JSON = (b"content-type", b"application/json")
+WILDCARDS = ("0.0.0.0", "::")
+ID_PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "generate": "generate-"}
+OBJECTS = {"chat": "chat.completion", "completions": "text_completion"}
 Result = TypeVar("Result")
 
 
-class Gone(Exception):
-    """Whoever asked has hung up."""
+class Access:
+    """ASGI layer that refuses pages of other sites, DNS rebinding and, with ``key``, clients without the key.
 
-
-class ApiDoor(Doorway):
-    """The endpoints behind their checks: no page of a browser, and with ``key`` nobody without it.
-
-    At most ``most`` requests are inside at a time; others are told to come again.
+    A page in a browser can send requests to this machine: across origins, or under a name of its own that it points to
+    127.0.0.1. So ``Host`` must be a name of this server, and ``Origin``, if there is one, this server too. A wildcard
+    address answers to the machine's name and to any address.
     """
 
-    def __init__(self, application: Application, host: str, port: int, key: str | None = None, most: int = 64) -> None:
-        super().__init__(self._bounded, host, port)
-        self.inner, self.key, self.most = application, key, most
-        self.num_inside = 0
+    def __init__(self, application: ASGIApp, host: str, port: int, key: str | None = None) -> None:
+        self.application, self.port, self.key = application, port, key
+        self.is_wildcard = host in WILDCARDS
+        own = socket.gethostname() if self.is_wildcard else f"[{host}]" if ":" in host else host
+        self.names = {"127.0.0.1", "localhost", "[::1]", own.lower()}
 
-    def problem(self, scope: Scope, headers: Headers) -> str:
-        """Why a request may not pass; empty if it may."""
-        foreign = super().problem(scope, headers)
-        if not foreign and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            foreign = "a page of another site sent it"
-        return foreign
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        error = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.application if error is None else _response(error))(scope, receive, send)
 
-    async def refuse(self, send: Send, problem: str) -> None:
-        """Say that the request may not pass."""
-        text = f"posttrain serve refuses this request: {problem}"
-        await _reply_error(send, wire.BadRequest(text, code="refused", status=403))
+    def _problem(self, headers: Headers) -> BadRequest | None:
+        (host, *more), problem = headers.getlist("host") or [""], ""
+        if more or not self._is_own(host.lower()):
+            problem = "its Host is not this server"
+        elif any(origin.lower() != f"http://{host.lower()}" for origin in headers.getlist("origin")):
+            problem = "its Origin is another page"
+        elif any(site not in ("none", "same-origin") for site in headers.getlist("sec-fetch-site")):
+            problem = "a page of another site sent it"
+        if problem:
+            return BadRequest(f"posttrain serve refuses this request: {problem}", code="refused", status=403)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if self.key is not None and not (
+            kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key.encode())
+        ):
+            return BadRequest("this server needs its key: Authorization: Bearer KEY", None, "invalid_api_key", 401)
+        return None
 
-    async def admit(self, scope: Scope, headers: Headers, send: Send) -> bool:
-        """Whether the visitor has the key."""
-        kind, _, told = headers.get("authorization", "").partition(" ")
-        if self.key is None or (kind.lower() == "bearer" and is_same(told.strip(), self.key)):
-            return True
-        text = "this server wants its key: Authorization: Bearer KEY"
-        await _reply_error(send, wire.BadRequest(text, code="invalid_api_key", status=401))
-        return False
-
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.inner(scope, receive, send)
-            return
-        if self.num_inside >= self.most:
-            text = f"{self.most} requests are being answered; ask again later (or serve with a larger --max-requests)"
-            await _reply_error(
-                send, wire.BadRequest(text, code="rate_limit_exceeded", status=429), (b"retry-after", b"1")
-            )
-            return
-        self.num_inside += 1
+    def _is_own(self, host: str) -> bool:
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::(\d{1,5}))?", host)
+        if match is None or int(match[2] or 80) != self.port:
+            return False
         try:
-            await self.inner(scope, receive, send)
-        finally:
-            self.num_inside -= 1
-
-
-async def _reply_error(send: Send, error: wire.BadRequest, *headers: tuple[bytes, bytes]) -> None:
-    status, body = wire.error_body(error)
-    await reply(send, status, json.dumps(body).encode(), [_JSON, *headers])
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request, ready to be answered.
-
-    ``num_likely``: how many of the likeliest tokens are told at each place; None: no log-probabilities. ``echo``: the
-    prompt is told too. ``tools``: what may be called in an answer.
-    """
-
-    order: Order
-    form: Form
-    endpoint: str
-    num_likely: int | None = None
-    echo: bool = False
-    with_usage: bool = True
-    tools: Schemas = ()
+            return match[1] in self.names or (self.is_wildcard and bool(ipaddress.ip_address(match[1].strip("[]"))))
+        except ValueError:
+            return False
 
 
 class Api:
     """The endpoints over one model.
 
     Args:
-        name: what the model is called; ``aliases`` are other names that requests may use.
-        max_tokens: how long an answer may be where a request does not say.
+        names: names of the model in requests; answers give the first.
+        max_tokens: length of an answer where a request does not say.
     """
 
     def __init__(
-        self,
-        answerer: Answerer,
-        name: str,
-        *,
-        aliases: Sequence[str] = (),
-        max_tokens: int,
-        recorder: Recorder | None = None,
+        self, answerer: Answerer, names: Sequence[str], max_tokens: int, recorder: Recorder | None = None
     ) -> None:
-        self.answerer, self.name, self.aliases = answerer, name, (name, *aliases)
-        self.max_tokens, self.recorder = max_tokens, recorder
+        self.answerer, self.names, self.max_tokens, self.recorder = answerer, names, max_tokens, recorder
         self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
-        self._num_tokens = num_tokens_of(self.tokenizer)
         self.conversations = Conversations(answerer.opened)
         self.started = int(time.time())
+        self._num_tokens = num_tokens_of(self.tokenizer)
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
 
     def application(self) -> Starlette:
-        """All of them as an ASGI application."""
+        """Return them as an ASGI application."""
         routes = [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -145,290 +114,292 @@ class Api:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
         ]
-        handlers: dict[Any, Callable[..., Any]] = {
-            PosttrainError: _tell_error,
-            HTTPException: _tell_http,
-            ClientDisconnect: _tell_nobody,
-            Gone: _tell_nobody,
-            Exception: _tell_bug,
-        }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        known = "; ".join(f"{min(route.methods or ['GET'])} {route.path}" for route in routes)
+
+        async def respond(request: Request, error: Exception) -> Response:
+            if isinstance(error, HTTPException):
+                error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
+            if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
+                error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
+            return _response(error)
+
+        async def respond_to_nobody(request: Request, error: Exception) -> Response:
+            return Response(status_code=499)
+
+        handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]]
+        handlers = dict.fromkeys((PosttrainError, HTTPException, Exception), respond)
+        return Starlette(routes=routes, exception_handlers=handlers | {ClientDisconnect: respond_to_nobody})
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "posttrain"}
+        """List the one model."""
+        card = {"id": self.names[0], "object": "model", "created": self.started, "owned_by": "posttrain"}
         card |= {"root": self.answerer.opened.source.path, "parent": None, "max_model_len": self.answerer.context}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def tokenize(self, request: Request) -> Response:
-        """A text, or a conversation as the template writes it, as token ids."""
-        asked = wire.read_request(wire.TokenizeRequest, await _read_json(request))
-        self._check_model(asked.model)
+        """Return the ids of a text, or of a conversation as the template writes it."""
+        asked = await self._read(request, requests.TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
-            raise wire.BadRequest("give one of prompt and messages", "prompt")
-        ids = (
-            await self._beside(self._encode, asked.prompt, asked.add_special_tokens)
-            if asked.messages is None
-            else await self._beside(self.conversations.encode, asked.messages, asked.offered)
-        )
+            raise BadRequest("give one of prompt and messages", "prompt")
+        if asked.messages is None:
+            ids = await self._in_reader(self._encode, asked.prompt, asked.add_special_tokens)
+        else:
+            ids = await self._in_reader(self.conversations.encode, asked.messages, asked.schemas)
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
-        """The next message of a conversation."""
-        asked = wire.read_request(wire.ChatRequest, await _read_json(request))
-        self._check_model(asked.model)
-        limit = asked.max_completion_tokens or asked.max_tokens
-        prompt = await self._beside(self.conversations.encode, asked.messages, asked.offered)
-        order = self._order(asked, [prompt], limit, opening_of(self.tokenizer, self.template, prompt))
-        if asked.offered:
-            order = replace(order, call_tag=self.conversations.call_tag)
+        """Return the next message of a conversation."""
+        asked = await self._read(request, requests.ChatRequest)
+        self._check_length(sum(len(message.text) for message in asked.messages))
+        tools = asked.schemas
+        prompt = await self._in_reader(self.conversations.encode, asked.messages, tools)
         num_likely = (asked.top_logprobs or 0) if asked.logprobs else None
-        form = self._form(ChatForm, asked, num_likely)
-        ready = Asked(order, form, "chat", num_likely, with_usage=_wants_usage(asked), tools=asked.offered)
-        return await self._answer(request, ready, asked.stream)
+        job = self._job("chat", asked, [prompt], asked.max_completion_tokens or asked.max_tokens, num_likely)
+        opening = opening_of(self.tokenizer, self.template, prompt)
+        job = replace(job, opening=opening, tools=tools, call_tag=self.conversations.call_tag if tools else "")
+        return await self._respond(request, job, asked.stream)
 
     async def complete(self, request: Request) -> Response:
-        """What follows a text."""
-        asked = wire.read_request(wire.CompletionRequest, await _read_json(request))
-        self._check_model(asked.model)
-        if asked.echo and asked.stream:
-            raise wire.BadRequest("echo: not together with stream; ask for one of them", "echo")
-        if asked.max_tokens == 0 and not asked.echo:
-            raise wire.BadRequest("max_tokens: 0 is for echo, which tells the prompt back", "max_tokens")
-        order = self._order(asked, await self._beside(self._prompts, asked), asked.max_tokens, "")
-        form = self._form(CompletionForm, asked, asked.logprobs)
-        ready = Asked(order, form, "completions", asked.logprobs, asked.echo, _wants_usage(asked))
-        return await self._answer(request, ready, asked.stream, samples=asked.max_tokens != 0)
+        """Continue texts or token ids."""
+        asked = await self._read(request, requests.CompletionRequest)
+        given: Any = asked.prompt
+        several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        if len(several) * asked.n > MAX_ANSWERS:
+            raise BadRequest(f"n: at most {MAX_ANSWERS} answers to one request, over all its prompts", "n")
+        for text in several:
+            self._check_length(len(text) if isinstance(text, str) else 0)
+
+        def encode() -> list[list[int]]:
+            return [self._encode(one, asked.add_special_tokens) if isinstance(one, str) else one for one in several]
+
+        prompts = await self._in_reader(encode)
+        job = self._job("completions", asked, prompts, asked.max_tokens, asked.logprobs)
+        return await self._respond(request, job, asked.stream)
 
     async def generate(self, request: Request) -> Response:
-        """What follows token ids, as token ids."""
-        asked = wire.read_request(wire.GenerateRequest, await _read_json(request))
-        self._check_model(asked.model)
-        drawn = wire.read_request(wire.SamplingParams, asked.sampling_params)
-        order = self._order(drawn, [asked.token_ids], drawn.max_tokens, "")
-        names = None if drawn.logprobs is None else Names(self.tokenizer, as_ids=True)
-        form = GenerateForm(_new_id(GenerateForm), int(time.time()), self.name, names)
-        num_likely = None if drawn.logprobs is None else drawn.logprobs if drawn.logprobs > 1 else 0
-        return await self._answer(request, Asked(order, form, "generate", num_likely), asked.stream)
+        """Continue token ids; the answer is token ids."""
+        asked = await self._read(request, requests.GenerateRequest)
+        params = requests.read_request(requests.SamplingParams, asked.sampling_params)
+        num_likely = params.logprobs if params.logprobs is None or params.logprobs > 1 else 0
+        job = self._job("generate", params, [asked.token_ids], params.max_tokens, num_likely)
+        return await self._respond(request, replace(job, with_ids=True, ids_as_names=True), asked.stream)
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.aliases:
-            raise wire.BadRequest(
-                f"there is no model {name!r} here; it has {self.name!r}", "model", "model_not_found", 404
-            )
+    async def _read(self, request: Request, kind: type[requests.Request]) -> requests.Request:
+        """Read a body that is not too large.
 
-    async def _beside(self, work: Callable[..., Result], *about: Any) -> Result:
-        """What is read of a request that may be long, while others are answered."""
+        Raises:
+            BadRequest: it is none, or asks for another model.
+        """
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MAX_BODY_BYTES:
+                text = f"the body has more than {MAX_BODY_BYTES:,} bytes; send smaller requests"
+                raise BadRequest(text, code="too_large", status=413)
+
+        def parse() -> requests.Request:
+            try:
+                body = json.loads(content)
+            except (ValueError, RecursionError) as error:
+                problem = f"the body is no JSON: {type(error).__name__}: {error}"
+                raise BadRequest(problem, code="no_json") from None
+            return requests.read_request(kind, body)
+
+        asked = await self._in_reader(parse)
+        name = getattr(asked, "model", None)
+        if name is not None and name not in self.names:
+            problem = f"there is no model {name!r} here; it has {self.names[0]!r}"
+            raise BadRequest(problem, "model", "model_not_found", 404)
+        return asked
+
+    async def _in_reader(self, work: Callable[..., Result], *about: object) -> Result:
+        """Run what may take long, while others are answered."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
+    def _check_length(self, num_chars: int) -> None:
+        """Refuse a text that is too long for the model before it is tokenized."""
+        if num_chars > self.answerer.context * self._longest_token:
+            self._refuse_length(f"{num_chars:,} characters")
+
+    def _refuse_length(self, length: str) -> None:
+        context = f"the maximum context length is {self.answerer.context} tokens, prompt and answer together"
+        raise BadRequest(f"the prompt has {length} and {context}: shorten it", code="context_length_exceeded")
+
     def _encode(self, text: str | None, add_special_tokens: bool = True) -> list[int]:
-        """A text of the client's own, in which a marker is the token that it is."""
+        """Encode a text of the client's own, in which a marker is the token that it is."""
         leading = markers_of(self.tokenizer).leading if add_special_tokens else ()
         return [*leading, *encode_pieces(self.tokenizer, [Piece(text or "", trusted=True)])]
 
-    def _prompts(self, asked: wire.CompletionRequest) -> list[list[int]]:
-        prompt: Any = asked.prompt
-        several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        return [self._encode(one, asked.add_special_tokens) if isinstance(one, str) else list(one) for one in several]
-
-    def _order(self, asked: wire.Drawing, prompts: Sequence[Sequence[int]], limit: int | None, opening: str) -> Order:
-        if len(prompts) * asked.n > wire.MOST_ANSWERS:
-            raise wire.BadRequest(f"n: at most {wire.MOST_ANSWERS} answers to one request, over all its prompts", "n")
+    def _job(
+        self,
+        endpoint: str,
+        asked: requests.SamplingOptions,
+        prompts: Sequence[Sequence[int]],
+        limit: int | None,
+        num_likely: int | None,
+    ) -> Job:
+        for prompt in prompts:
+            if len(prompt) >= self.answerer.context:
+                self._refuse_length(f"{len(prompt)} tokens")
         ends = frozenset() if asked.ignore_eos else stop_ids(self.tokenizer, self.template)
         ends |= frozenset(asked.stop_token_ids or ())
         top_k = asked.top_k if asked.top_k and asked.top_k > 0 else None
+        context, known = self.answerer.context, self._num_tokens
         sampling = Sampling(
-            limit or self.max_tokens,
-            asked.temperature,
-            top_k,
-            asked.top_p,
-            ends,
-            self.answerer.context,
-            num_tokens=self._num_tokens,
+            limit or self.max_tokens, asked.temperature, top_k, asked.top_p, ends, context, num_tokens=known
         )
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        order = Order(tuple(map(tuple, prompts)), sampling, seed, asked.n, tuple(asked.stops), opening)
-        self.answerer.check(order)
-        return order
+        own_id = ID_PREFIXES[endpoint] + secrets.token_hex(12)
+        job = Job(own_id, endpoint, tuple(map(tuple, prompts)), sampling, seed, asked.n, tuple(asked.stop or ()))
+        job = replace(job, num_likely=num_likely)
+        if isinstance(asked, OpenAIOptions):
+            with_usage = (asked.stream_options or {}).get("include_usage", False)
+            ids, as_names = asked.return_token_ids, asked.return_tokens_as_token_ids
+            job = replace(job, with_ids=ids, ids_as_names=as_names, with_usage=with_usage)
+        self.answerer.check(job)
+        return job
 
-    def _form(self, kind: type[Form], asked: wire.Asking, logprobs: int | None) -> Form:
-        names = None if logprobs is None else Names(self.tokenizer, asked.return_tokens_as_token_ids)
-        return kind(_new_id(kind), int(time.time()), self.name, names, asked.return_token_ids)
-
-    async def _answer(self, request: Request, asked: Asked, stream: bool, samples: bool = True) -> Response:
+    async def _respond(self, request: Request, job: Job, stream: bool) -> Response:
         if stream:
-            return StreamingResponse(self._events(asked), media_type="text/event-stream")
-        order, form = asked.order, asked.form
-        if samples:
-            speeches = await _unless_gone(request, self.answerer.answer(order))
-        else:
-            speeches = [[self.answerer.speech(order)] * order.n for _ in order.prompts]
-        choices: list[dict[str, Any]] = []
-        for prompt, several in zip(order.prompts, speeches, strict=True):
-            for speech in several:
-                scored = await self._scored(asked, prompt, speech)
-                choice = {"index": len(choices), **form.choice(speech, scored, prompt)}
-                if asked.echo:
-                    choice["text"] = self._text(prompt) + speech.text
-                said = self._read(asked, speech)
-                if said.calls:
-                    choice["message"] |= {"content": said.content, "tool_calls": said.tool_calls}
-                choices.append(choice | {"finish_reason": "tool_calls" if said.calls else speech.finish or "length"})
-                if samples:
-                    self._record(asked, len(choices) - 1, prompt, speech)
-        num_sampled = sum(len(speech.ids) for several in speeches for speech in several)
-        return JSONResponse(form.around(choices) | {"usage": usage(order.prompts, num_sampled)})
+            return StreamingResponse(self._events(job), media_type="text/event-stream")
+        answers = await _unless_gone(request, self.answerer.answer(job))
+        choices = []
+        for index, answer in enumerate(answers):
+            prompt = job.prompts[index // job.n]
+            choice = {"index": index, **self._choice(answer.text, answer.tokens, job, prompt)}
+            reply = self.conversations.read(answer)
+            if reply.calls:
+                choice["message"] |= {"content": reply.content, "tool_calls": reply.tool_calls}
+            choices.append(choice | {"finish_reason": "tool_calls" if reply.calls else answer.finish})
+            self._record(index, prompt, answer)
+        return JSONResponse(self._body(job, choices) | {"usage": _usage(job, answers)})
 
-    def _read(self, asked: Asked, speech: Speech) -> Said:
-        """The text and the calls of an answer that has ended."""
-        if not asked.tools:
-            return Said(speech.text)
-        return self.conversations.read(speech, asked.tools, asked.order.sampling.stop_ids)
-
-    async def _scored(self, asked: Asked, prompt: Sequence[int], speech: Speech) -> list[Scored | None]:
-        if asked.num_likely is None:
-            return []
-        temperature = asked.order.sampling.temperature
-        if asked.num_likely or asked.echo:
-            scored = await self.answerer.score(
-                prompt, speech.ids, temperature, asked.num_likely, with_prompt=asked.echo
-            )
-            return [None, *scored] if asked.echo else list(scored)
-        return [Scored(*pair) for pair in zip(speech.ids, speech.logprobs, strict=True)]
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    async def _events(self, asked: Asked) -> AsyncGenerator[str, None]:
-        """The answers as server-sent events, one answer after the other; what goes wrong is an event, too."""
-        order, form = asked.order, asked.form
-        num_sampled = index = 0
+    async def _events(self, job: Job) -> AsyncGenerator[str, None]:
+        """Yield the answers as server-sent events, one answer after the other; an error is an event, too."""
+        answers: list[Answer] = []
         try:
-            for prompt in order.prompts:
-                for key in order.keys:
-                    speech = self.answerer.speech(order)
-                    yield _event(
-                        form.around(
-                            [{"index": index, **form.event(order.opening, None), "finish_reason": None}], is_part=True
-                        )
-                    )
+            for prompt in job.prompts:
+                for key in job.keys:
+                    index, answer = len(answers), Answer(self.tokenizer, job)
+                    answers.append(answer)
+                    begin = self._choice(job.opening, [], job)
+                    if job.endpoint == "chat":
+                        begin |= {"delta": {"role": "assistant", "content": job.opening}, "logprobs": None}
+                    yield self._event(job, [{"index": index, **begin, "finish_reason": None}])
                     try:
-                        async with aclosing(self._spoken(asked, prompt, key, speech)) as pieces:
+                        async with aclosing(self._pieces(answer, prompt, key)) as pieces:
                             async for piece in pieces:
-                                yield _event(form.around([{"index": index, **piece}], is_part=True))
+                                yield self._event(job, [{"index": index, **piece}])
                     finally:
-                        self._record(asked, index, prompt, speech)
-                    num_sampled += len(speech.ids)
-                    index += 1
+                        self._record(index, prompt, answer)
         except PosttrainError as error:
-            yield _event(wire.error_body(error)[1])
+            yield f"data: {json.dumps(error_body(error)[1])}\n\n"
             return
-        if asked.with_usage:
-            yield _event(form.around([], is_part=True) | {"usage": usage(order.prompts, num_sampled)})
+        if job.with_usage:
+            yield self._event(job, [], usage=_usage(job, answers))
         yield "data: [DONE]\n\n"
 
-    async def _spoken(
-        self, asked: Asked, prompt: Sequence[int], key: int, speech: Speech
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """What each token adds to an answer, where that is something."""
-        form = asked.form
-        tells_tokens = form.names is not None or form.with_ids or isinstance(form, GenerateForm)
-        tokens = self.answerer.stream(prompt, key, asked.order.sampling, asked.num_likely or 0)
-        async with aclosing(tokens):
-            async for token in tokens:
-                told = len(speech.text)
-                text = speech.push(token.id, token.logprob, is_last=token.is_last)
-                said = self._read(asked, speech) if speech.finish else Said(speech.text)
-                if said.calls:
-                    text = said.text[told:]
-                if text or speech.finish or tells_tokens:
-                    event = form.event(text, Scored(token.id, token.logprob, token.likely))
-                    yield {**event, "finish_reason": None if said.calls else speech.finish}
-                if said.calls:
-                    yield _calls_event(said)
-                if speech.finish:
+    async def _pieces(self, answer: Answer, prompt: Sequence[int], key: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield what each token adds to an answer, if it adds anything."""
+        job = answer.job
+        async with aclosing(self.answerer.stream(job, prompt, key)) as tokens:
+            async for token, is_last in tokens:
+                length = len(answer.text)
+                text = answer.push(token, is_last=is_last)
+                reply = self.conversations.read(answer) if answer.finish else None
+                calls = reply.tool_calls if reply else []
+                if reply and calls:
+                    text = reply.text[length:]
+                if text or answer.finish or job.with_ids or job.num_likely is not None:
+                    yield {**self._choice(text, [token], job), "finish_reason": None if calls else answer.finish}
+                if calls:
+                    called = {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
+                    yield {"delta": called, "logprobs": None, "finish_reason": "tool_calls"}
+                if answer.finish:
                     return
 
-    def _record(self, asked: Asked, index: int, prompt: Sequence[int], speech: Speech) -> None:
+    def _record(self, index: int, prompt: Sequence[int], answer: Answer) -> None:
         if self.recorder is not None:
-            order = asked.order
-            drawn = {name: getattr(order.sampling, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-            self.recorder.add(
-                asked.form.request_id, asked.endpoint, index, prompt, speech, seed=order.seed, sampling=drawn
-            )
+            self.recorder.add(index, prompt, answer)
+
+    def _event(self, job: Job, choices: list[dict[str, Any]], **more: object) -> str:
+        return f"data: {json.dumps(self._body(job, choices, '.chunk') | more)}\n\n"
+
+    def _body(self, job: Job, choices: list[dict[str, Any]], suffix: str = "") -> dict[str, Any]:
+        """Return what stands around choices."""
+        if job.endpoint == "generate":
+            return {"request_id": job.id, "choices": choices, "prompt_logprobs": None}
+        kind = OBJECTS[job.endpoint] + (suffix if job.endpoint == "chat" else "")
+        return {
+            "id": job.id, "object": kind, "created": job.created, "model": self.names[0], "choices": choices
+        }  # fmt: skip
+
+    def _choice(
+        self, text: str, tokens: Sequence[Token], job: Job, prompt: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return an answer in the form of its endpoint; without ``prompt`` the part of a stream."""
+        ids = {"token_ids": [token.id for token in tokens]} if job.with_ids else {}
+        if job.endpoint != "generate" and prompt is not None and ids:
+            ids["prompt_token_ids"] = list(prompt)
+        if job.endpoint == "completions":
+            return {"text": text, "logprobs": self._text_logprobs(tokens, job), **ids}
+        logprobs = {"content": [self._logprob(token, job) for token in tokens]}
+        content: dict[str, Any] = {"logprobs": None if job.num_likely is None else logprobs, **ids}
+        if job.endpoint == "chat" and prompt is None:
+            content["delta"] = {"content": text}
+        elif job.endpoint == "chat":
+            content["message"] = {"role": "assistant", "content": text, "refusal": None}
+        return content
+
+    def _text_logprobs(self, tokens: Sequence[Token], job: Job) -> dict[str, Any] | None:
+        if job.num_likely is None:
+            return None
+        likely = [{self._name(i, job): logprob for i, logprob in token.likely} for token in tokens]
+        return {
+            "tokens": [self._name(token.id, job) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": likely if any(likely) else None,
+        }
+
+    def _logprob(self, token: Token, job: Job) -> dict[str, Any]:
+        own, *likely = (
+            {"token": self._name(i, job), "logprob": logprob, "bytes": None}
+            for i, logprob in ((token.id, token.logprob), *token.likely)
+        )
+        return own | {"top_logprobs": likely}
+
+    def _name(self, token: int, job: Job) -> str:
+        return f"token_id:{token}" if job.ids_as_names else str(self.tokenizer.decode([token]))
 
 
-def _wants_usage(asked: wire.Asking) -> bool:
-    return asked.stream_options is not None and asked.stream_options.include_usage
+def _usage(job: Job, answers: Sequence[Answer]) -> dict[str, int]:
+    """Count the tokens of prompts and answers."""
+    read, sampled = sum(map(len, job.prompts)), sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
-def _calls_event(said: Said) -> dict[str, Any]:
-    """The last event of an answer with calls: each of them whole."""
-    calls = [{"index": index, **call} for index, call in enumerate(said.tool_calls)]
-    return {"delta": {"tool_calls": calls}, "logprobs": None, "finish_reason": "tool_calls"}
-
-
-def _new_id(form: type[Form]) -> str:
-    return form.prefix + secrets.token_hex(12)
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"
-
-
-async def _read_json(request: Request) -> Any:
-    """The JSON of a body that is not too large and does not take too long."""
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                content += chunk
-                if len(content) > MAX_BODY_BYTES:
-                    text = f"the body has more than {MAX_BODY_BYTES >> 20} MiB; ask in smaller requests"
-                    raise wire.BadRequest(text, code="too_large", status=413)
-    except TimeoutError:
-        text = f"the body did not come within {BODY_SECONDS:g} seconds"
-        raise wire.BadRequest(text, code="timeout", status=408) from None
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise wire.BadRequest(f"the body is no JSON: {type(error).__name__}: {error}", code="no_json") from None
+def _response(error: PosttrainError) -> Response:
+    status, body = error_body(error)
+    return JSONResponse(body, status)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """What the work gives; it is given up when whoever asked hangs up."""
+    """Return the result of the work; cancel it when the client hangs up.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    asked, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
     try:
-        await asyncio.wait([asked, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            raise Gone
-        return asked.result()
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        asked.cancel()
+        working.cancel()
         gone.cancel()
-
-
-async def _tell_error(request: Request, error: PosttrainError) -> Response:
-    status, body = wire.error_body(error)
-    return JSONResponse(body, status)
-
-
-async def _tell_http(request: Request, error: HTTPException) -> Response:
-    known = "GET /v1/models; POST /v1/chat/completions, /v1/completions, /tokenize, /inference/v1/generate"
-    text = f"{error.detail}: this server answers {known}"
-    return JSONResponse(wire.error_body(wire.BadRequest(text, status=error.status_code))[1], error.status_code)
-
-
-async def _tell_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _tell_bug(request: Request, error: Exception) -> Response:
-    """For what is no error of ours; its traceback goes to the terminal of the server."""
-    text = f"the server failed ({type(error).__name__}); its terminal says more"
-    return JSONResponse(wire.error_body(PosttrainError(text))[1], 500)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import ipaddress
+import re
+import secrets
 import shlex
+import socket
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from posttrain.commands.options.argument_types import naturals, new_place, port, positive, seed, share
+from posttrain.errors import UsageError
 
 EPILOG = """\
 any program that can ask OpenAI can ask this one; give it the address that is printed, with /v1 behind it:
@@ -18,7 +22,7 @@ any program that can ask OpenAI can ask this one; give it the address that is pr
 for large models on GPUs, the line of a vLLM server:
   posttrain serve-command runs/tiny-grpo
 """
-UNTOLD = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
+NOT_SHOWN = "tools of a request are not shown to the model, as its run did not show them (rollout.show_tools: false)"
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--record", type=new_place, metavar="FILE", help="add every answer to this JSONL file: ids, log-probabilities"
     )
     parser.add_argument(
-        "--max-requests", type=positive, default=64, metavar="N", help="at a time; others wait outside (default: 64)"
+        "--max-requests", type=positive, default=64, metavar="N", help="at a time; others get HTTP 503 (default: 64)"
     )
     parser.add_argument("--max-tokens", type=positive, help="longest answer where a request does not say")
 
@@ -59,56 +63,92 @@ def run_serve(arguments: argparse.Namespace) -> int:
         MissingExtra: starlette or uvicorn is not installed.
     """
     from posttrain.commands.options.words import chosen_words
-    from posttrain.commands.serve.doorway import choose_token, is_loopback, open_door, serve, show_address
     from posttrain.engines.models import complete_template, open_model
-    from posttrain.errors import MissingExtra, UsageError
+    from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
 
-    host, key = arguments.host, choose_token(arguments.api_key, "--api-key")
+    host, key = arguments.host, _choose_key(arguments.api_key)
     if not host or (key is None and not is_loopback(host)):
         raise UsageError(f"--host {host!r}: others than this machine could ask; add --api-key, or leave --host out")
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
     try:
-        import starlette  # noqa: F401 - asked for before a model is loaded
-        import uvicorn  # noqa: F401
+        import uvicorn
 
-        from posttrain.commands.serve.application import Api, ApiDoor
+        from posttrain.commands.serve.application import Access, Api
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
             raise
-        raise MissingExtra(error.name, "serve", "posttrain serve") from None
-    from posttrain.commands.serve.answering import Answerer
-    from posttrain.commands.serve.speech import Recorder
+        raise MissingExtra(package, "serve", "posttrain serve") from None
+    from posttrain.commands.serve.answering import Answerer, Recorder
     from posttrain.engines.served_names import served_names
 
     template = complete_template(chosen_words(arguments).get("template"), source)
     with ExitStack() as stack:
-        door = stack.enter_context(open_door(host, arguments.port))
-        opened = open_model(source, template)
-        answerer = Answerer(opened)
+        listener = stack.enter_context(_listen(host, arguments.port))
+        answerer = Answerer(open_model(source, template))
         stack.callback(answerer.close)
-        name, *others = served_names(source.path)
+        names = [*served_names(source.path), source.label, source.name]
         recorder = None
         if arguments.record is not None:
-            recorder = Recorder(Path(arguments.record), name)
+            recorder = Recorder(Path(arguments.record), names[0])
             stack.callback(recorder.close)
-        max_tokens = arguments.max_tokens or source.max_tokens
-        api = Api(
-            answerer, name, aliases=[source.label, source.name, *others], max_tokens=max_tokens, recorder=recorder
-        )
-        lines = [f"serves {name} at {show_address(host, arguments.port)}v1  (Ctrl-C ends it)"]
-        lines += [f"key: {key}"] if arguments.api_key == "" else []
-        lines += [] if api.conversations.shows else [UNTOLD]
-
-        def announce() -> None:
-            print(*lines, sep="\n", flush=True)
-
-        with suppress(KeyboardInterrupt):
-            asyncio.run(
-                serve(ApiDoor(api.application(), host, arguments.port, key, arguments.max_requests), door, announce)
+        api = Api(answerer, names, arguments.max_tokens or source.max_tokens, recorder)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                Access(api.application(), host, arguments.port, key),
+                http="h11",
+                ws="none",
+                log_level="warning",
+                access_log=False,  # no line of a log holds the key
+                proxy_headers=False,
+                limit_concurrency=arguments.max_requests + 1,  # uvicorn counts the one that is being refused
+                timeout_graceful_shutdown=1,
             )
+        )
+        address = f"[{host}]" if ":" in host else host
+        print(f"serves {names[0]} at http://{address}:{arguments.port}/v1  (Ctrl-C ends it)", flush=True)
+        if arguments.api_key == "":
+            print(f"key: {key}", flush=True)
+        if not api.conversations.shows:
+            print(NOT_SHOWN, flush=True)
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
     return 0
+
+
+def _choose_key(given: str | None) -> str | None:
+    """Return the key of ``--api-key``: None without the option, a new one without a value.
+
+    Raises:
+        UsageError: it is too short, or has characters that a header cannot hold.
+    """
+    if given == "":
+        return secrets.token_urlsafe(32)
+    if given is not None and not re.fullmatch(r"[A-Za-z0-9_.~-]{16,256}", given):
+        raise UsageError(
+            "--api-key: a key has 16 to 256 letters, digits, '_', '-', '.' or '~' (write MODEL_OR_RUN before "
+            "--api-key; without a value a key is made up)"
+        )
+    return given
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error.strerror.partition(" (while")[0] if isinstance(error, OSError) and error.strerror else error
+        where = f"--host {host}, port {port}"
+        raise UsageError(f"{where}: cannot be served ({reason}); give others with --host and --port") from error
 
 
 # ``posttrain serve-command``: the line that starts a vLLM server.

@@ -93,6 +93,8 @@ class NativeEngine(Engine):
         self._told: set[str] = set()
         self.cuda_graphs = cuda_graphs
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
+        # Ends the rows of a prompt whose answers nobody awaits any more, with ``length``.
+        self.is_abandoned: Callable[[int], bool] | None = None
 
     @property
     def path(self) -> Path:
@@ -176,6 +178,7 @@ class NativeEngine(Engine):
             work = (decoder, prompts, rows, sampling, self.slots)
             if respondent is None:
                 schedule = Schedule(*work)
+                schedule.is_abandoned = self.is_abandoned
                 if self.cuda_graphs:
                     schedule.record()
                 schedule.run()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,6 +68,7 @@ class Schedule:
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
         self.recorded: RecordedSteps | None = None  # what makes the steps, where they are recorded
+        self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
         self._make_room(rows)
 
     def _make_room(self, rows: Sequence[Conversation]) -> None:
@@ -150,6 +151,8 @@ class Schedule:
         for r, row in enumerate(self.batch):
             if row.finish is None:
                 row.finish = self._append(r, ids, logprobs)
+                if row.finish is None and self.is_abandoned is not None and self.is_abandoned(row.prompt):
+                    row.finish = "length"
 
     def _append(self, r: int, ids: list[list[int]], logprobs: list[list[float]]) -> Finish | None:
         """Put what the row in slot ``r`` drew behind its ids, up to its end; how it ended."""

@@ -1,0 +1,265 @@
+"""Requests in the forms of OpenAI and vLLM, as ``posttrain serve`` reads them, and its errors.
+
+An option that would change an answer and that this server does not have is refused by name, unless it has the value
+that changes nothing. An unknown key is refused with a suggestion.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.option_types import AnySize, Options, Tokens, check_plain
+from posttrain.registry import suggest
+from posttrain.types import Message
+
+MAX_BODY_BYTES = 1_000_000
+MAX_ANSWERS = 256  # of one request, over all its prompts
+MAX_MESSAGES = 1000
+TokenIds = list[int]
+# Options of others that this server does not have, each with the value (or null) that changes nothing.
+NEUTRAL: dict[str, Any] = (
+    dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), 0)
+    | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1)
+    | dict.fromkeys(("use_beam_search", "skip_special_tokens", "include_stop_str_in_output", "echo"), False)
+    | {"tools": [], "functions": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "suffix": ""}
+    | {"modalities": ["text"], "response_format": {"type": "text"}}
+    | {"add_generation_prompt": True, "tool_choice": "none", "prompt_logprobs": None, "truncate_prompt_tokens": None}
+)
+# Options about accounts, queues and caches, which change no answer.
+UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"} | {
+    "priority", "request_id", "parallel_tool_calls", "spaces_between_special_tokens", "detokenize", "flat_logprobs"
+}  # fmt: skip
+
+
+class BadRequest(UsageError):
+    """A request that cannot be answered. ``param``: its key; ``code`` and ``status``: for programs."""
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str = "invalid_request", status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+class TextPart(Options):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Options):
+    """The function of a call. ``arguments`` is JSON text; OpenAI's client may add what it parsed from it."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(Options):
+    """A call in a message of the assistant; ``index`` is there if it came in a stream."""
+
+    id: str = Field(min_length=1)
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(Options):
+    """A message. ``developer`` is OpenAI's newer name for ``system``; answers sent back hold keys that are null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: None = None
+    parsed: None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "tool_calls stand in messages of the assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise PydanticCustomError("role", "a message of the role tool, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "content is required where nothing is called")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+    def message(self) -> Message:
+        """Return the same as a message of this package."""
+        return Message("system" if self.role == "developer" else self.role, self.text)
+
+
+class Function(Options):
+    """A tool by name; ``parameters`` is a JSON schema. The model is not held to it, so ``strict`` is refused."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolOffer(Options):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolOptions(Options):
+    """The tools of a request."""
+
+    tools: list[ToolOffer] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as the client wrote them.
+
+        Raises:
+            BadRequest: two tools of one name, or ``parallel_tool_calls: false``.
+        """
+        if self.tools and self.parallel_tool_calls is False:
+            raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
+        functions = [tool.function for tool in self.tools or ()]
+        names = [function.name for function in functions]
+        for n, name in enumerate(names):
+            if name in names[:n]:
+                raise BadRequest(f"tools.{n}: there is a tool named {name!r} already", "tools")
+        if self.tool_choice == "none":
+            return []
+        return [{"type": "function", "function": one.model_dump(exclude_unset=True)} for one in functions]
+
+
+class SamplingOptions(Options):
+    """Sampling options that every endpoint has. ``top_k`` 0 or −1: all tokens."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    seed: Annotated[int | None, Field(ge=0), AnySize()] = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> list[str]:
+        texts = [value] if isinstance(value, str) else value or []
+        if "" in texts:
+            raise PydanticCustomError("stop", "an empty text would end every answer at once")
+        if len(texts) > 16 or any(len(text) > 1000 for text in texts):
+            raise PydanticCustomError("stop", "at most 16 texts of at most 1000 characters may end an answer")
+        return texts
+
+
+class OpenAIOptions(SamplingOptions):
+    """Options of OpenAI's two endpoints."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class ChatRequest(OpenAIOptions, ToolOptions):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES)
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionRequest(OpenAIOptions):
+    """``POST /v1/completions``: text or token ids to continue, one or several."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Tokens | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = True
+
+
+class SamplingParams(SamplingOptions):
+    """Sampling options of ``/inference/v1/generate``."""
+
+    max_tokens: Tokens | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class GenerateRequest(Options):
+    """``POST /inference/v1/generate``: token ids in, token ids out."""
+
+    token_ids: TokenIds
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    stream: bool = False
+
+
+class TokenizeRequest(ToolOptions):
+    """``POST /tokenize``: a text as it is, or a conversation as this server's template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+
+
+Request = TypeVar("Request", bound=Options)
+
+
+def read_request(kind: type[Request], body: Any) -> Request:
+    """Read a request from the JSON of a body.
+
+    Raises:
+        BadRequest: an unknown key, or a value that this server cannot take.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is JSON, but {type(body).__name__} and not an object")
+    own = kind.model_fields
+    for key in body.keys() - own.keys() - UNREAD:
+        if key not in NEUTRAL:
+            hint = suggest(key, [*own, *NEUTRAL])
+            raise BadRequest(f"{key}: there is no such key here.{hint} Known: {', '.join(own)}", key, "unknown_key")
+        if body[key] not in (None, NEUTRAL[key]):
+            problem = f"{key}: this server does not do that; leave it out, or give {NEUTRAL[key]!r}"
+            raise BadRequest(problem, key, "not_offered")
+    try:
+        check_plain(body)
+        return kind.model_validate({key: value for key, value in body.items() if key in own})
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply") from None
+    except PydanticCustomError as error:
+        raise BadRequest(f"the body holds what is no plain text or number ({error})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
+
+
+def error_body(error: PosttrainError) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status of an error, and its body in OpenAI's form."""
+    status, param, code = 500, None, None
+    if isinstance(error, BadRequest):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, UsageError):
+        status, code = 400, "invalid_request"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
