@@ -7,14 +7,13 @@ import sqlite3
 import struct
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from posttrain.errors import DataError, StorageError
-from posttrain.store.database import MIGRATIONS, connect, migrate, schema_version
+from posttrain.store.database import SCHEMA_VERSION, connect
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 
@@ -157,28 +156,6 @@ def test_flush_leaves_nothing_to_a_kill(tmp_path: Path) -> None:
     assert counts == dict.fromkeys(range(1, 41), 8)
 
 
-def test_writing_happens_on_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import posttrain.store.rollouts as module
-
-    writers, may_write = [], threading.Event()
-
-    def slow_commit(db: sqlite3.Connection, batches: list) -> None:
-        assert may_write.wait(10)
-        writers.append(threading.current_thread().name)
-        original(db, batches)
-
-    original = module._commit
-    monkeypatch.setattr(module, "_commit", slow_commit)
-    store = RolloutStore(tmp_path / "r.db")
-    for step in range(5):
-        store.record([make_rollout(step)])  # returns although nothing can be written yet
-    assert rows_of(tmp_path / "r.db") == []
-    may_write.set()
-    store.close()
-    assert set(writers) == {"rollout-writer"}
-    assert len(rows_of(tmp_path / "r.db")) == 5
-
-
 def limit_file_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -195,7 +172,7 @@ def test_a_full_disk_surfaces_as_a_storage_error_and_keeps_what_was_written(tmp_
     store.record([make_rollout(1)])
     store.flush()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit_file_size(200_000)  # a real write error from the system, in the writer thread
+    limit_file_size(200_000)  # a real write error from the system
     try:
         with pytest.raises(StorageError, match=r"r\.db: cannot write rollouts.*--resume"):
             record_until_full(store)
@@ -211,31 +188,31 @@ def test_a_full_disk_surfaces_as_a_storage_error_and_keeps_what_was_written(tmp_
 
 
 def test_the_first_error_is_shown_and_the_full_disk_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import posttrain.store.rollouts as module
-
-    def fail(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+    def fail(self: RolloutStore) -> None:
+        raise StorageError("the disk is full")
 
     def loop() -> None:
         with RolloutStore(tmp_path / "r.db") as store:
             store.record([make_rollout(1)])
             raise KeyError("the loop failed first")
 
-    monkeypatch.setattr(module, "_commit", fail)
+    monkeypatch.setattr(RolloutStore, "flush", fail)
     with pytest.raises(KeyError) as caught:
         loop()
     assert "the disk is full" in caught.value.__notes__[0]
 
 
-def test_a_file_of_a_later_posttrain_is_refused_and_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "age"), [(SCHEMA_VERSION + 1, "a later"), (SCHEMA_VERSION - 1, "an earlier")])
+def test_a_file_of_another_version_is_refused_and_unchanged(tmp_path: Path, version: int, age: str) -> None:
     path = tmp_path / "r.db"
     RolloutStore(path).close()
     with connect(path, read_only=False) as db:
-        db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(DataError, match=rf"schema version {len(MIGRATIONS) + 1}.*up to {len(MIGRATIONS)}.*upgrade"):
-        RolloutStore(path)
-    with connect(path, read_only=True) as db:
-        assert schema_version(db) == len(MIGRATIONS) + 1
+        db.execute(f"PRAGMA user_version = {version}")
+    before = path.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(DataError, match=rf"{age} posttrain wrote this file \(schema version {version}, this one"):
+            RolloutStore(path, read_only=read_only)
+    assert path.read_bytes() == before
 
 
 def test_files_that_are_missing_or_no_database_are_refused(tmp_path: Path) -> None:
@@ -251,73 +228,6 @@ def test_files_that_are_missing_or_no_database_are_refused(tmp_path: Path) -> No
 def test_a_place_that_is_not_writable_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write rollouts"):
         RolloutStore(tmp_path / "no-such-folder" / "r.db")
-
-
-def test_migrations_run_once_each_in_order_and_an_interrupted_one_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "m.db"
-
-    def first(db: sqlite3.Connection) -> None:
-        db.execute("CREATE TABLE one (x INTEGER)")
-
-    def second(db: sqlite3.Connection) -> None:
-        db.execute("ALTER TABLE one ADD COLUMN y INTEGER")
-
-    def broken(db: sqlite3.Connection) -> None:
-        db.execute("CREATE TABLE half (x INTEGER)")
-        raise KeyError("killed here")
-
-    with connect(path, read_only=False) as db:
-        assert migrate(db, path, [first]) == 1
-        db.execute("INSERT INTO one VALUES (5)")
-        with pytest.raises(KeyError):
-            migrate(db, path, [first, second, broken])
-        assert schema_version(db) == 2
-        assert db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("one",)]
-        assert migrate(db, path, [first, second]) == 0
-        assert db.execute("SELECT * FROM one").fetchall() == [(5, None)]
-
-
-def test_the_schema_of_version_one_is_frozen(tmp_path: Path) -> None:
-    """A released migration is never edited; add a new one instead."""
-    path = tmp_path / "r.db"
-    with connect(path, read_only=False) as db:
-        migrate(db, path, MIGRATIONS[:1])
-        columns = [row[1:3] for row in db.execute("PRAGMA table_info(evaluation_rollouts)").fetchall()]
-    assert columns == [
-        ("id", "INTEGER"),
-        ("step", "INTEGER"),
-        ("epoch", "INTEGER"),
-        ("prompt_index", "INTEGER"),
-        ("rollout_index", "INTEGER"),
-        ("example_id", "TEXT"),
-        ("prompt", "TEXT"),
-        ("completion", "TEXT"),
-        ("answer", "TEXT"),
-        ("parts", "TEXT"),
-        ("reward", "REAL"),
-        ("advantage", "REAL"),
-        ("num_tokens", "INTEGER"),
-        ("finish", "TEXT"),
-        ("mean_sampler_logprob", "REAL"),
-        ("evaluation", "TEXT"),
-    ]
-
-
-def test_a_file_of_version_one_is_brought_up_and_keeps_its_rows(tmp_path: Path) -> None:
-    path = tmp_path / "r.db"
-    with connect(path, read_only=False) as db:
-        migrate(db, path, MIGRATIONS[:1])
-        db.execute(
-            "INSERT INTO rollouts (step, epoch, prompt_index, rollout_index, example_id, prompt, completion, parts, "
-            "reward, num_tokens, finish) VALUES (3, 0, 1, 2, 'e', 'p', 'c', '{}', 0.5, 4, 'stop')"
-        )
-    with RolloutStore(path) as store:
-        store.record([make_rollout(4, outcome="right")])
-        old, new = store.training()
-    assert (old.step, old.reward, old.extracted, old.outcome, old.token_ids) == (3, 0.5, None, "", None)
-    rollout = make_rollout(4)
-    assert (new.step, new.outcome) == (4, "right")
-    assert new.token_ids == (*rollout.prompt_ids, *rollout.completion.ids)
 
 
 def test_facts_about_the_run_travel_with_the_file(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _alone(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             with storage_errors(NOTES, folder):
-                stack.enter_context(hold(folder, _PATIENCE_SECONDS))
+                stack.enter_context(hold(folder / ".lock-notes", _PATIENCE_SECONDS))
         except Held as held:
             raise RunConflict(
                 f"{folder / NOTES}: another process is changing it ({held}). Nothing was changed"

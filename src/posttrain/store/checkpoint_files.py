@@ -11,19 +11,17 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.store.durable import storage_errors, sync_file, sync_folder
-from posttrain.store.reading import Remembered
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
-_LARGE_BYTES = 1 << 24  # hashed in about ten milliseconds, so that smaller files need no memory on the disk
 # What decides which weights are loaded; such a file that the manifest does not name was put there later.
 _DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
-_here, _kept = Remembered(), Remembered("digests")
 
 
 class Unverified(Exception):
@@ -46,10 +44,10 @@ def seal(path: Path, step: int) -> None:
         sync_folder(inner)
 
 
-def verify(path: Path, step: int | None = None) -> dict[str, Any]:
-    """The manifest's entries by relative file name, all of them checked; None: of whatever step.
+def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dict[str, Any]:
+    """Return the manifest's entries by relative file name, all of them checked; ``step`` None: of whatever step.
 
-    A file is hashed once, and again when it may have changed (``store/reading.py``).
+    ``by_size``: files are not read, which is enough for a list of runs.
 
     Raises:
         Unverified: a file is missing or differs, or the manifest is of another step or damaged, or it does not name
@@ -67,7 +65,7 @@ def verify(path: Path, step: int | None = None) -> dict[str, Any]:
     if content != _manifest_bytes(stated, files) or step not in (None, stated):
         raise Unverified(MANIFEST, "is damaged")
     for name, size, digest in expected:
-        _check(path, name, size, digest)
+        _check(path, name, size, None if by_size else digest)
     there = sorted(item.name for pattern in _DECISIVE for item in path.glob(pattern))
     unknown = [name for name in there if name not in files]
     if unknown:
@@ -84,7 +82,7 @@ def stated_digests(path: Path) -> dict[str, str]:
         return {}
 
 
-def _check(path: Path, name: str, size: int, digest: str) -> None:
+def _check(path: Path, name: str, size: int, digest: str | None) -> None:
     file, parts = path / name, PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
         raise Unverified(MANIFEST, f"names {name!r}, which leads out of the checkpoint")
@@ -92,10 +90,8 @@ def _check(path: Path, name: str, size: int, digest: str) -> None:
         raise Unverified(name, "is missing")
     if file.stat().st_size != size:
         raise Unverified(name, f"has {file.stat().st_size} bytes instead of {size}")
-    if (_kept if size >= _LARGE_BYTES else _here).get(file, _digest) != digest:
+    if digest is not None and _digest(file) != digest:
         raise Unverified(name, "differs from its SHA-256 in the manifest")
-    if size >= _LARGE_BYTES:
-        _kept.save()
 
 
 def refuse_damaged(folder: str | Path) -> None:
@@ -153,6 +149,13 @@ def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
 
 
 def _digest(path: Path) -> str:
+    """The SHA-256 of a file; read again when its size or times have changed."""
+    about = path.stat()
+    return _digest_of(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _digest_of(path: Path, *identity: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -186,11 +189,11 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 
 
 def newest_state(folder: str | Path) -> tuple[int, dict[str, Any]] | None:
-    """Step and ``state.json`` of the newest checkpoint that verifies, or None; nothing else of it is read."""
+    """Return step and ``state.json`` of the newest checkpoint whose files have their sizes, or None."""
     for step in reversed(checkpoint_steps(folder)):
         path = step_folder(folder, step)
         try:
-            names = verify(path, step)
+            names = verify(path, step, by_size=True)
             state = json.loads((path / "state.json").read_bytes()) if "state.json" in names else {}
         except (Unverified, OSError, ValueError, RecursionError):
             continue

@@ -1,17 +1,14 @@
-"""``rollouts.db``: every completion that was sampled, with what it was worth.
+"""``rollouts.db``: every completion that was sampled, with its rewards.
 
-SQLite in WAL mode, written by a thread of its own so that training does not wait for the disk.
-The rows hold nothing but functions of the recipe (no clock), so two runs compare bit for bit."""
+SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit."""
 
 from __future__ import annotations
 
 import json
 import math
-import queue
 import re
 import sqlite3
 import struct
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -20,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, PosttrainError
-from posttrain.store.database import MIGRATIONS, check_schema, connect, migrate, sqlite_errors
-from posttrain.store.durable import sync_folder
+from posttrain.store.database import check_schema, connect, create_schema, sqlite_errors
+from posttrain.store.durable import sync_file, sync_folder
 from posttrain.types import Call, Example, Rollout, Turn
 
 Row = tuple[Any, ...]
@@ -54,13 +51,10 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("id", "step", "epoch", "prompt_index", "rollout_index", "num_tokens"), int),
     **dict.fromkeys(("reward", "advantage", "mean_sampler_logprob"), float),
     "token_ids": bytes,
-    "version": int | bytes,
+    "version": int,
     "spans": bytes,
 }
-_OPTIONAL = {
-    *("answer", "advantage", "mean_sampler_logprob", "extracted", "token_ids", "version"),
-    *("spans", "turns", "failures"),
-}
+_OPTIONAL = {"answer", "advantage", "mean_sampler_logprob", "extracted", "spans", "turns", "failures"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +63,11 @@ class RecordedRollout:
 
     ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
     ``mean_sampler_logprob`` is the mean over the tokens that the model wrote (None where there are none).
-    ``extracted`` and ``outcome``: the answer that was graded and what the grader said (``""`` in a file of an
-    earlier posttrain). ``token_ids`` are those of the prompt and, the last ``num_tokens`` of them, of the completion as
-    sampled (None in such a file). ``version``: how many updates the weights that sampled had had (None in such a file;
-    the oldest, where it has a number for each token). Of a completion with an environment ``own`` says which of its
-    tokens the model wrote (None: all), ``turns`` what it did in each, and ``failures`` why the environment failed, if
-    it did; ``completion`` is then the last turn. ``evaluation`` names the evaluation that sampled it; None for a
-    training rollout.
+    ``extracted`` and ``outcome``: the answer that was graded and what the grader said. ``token_ids`` are those of the
+    prompt and, the last ``num_tokens`` of them, of the completion as sampled. ``version``: number of updates of the
+    weights that sampled. Of a completion with an environment ``own`` says which of its tokens the model wrote (None:
+    all), ``turns`` what it did in each, and ``failures`` why the environment failed, if it did; ``completion`` is then
+    the last turn. ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
     id: int
@@ -93,10 +85,10 @@ class RecordedRollout:
     num_tokens: int
     finish: str
     mean_sampler_logprob: float | None
-    extracted: str | None = None
-    outcome: str = ""
-    token_ids: tuple[int, ...] | None = None
-    version: int | None = None
+    extracted: str | None
+    outcome: str
+    token_ids: tuple[int, ...]
+    version: int
     own: tuple[bool, ...] | None = None
     turns: tuple[Turn, ...] = ()
     failures: tuple[str, ...] = ()
@@ -137,7 +129,7 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
 
 def to_row(rollout: Rollout) -> Row:
     """The columns of a rollout (``COLUMNS``): numbers, texts and bytes."""
-    completion, version = rollout.completion, rollout.completion.version
+    completion = rollout.completion
     logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
     return (
         rollout.step,
@@ -157,7 +149,7 @@ def to_row(rollout: Rollout) -> Row:
         None if rollout.extracted is None else _storable(rollout.extracted),
         rollout.outcome,
         _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
-        version,
+        completion.version,
         None if completion.own is None else _pack_ids(spans_of(completion.own)),
         json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
         json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
@@ -224,16 +216,14 @@ def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
         allowed = _TYPES.get(name, str)
         if not isinstance(value, allowed) and not (value is None and name in _OPTIONAL):
             raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
-    packed, version = row["token_ids"], row["version"]
     try:
-        ids = None if packed is None else _unpack_ids(packed)
-        version = min(_unpack_ids(version)) if isinstance(version, bytes) else version
+        ids = _unpack_ids(row["token_ids"])
         parts = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
         several = _read_several(row)
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
     plain = {name: value for name, value in row.items() if name not in ("spans", "turns", "failures")}
-    return RecordedRollout(**{**plain, "parts": parts, "token_ids": ids, "version": version, **several})
+    return RecordedRollout(**{**plain, "parts": parts, "token_ids": ids, **several})
 
 
 def _read_several(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +235,7 @@ def _read_several(row: Mapping[str, Any]) -> dict[str, Any]:
     own = None
     if row["spans"] is not None:
         spans = _unpack_ids(row["spans"])
-        if min(spans, default=0) < 0 or not len(row["token_ids"] or b"") // 4 >= sum(spans) == row["num_tokens"]:
+        if min(spans, default=0) < 0 or not len(row["token_ids"]) // 4 >= sum(spans) == row["num_tokens"]:
             raise ValueError("the spans of its turns are not those of its tokens")
         own = tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
     failures = tuple(json.loads(row["failures"])) if row["failures"] is not None else ()
@@ -269,57 +259,53 @@ def _storable(text: str) -> str:
 
 
 TABLES = ("rollouts", "evaluation_rollouts")
-_QUEUE_LENGTH = 256  # batches; a disk slower than the sampler makes ``record`` wait instead of filling the memory
-_ALIVE_CHECK_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    evaluation: str | None
-    rows: list[Row]
-
-
-@dataclass(frozen=True, slots=True)
-class _Barrier:
-    """Set once everything queued before it is committed, or has failed. ``last`` ends the thread."""
-
-    passed: threading.Event
-    last: bool = False
 
 
 class RolloutStore:
     """The rollouts of one run.
 
     Args:
-        path: the file; made if missing, migrated if older.
+        path: the file; made if missing.
         about: facts about the run that travel with the file (seed, recipe fingerprint).
         read_only: read a file that another process may be writing; ``record`` and ``trim`` are not for it.
 
     Raises:
-        DataError: no such file (read only), not a rollout database, or one of a later posttrain.
+        DataError: no such file (read only), not a rollout database, or one of another version.
         StorageError: the disk is full or not writable.
     """
 
     def __init__(self, path: str | Path, *, about: Mapping[str, str] | None = None, read_only: bool = False) -> None:
         self.path = Path(path)
         self.read_only = read_only
-        self._queue: queue.Queue[_Rows | _Barrier] = queue.Queue(_QUEUE_LENGTH)
-        self._thread: threading.Thread | None = None
-        self._failure: PosttrainError | None = None
+        self._opened = ExitStack()
+        self._writer: sqlite3.Connection | None = None
         self._prepare(about or {})
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
-        """Queue rollouts for writing, in order; ``evaluation`` names the evaluation they belong to.
+        """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
 
-        They are read before this returns, so they may change afterwards.
+        They outlive a killed process, and after ``flush`` a power cut.
 
         Raises:
-            StorageError: an earlier write failed.
+            StorageError: the disk is full or not writable.
         """
         assert not self.read_only, "opened for reading"
-        self._raise_failure()
-        if rollouts:
-            self._send(_Rows(evaluation, [to_row(x) for x in rollouts]))
+        if not rollouts:
+            return
+        last = () if evaluation is None else (evaluation,)
+        table, columns = ("evaluation_rollouts", (*COLUMNS, "evaluation")) if last else ("rollouts", COLUMNS)
+        insertion = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        with sqlite_errors(self.path):
+            if self._writer is None:
+                self._writer = self._opened.enter_context(connect(self.path, read_only=False))
+                self._writer.execute("PRAGMA synchronous = NORMAL")  # a commit does not wait for the disk; flush does
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                self._writer.executemany(insertion, [(*to_row(rollout), *last) for rollout in rollouts])
+                self._writer.execute("COMMIT")
+            finally:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
 
     def flush(self) -> None:
         """Wait until everything recorded is on the disk.
@@ -327,21 +313,22 @@ class RolloutStore:
         Raises:
             StorageError: it could not be written.
         """
-        if self._thread is not None:
-            self._pass_barrier(last=False)
-        self._raise_failure()
+        if self._writer is not None:
+            with sqlite_errors(self.path):
+                for path in (self.path.with_name(f"{self.path.name}-wal"), self.path):
+                    if path.exists():
+                        sync_file(path)
 
     def close(self) -> None:
-        """Flush and end the writer thread. The store can be read afterwards, and recorded to again.
+        """Flush and close. The store can be read afterwards, and recorded to again.
 
         Raises:
             StorageError: something recorded could not be written.
         """
-        if self._thread is not None:
-            self._pass_barrier(last=True)
-            self._thread.join()
-            self._thread = None
-        self._raise_failure()
+        self.flush()
+        self._writer = None
+        with sqlite_errors(self.path):
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -367,7 +354,6 @@ class RolloutStore:
             StorageError: the disk is full or not writable; nothing was deleted.
         """
         assert not self.read_only, "opened for reading"
-        self.flush()
         with self._connection() as db:
             db.execute("BEGIN IMMEDIATE")
             deleted = db.execute("DELETE FROM rollouts WHERE step > ?", (after_step,)).rowcount
@@ -440,7 +426,6 @@ class RolloutStore:
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:
         """How many rows of steps up to ``up_to_step`` there are, by table."""
-        self.flush()
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
             return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
@@ -452,7 +437,6 @@ class RolloutStore:
     def _select(
         self, table: str, conditions: list[tuple[str, tuple[Any, ...]]], limit: int | None, newest_first: bool
     ) -> list[RecordedRollout]:
-        self.flush()
         columns = ("id", *COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
         where = " AND ".join(sql for sql, _ in conditions) or "1"
         values = [value for _, parameters in conditions for value in parameters]
@@ -468,11 +452,14 @@ class RolloutStore:
         if self.read_only and is_new:
             raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
         with self._connection() as db:
-            if check_schema(db, self.path) == len(MIGRATIONS) and self.read_only:
-                return
+            is_made = check_schema(db, self.path)
+        if self.read_only:
+            if not is_made:
+                raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
+            return
         with sqlite_errors(self.path), connect(self.path, read_only=False) as db:
             db.execute("PRAGMA journal_mode = WAL")
-            migrate(db, self.path)
+            create_schema(db)
             db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
             if is_new:
                 sync_folder(self.path.parent)
@@ -481,71 +468,6 @@ class RolloutStore:
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with sqlite_errors(self.path), connect(self.path, read_only=self.read_only) as db:
             yield db
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _send(self, message: _Rows | _Barrier) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_queue, name="rollout-writer", daemon=True)
-            self._thread.start()
-        while True:
-            try:
-                self._queue.put(message, timeout=_ALIVE_CHECK_SECONDS)
-                return
-            except queue.Full:
-                assert self._thread.is_alive(), "the rollout writer died of a bug; its traceback is above"
-
-    def _pass_barrier(self, last: bool) -> None:
-        barrier = _Barrier(threading.Event(), last)
-        self._send(barrier)
-        while not barrier.passed.wait(_ALIVE_CHECK_SECONDS):
-            assert self._thread, "a barrier is only waited for while the writer runs"
-            assert self._thread.is_alive(), "the rollout writer died of a bug; its traceback is above"
-
-    def _write_queue(self) -> None:
-        """The writer thread: takes what has queued up, writes it in one transaction, and so on.
-
-        After a failure it keeps emptying the queue, so that nobody waits for it, and writes nothing.
-        """
-        last = False
-        opened = ExitStack()
-        db: sqlite3.Connection | None = None
-        while not last:
-            messages = [self._queue.get()]
-            while not self._queue.empty():
-                messages.append(self._queue.get_nowait())  # this thread alone takes from the queue
-            batches = [message for message in messages if isinstance(message, _Rows)]
-            if batches and self._failure is None:
-                try:
-                    with sqlite_errors(self.path):
-                        db = db or opened.enter_context(connect(self.path, read_only=False))
-                        _commit(db, batches)
-                except PosttrainError as failure:
-                    self._failure = failure
-            last = any(message.last for message in messages if isinstance(message, _Barrier))
-            if last:
-                opened.close()
-            for message in messages:
-                if isinstance(message, _Barrier):
-                    message.passed.set()
-
-
-def _commit(db: sqlite3.Connection, batches: Sequence[_Rows]) -> None:
-    db.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
-    db.execute("BEGIN IMMEDIATE")
-    for batch in batches:
-        if batch.evaluation is None:
-            db.executemany(_insertion("rollouts", COLUMNS), batch.rows)
-        else:
-            rows = [(*row, batch.evaluation) for row in batch.rows]
-            db.executemany(_insertion("evaluation_rollouts", (*COLUMNS, "evaluation")), rows)
-    db.execute("COMMIT")
-
-
-def _insertion(table: str, columns: Sequence[str]) -> str:
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
 def _conditions(
