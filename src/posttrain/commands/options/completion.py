@@ -91,7 +91,7 @@ def _fitting(current: str, names: Iterable[str]) -> list[str]:
 
 def _positional(command: str, before: Sequence[str], parser: argparse.ArgumentParser) -> Iterable[str]:
     number = len(before)
-    if command in ("train", "compare", "study"):
+    if command in ("train", "sweep"):
         return _recipes(command) if number == 1 else ()
     if command in _OF_RUNS:
         return ["tiny", *_runs(before)]
@@ -108,15 +108,14 @@ def _positional(command: str, before: Sequence[str], parser: argparse.ArgumentPa
 
 
 def _recipes(command: str) -> list[str]:
-    """Shipped recipes that a command takes; those of the comparisons and studies are on shelves of their names."""
+    """Shipped recipes that a command takes; those of the sweeps are in a folder of that name."""
     folder = _PACKAGE / "recipes"
     names = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")]
-    shelves = ("compare/", "study/")
-    if command in ("compare", "study"):
-        return [name for name in names if name.startswith(f"{command}/")]
+    if command == "sweep":
+        return names
     if command == "sae":
         return [name for name in names if re.search(r"sae|what-did", name)]
-    return [name for name in names if not command or not name.startswith(shelves)]
+    return [name for name in names if not command or not name.startswith("sweep/")]
 
 
 def _runs(before: Sequence[str]) -> list[str]:

@@ -458,7 +458,7 @@ def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequen
         for key, values in side_by_side.environment.items():
             table.add_row(Text(key), *(Text(value) for value in values))
         console.print(table)
-    console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
+    console.print(Text("\none run of each is an impression; `posttrain sweep` trains several seeds", style="dim"))
 
 
 def _table(title: str, labels: Sequence[str]) -> Table:
