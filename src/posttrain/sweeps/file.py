@@ -23,7 +23,6 @@ from posttrain.recipes.document import (
     apply_override,
     complete_word,
     interpretation_names,
-    key_parts,
     merge,
     numbered_key,
     recipe_names,
@@ -54,7 +53,12 @@ _OLD_KEYS = {
 
 
 def _as_source(value: Any) -> Any:
-    return {"recipe": value} if isinstance(value, str) else {} if value is None else value
+    """A bare name, alone or with overrides of the command line (which call it ``name``), as ``{recipe: name}``."""
+    if isinstance(value, str):
+        return {"recipe": value}
+    if isinstance(value, dict) and "name" in value and "recipe" not in value:
+        return {"recipe" if key == "name" else key: part for key, part in value.items()}
+    return {} if value is None else value
 
 
 Source = Annotated[dict[str, Any], BeforeValidator(_as_source), Unread()]
@@ -140,13 +144,19 @@ def read_sweep(
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
-    for key, _ in overrides:
-        _prepare_override(document, key)
+    known = list(map(str, document.content.get("rows") or ()))
     document = document.override(overrides)
     content = document.check()
     for name in content.rows:
+        if name not in known:
+            there = ", ".join(known)
+            raise UsageError(
+                f"--rows.{name}: {document.place} has no row {name!r}.{suggest(name, known)} There: {there}"
+            )
         if not RUN_NAME.fullmatch(name) or name in ("start", LABELLED):
-            says = f"a row's name is made of {NAME_RULE}, because its runs are called by it; start and {LABELLED} are taken"
+            says = (
+                f"a row's name is made of {NAME_RULE}, because its runs are called by it, and not start or {LABELLED}"
+            )
             raise refusal(document, f"rows.{name}", says)
     for key in (LABELLED, "best_of_n", "head_to_head"):
         if (section := getattr(content, key)) is not None:
@@ -198,21 +208,6 @@ def split_overrides(
     return own, common
 
 
-def _prepare_override(document: Document[SweepFile], key: str) -> None:
-    """Make a mapping of the source that ``key`` belongs to, in place: overrides stand beside a bare name."""
-    holder = document.content
-    group, *rest = key_parts(key)
-    name = group
-    if group == "rows" and rest:
-        holder, name = holder.get(group, {}), rest[0]
-        if isinstance(holder, dict) and name not in holder:
-            names = list(map(str, holder))
-            there = ", ".join(names)
-            raise UsageError(f"--{key}: {document.place} has no row {name!r}.{suggest(name, names)} There: {there}")
-    if group in ("rows", "start", "base") and isinstance(holder, dict) and name in holder:
-        holder[name] = _as_source(holder[name])
-
-
 def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
     """The wanted rows and those that they need, in an order in which none stands before what it needs.
 
@@ -231,19 +226,14 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
         raise UsageError(f"--rows: name at least one of {', '.join(known)}")
     if content.head_to_head is not None:
         chosen = [content.head_to_head.judge, *chosen]
-    ordered: list[str] = []
-
-    def add(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            raise RecipeError(f"rows: {' and '.join(above)} need one another in a circle; leave one need out")
-        for need in needs[name]:
-            if need != LABELLED:
-                add(need, (*above, name))
-        if name not in ordered:
-            ordered.append(name)
-
-    for name in sorted(chosen, key=known.index):
-        add(name, ())
+    wanted_rows, ordered = set(chosen), list[str]()
+    while more := {need for name in wanted_rows for need in needs[name] if need != LABELLED} - wanted_rows:
+        wanted_rows |= more
+    while left := [name for name in known if name in wanted_rows and name not in ordered]:
+        ready = [name for name in left if {*needs[name]} <= {*ordered, LABELLED}]
+        if not ready:
+            raise RecipeError(f"rows: {' and '.join(left)} need one another in a circle; leave one need out")
+        ordered.append(ready[0])
     return ordered
 
 
@@ -291,7 +281,7 @@ def named_recipe(document: Document[SweepFile], source: Mapping[str, Any]) -> Re
 
 
 def has_key(recipe: Recipe, key: str) -> bool:
-    """Return whether a resolved recipe has the section or component that a dotted key belongs to, with such an option."""
+    """Return whether a resolved recipe has the section, or the component with the option, of a dotted key."""
     try:
         *above, last = numbered_key(place := recipe.dump(), key)
     except RecipeError:

@@ -37,6 +37,7 @@ _WHOLE_REWARD = {"name": "reward_model", "run": ""}
 # A base need not name an objective; one of these takes its place while the base is checked by itself.
 _ANY_OBJECTIVE = {"rollout": "reinforce", "data": "cross_entropy"}
 Overrides = Sequence[tuple[str, str]]
+Rule = tuple[bool, str, str]  # broken if true, the key, what is wrong
 
 
 def load_sweep(
@@ -164,7 +165,7 @@ class _Reader:
         return merge(data, {key: value for key, value in source.items() if key != "recipe"})
 
     def _laid_over(self, where: str, data: dict[str, Any]) -> Recipe:
-        """The checked recipe of ``data`` with those keys of the command line that it has and that nothing says better."""
+        """The checked recipe of ``data`` with those common keys of the command line that it has."""
         reaches = []
         if self.common:
             plain = self.document.part(Recipe, where, data).check()
@@ -186,60 +187,56 @@ class _Reader:
                 with named(f"row {next(iter(rows))!r}"):
                     self._with("rows", next(iter(rows.values())).recipe.dump(), [(key, value)]).resolve()
                 raise RecipeError(f"--{key}: no row has this key")
-        for row in rows.values():
-            self._check_row(row, rows)
+        for broken, key, says in (
+            *self._rules(rows),
+            *(rule for row in rows.values() for rule in self._row_rules(row, rows)),
+        ):
+            if broken:
+                raise refusal(self.document, key, says)
+
+    def _rules(self, rows: Mapping[str, Row]) -> Iterator[Rule]:
+        """What must hold between the rows and the sections that ask something of them."""
         scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
         proxies = {need for row in rows.values() for need in row.needs if need in scorers}
         if self.content.best_of_n is not None:
-            if not scorers:
-                raise refusal(self.document, "best_of_n", "a reward model chooses; none of the rows trains one")
-            if proxies and len(scorers) != 1:
-                says = "beside policies there is one reward model, which they all learn from"
-                raise refusal(self.document, "best_of_n", says)
+            yield not scorers, "best_of_n", "a reward model chooses; none of the rows trains one"
+            several = "next to policies there is one reward model, which they all learn from"
+            yield bool(proxies) and len(scorers) != 1, "best_of_n", several
         if self.content.head_to_head is not None:
-            judge = self.content.head_to_head.judge
-            if judge not in scorers:
-                says = f"{judge!r} is none of the reward models: {', '.join(scorers) or 'there is none'}"
-                raise refusal(self.document, "head_to_head.judge", says)
-            if len(proxies) != 1 or judge in proxies:
-                says = "policies need one reward model, and the judge must be another one"
-                raise refusal(self.document, "head_to_head.judge", says)
+            judge, key = self.content.head_to_head.judge, "head_to_head.judge"
+            yield judge not in scorers, key, f"{judge!r} is none of the reward models: {', '.join(scorers) or 'none'}"
+            other = "policies need one reward model, and the judge must be another one"
+            yield len(proxies) != 1 or judge in proxies, key, other
 
-    def _check_row(self, row: Row, rows: Mapping[str, Row]) -> None:
-        where, recipe = f"rows.{row.name}", row.recipe
-
-        def refuse(key: str, says: str) -> RecipeError:
-            return refusal(self.document, f"{where}{key}", says)
-
-        others = [rows[need].recipe for need in row.needs if need != LABELLED]
-        has_scorer = any(other.trains_scorer for other in others)
-        if len(others) > 1 and sum(other.trains_scorer for other in others) != 1:
-            raise refuse(f".{NEEDS}", "give at most one reward model and one policy")
-        begins = self.content.start is not None or any(not other.trains_scorer for other in others)
-        if begins and self.base is None and recipe.model.init is not None:
-            raise refuse(".model.init", "it begins with the weights of another run; leave this out")
-        if not has_scorer:
-            return
-        if recipe.trains_scorer or recipe.rollout is None:
-            says = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
-            raise refuse("", says)
-        source = self.content.rows[row.name]
-        if "rewards" in source and not _reward_models(recipe):
-            raise refuse(".rewards", "its reward is the reward model that it needs; name reward_model, or leave this out")
-        if self.content.best_of_n is not None:
-            if not recipe.eval.every or not recipe.eval.drift_prompts:
-                raise refuse(".eval", "give every and drift_prompts; there gold, proxy and KL are measured along the way")
-            drawn, asked = recipe.rollout.temperature, self.content.best_of_n.temperature
-            if drawn != asked:
-                says = f"{drawn} here and {asked} in best_of_n; KL is measured of one distribution, so give both the same"
-                raise refuse(".rollout.temperature", says)
+    def _row_rules(self, row: Row, rows: Mapping[str, Row]) -> Iterator[Rule]:
+        """What must hold of a row and of those that it needs."""
+        where, recipe, asked = f"rows.{row.name}", row.recipe, self.content.best_of_n
+        others = [rows[need].recipe.trains_scorer for need in row.needs if need != LABELLED]
+        most = "give at most one reward model and one policy"
+        yield others.count(True) > 1 or others.count(False) > 1, f"{where}.{NEEDS}", most
+        begins = self.base is None and (self.content.start is not None or False in others)
+        new = "it begins with the weights of another run; leave this out"
+        yield begins and recipe.model.init is not None, f"{where}.model.init", new
+        if True in others:
+            policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
+            yield recipe.trains_scorer or recipe.rollout is None, where, policy
+            own = "its reward is the reward model that it needs; name reward_model, or leave this out"
+            yield "rewards" in self.content.rows[row.name] and not _reward_models(recipe), f"{where}.rewards", own
+        if True in others and recipe.rollout is not None and asked is not None:
+            measured = "give every and drift_prompts; there gold, proxy and KL are measured along the way"
+            yield not recipe.eval.every or not recipe.eval.drift_prompts, f"{where}.eval", measured
+            drawn = recipe.rollout.temperature
+            same = f"{drawn} here and {asked.temperature} in best_of_n; KL is measured of one distribution, so give both the same"
+            yield drawn != asked.temperature, f"{where}.rollout.temperature", same
 
 
 def _reward_models(recipe: Recipe) -> list[RewardWord]:
     return [word for word in recipe.rewards if word.name == "reward_model"]
 
 
-def _resolve(content: SweepFile, start: Recipe | None, base: Recipe | None, rows: list[Row], seeds: int) -> dict[str, Any]:
+def _resolve(
+    content: SweepFile, start: Recipe | None, base: Recipe | None, rows: list[Row], seeds: int
+) -> dict[str, Any]:
     """The file with everything resolved, but for what the sweep itself gives to its rows."""
     scorers = {row.name for row in rows if row.recipe.trains_scorer}
     dumped = {}
@@ -318,19 +315,49 @@ class _Builder:
         return Training(name=name, row=row.name, seed=seed, folder=place, needs=tuple(needs), recipe=own)
 
     def _best_of_n(self, scorer: Training) -> Evaluation:
-        asked = self.content.best_of_n
-        assert asked is not None
-        folder = self.folder / "chosen" / scorer.name
-        trial = self._sampling(f"{scorer.name}-best-of-{asked.samples}", "best_of_n", scorer, folder)
-        needs = (*trial.needs, scorer.name)
-        return replace(trial, needs=needs, command=(*trial.command, "--best-of", str(scorer.folder)))
+        assert self.content.best_of_n is not None
+        name = f"{scorer.name}-best-of-{self.content.best_of_n.samples}"
+        more = ("--best-of", str(scorer.folder))
+        return self._evaluation(name, "best_of_n", scorer, self.folder / "chosen" / scorer.name, [scorer], more=more)
+
+    def _head_to_head(self, policy: Training, judges: Sequence[Training]) -> Evaluation:
+        """A policy against the start; the first of ``judges`` says which answer wins."""
+        folder = self.folder / "head_to_head" / policy.name
+        more = ("--judge", ",".join(str(judge.folder) for judge in judges))
+        return self._evaluation(
+            f"{policy.name}-head-to-head", "head_to_head", policy, folder, [policy, *judges], policy.weights, more
+        )
+
+    def _evaluation(
+        self,
+        name: str,
+        section: str,
+        run: Training,
+        folder: Path,
+        needs: Sequence[Training],
+        against_start: str | None = None,
+        more: Sequence[str] = (),
+    ) -> Evaluation:
+        """An evaluation of the start, or of the weights ``against_start``, with the seed of a run."""
+        assert self.start is not None
+        models = [self.start.weights] if against_start is None else [against_start, "--against", self.start.weights]
+        words = ["evaluate", *models, *drawing_words(getattr(self.content, section)), *more]
+        command = (*words, "--seed", str(run.seed), "--out", str(folder), "--quiet")
+        return Evaluation(
+            name=name,
+            row=run.row,
+            section=section,
+            seed=run.seed,
+            folder=folder,
+            needs=("start", *(need.name for need in needs)),
+            command=command,
+        )
 
     def _labelling(self, seed: int) -> Labelling:
-        asked = self.content.labelled
+        asked, start, folder = self.content.labelled, self.start, self.folder / LABELLED / f"seed{seed}"
         assert asked is not None
-        assert self.start is not None
-        folder = self.folder / LABELLED / f"seed{seed}"
-        words = ["evaluate", self.start.weights, *drawing_words(asked)]
+        assert start is not None
+        words = ["evaluate", start.weights, *drawing_words(asked), "--seed", str(seed), "--out", str(folder), "--quiet"]
         return Labelling(
             name=f"{LABELLED}-seed{seed}",
             row=LABELLED,
@@ -338,32 +365,12 @@ class _Builder:
             seed=seed,
             folder=folder,
             needs=("start",),
-            command=(*words, "--seed", str(seed), "--out", str(folder), "--quiet"),
+            command=tuple(words),
             target=folder.with_suffix(".jsonl"),
             task=asked.task,
             n=asked.n,
-            template=self.start.recipe.prompt.template,
+            template=start.recipe.prompt.template,
         )
-
-    def _sampling(self, name: str, section: str, run: Training, folder: Path, *words: str) -> Evaluation:
-        """An evaluation of the start, or with ``words`` of what they name, with the seed of a run."""
-        assert self.start is not None
-        asked = getattr(self.content, section)
-        command = [*(words or ("evaluate", self.start.weights)), *drawing_words(asked)]
-        command += ["--seed", str(run.seed), "--out", str(folder), "--quiet"]
-        return Evaluation(
-            name=name, row=run.row, section=section, seed=run.seed, folder=folder, needs=("start",),
-            command=tuple(command),
-        )  # fmt: skip
-
-    def _head_to_head(self, policy: Training, judges: Sequence[Training]) -> Evaluation:
-        """A policy against the start; the first of ``judges`` says which answer wins."""
-        assert self.start is not None
-        folder = self.folder / "head_to_head" / policy.name
-        names = ",".join(str(judge.folder) for judge in judges)
-        words = ("evaluate", policy.weights, "--against", self.start.weights, "--judge", names)
-        trial = self._sampling(f"{policy.name}-head-to-head", "head_to_head", policy, folder, *words)
-        return replace(trial, needs=("start", policy.name, *(judge.name for judge in judges)))
 
 
 def _rewarded(recipe: Recipe, scorer: Path) -> Recipe:

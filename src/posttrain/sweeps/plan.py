@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +70,13 @@ class Trial(ABC):
         """The status of a run that has begun; evaluations have none."""
         return RunDirectory(self.folder).read_status()
 
-    def metrics(self) -> list[MetricsRow]:
-        """The metrics of a run; evaluations have none."""
-        return MetricsLog(self.folder / "metrics.jsonl").read()
+    @property
+    def result(self) -> str:
+        """The primary metric of a run at its last evaluation, as text; empty where there is none."""
+        status = self.status
+        if status is None or status.headline is None:
+            return ""
+        return status.headline.tell(status.headline.only(status.held_out))
 
     def complete(self) -> str | None:
         """Do what remains when its process has ended well; returns what went wrong, if anything did."""
@@ -101,6 +105,10 @@ class Training(Trial):
     def weights(self) -> str:
         """The weights that it ends with."""
         return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
+
+    def metrics(self) -> list[MetricsRow]:
+        """The recorded metrics."""
+        return MetricsLog(self.folder / "metrics.jsonl").read()
 
     @property
     def state(self) -> State:
@@ -282,11 +290,6 @@ class Plan:
         """The runs that train policies."""
         return [trial for trial in self.trainings if not trial.recipe.trains_scorer]
 
-    @property
-    def is_even(self) -> bool:
-        """True if all counted trials are the same amount of work, so that the remaining time can be estimated."""
-        return self.base is not None and len(self.trainings) + (self.start is not None) == len(self.trials)
-
     def evaluations(self, section: str) -> list[Evaluation]:
         """The evaluations that a section of the file asks for, seed by seed."""
         return [trial for trial in self.trials if isinstance(trial, Evaluation) and trial.section == section]
@@ -299,7 +302,9 @@ class Plan:
         """Versions and hardware of the first run that was started, at its newest start."""
         for run in (RunDirectory(trial.folder) for trial in self.trainings):
             if starts := run.read_environment().get("starts", []):
-                return {key: starts[-1][key] for key in ("started", "versions", "hardware", "git") if starts[-1].get(key)}
+                return {
+                    key: starts[-1][key] for key in ("started", "versions", "hardware", "git") if starts[-1].get(key)
+                }
         return {}
 
 
@@ -331,20 +336,16 @@ def read_states(plan: Plan) -> dict[str, State]:
         if lost:
             conflicts.append(f"{trial.folder}: made from an earlier {lost[0]}, which is gone or not finished")
     busy = [f"{folder}: another process is working in it ({process})" for folder, process in working.items()]
-    _refuse(busy, conflicts)
-    return states
-
-
-def _refuse(busy: Sequence[str], conflicts: Sequence[str]) -> None:
-    """Raises RunConflict if there is any of it. The message suggests to delete only what no process works in."""
     problems = busy or conflicts
     if not problems:
-        return
+        return states
     more = len(problems) - NUM_CONFLICTS_SHOWN
     shown = "\n".join(problems[:NUM_CONFLICTS_SHOWN]) + (f"\nand {more} more." if more > 0 else "")
     remedy = "Wait for it or stop it; the same command then goes on. Or: " if busy else ""
     otherwise = "" if busy else ", or delete these trials first"
-    raise RunConflict(f"{shown}\nNothing was changed. {remedy}Run the sweep under another name with --run NAME{otherwise}")
+    raise RunConflict(
+        f"{shown}\nNothing was changed. {remedy}Run the sweep under another name with --run NAME{otherwise}"
+    )
 
 
 def prepare_folder(plan: Plan) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,9 @@ from posttrain.consent import consent_options
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, threads_per_child
-from posttrain.runs.directory import RunStatus, lock_run
+from posttrain.runs.directory import lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import remove_leftovers, replace_file
-from posttrain.store.headline import ACCURACY
-from posttrain.store.metrics import EvaluationPoint, evaluation_points
 from posttrain.sweeps.plan import PLAN_FILE, Plan, State, Training, Trial, prepare_folder, read_states
 from posttrain.train.files import Observer
 
@@ -29,7 +27,6 @@ from posttrain.train.files import Observer
 Command = Callable[[Trial, bool], list[str]]
 POLL_SECONDS = 0.3
 REPORT_SECONDS = 20.0
-MIN_SHARE_DONE = 0.03
 MAX_MESSAGE = 2000  # characters of what a failed process said last
 
 
@@ -43,32 +40,12 @@ class Outcome:
     num_threads: int
 
 
-@dataclass
-class _Work:
-    """A trial in progress; ``num_evaluations`` were reported before it went on."""
-
-    trial: Trial
-    child: Child
-    num_evaluations: int
-    metrics_bytes: int = -1
-
-    def new_evaluations(self) -> list[EvaluationPoint]:
-        """Those that were recorded since the last call."""
-        path = self.trial.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.is_file() else -1
-        if size == self.metrics_bytes:
-            return []
-        self.metrics_bytes = size
-        points = evaluation_points(self.trial.metrics())
-        known = min(self.num_evaluations, len(points))  # a resumed run drops what it will repeat
-        self.num_evaluations = len(points)
-        return points[known:]
-
-    def progress(self) -> str:
-        if not isinstance(self.trial, Training):
-            return f"{self.trial.name} samples and scores"
-        status = self.trial.status
-        return f"{self.trial.name} at step {status.step if status is not None else 0}/{self.trial.recipe.train.steps}"
+def _progress(trial: Trial) -> str:
+    status = trial.status
+    if status is None or not isinstance(trial, Training):
+        return f"{trial.name} at work"
+    line = f"{trial.name} at step {status.step}/{trial.recipe.train.steps}"
+    return f"{line}, {trial.result}" if trial.result else line
 
 
 def trial_command(trial: Trial, resume: bool) -> list[str]:
@@ -97,9 +74,8 @@ def run_trials(
     """Make what is not finished yet, ``jobs`` trials at a time (one per core by default; one where a GPU trains).
 
     ``observer`` gets ``plan`` (num_trials and num_finished, without the start; num_jobs, num_threads), then per trial
-    ``begin`` (resumed), ``evaluation`` (step, result, remaining), ``end`` (seconds, result, remaining seconds),
-    ``failure`` (message, log) or ``dropped`` (message); where trials are uneven, from time to time ``progress`` (a line
-    per trial at work); and ``stop`` (num_working).
+    ``begin`` (resumed), ``end`` (seconds, result, remaining seconds), ``failure`` (message, log) or ``dropped``
+    (message); from time to time ``progress`` (a line per trial at work); and ``stop`` (num_working).
 
     Raises:
         RunConflict: the directory belongs to something else; nothing was changed.
@@ -116,7 +92,7 @@ def run_trials(
         replace_file(plan.folder / PLAN_FILE, plan.to_yaml().encode())
         counts = {"num_trials": len(counted), "num_finished": len(counted) - len(todo)}
         observer("plan", counts | {"num_jobs": num_jobs, "num_threads": num_threads})
-        runner = _Runner(states, plan.is_even, observer, command, poll_seconds)
+        runner = _Runner(states, observer, command, poll_seconds)
         start = plan.start
         if start is not None and todo and states[start.name] != "finished":
             runner.run([start], 1, count_cpus())
@@ -130,23 +106,18 @@ def run_trials(
 class _Runner:
     """Starts, watches and ends the processes."""
 
-    def __init__(
-        self, states: dict[str, State], is_even: bool, observer: Observer, command: Command, poll_seconds: float
-    ) -> None:
-        self.states, self.is_even, self.observer = states, is_even, observer
-        self.command, self.poll_seconds = command, poll_seconds
+    def __init__(self, states: dict[str, State], observer: Observer, command: Command, poll_seconds: float) -> None:
+        self.states, self.observer, self.command, self.poll_seconds = states, observer, command, poll_seconds
         self.failures: dict[str, str] = {}
         self.interrupted = False
-        self.trials: Sequence[Trial] = ()
         self.waiting: list[Trial] = []
-        self.working: list[_Work] = []
-        self.shares: dict[str, float] = {}  # of each trial of this round, the share that was done when it began
+        self.working: list[tuple[Trial, Child]] = []
+        self.num_trials = 0
         self.started = self.reported = time.monotonic()
 
     def run(self, trials: Sequence[Trial], num_jobs: int, num_threads: int) -> None:
         """All trials, ``num_jobs`` at a time. After a signal none is begun, and those at work save and end."""
-        self.waiting, self.trials, self.started = list(trials), trials, time.monotonic()
-        self.shares = {trial.name: _share_done(trial) for trial in trials}
+        self.waiting, self.num_trials, self.started = list(trials), len(trials), time.monotonic()
         with stop_on_signals("stopping when what is at work has saved what it has") as should_stop:
             try:
                 while self.waiting or self.working:
@@ -159,14 +130,14 @@ class _Runner:
                         time.sleep(self.poll_seconds)
                         self._look()
             finally:
-                end_children(work.child for work in self.working)  # on the way out by an error or a second signal
+                end_children(child for _, child in self.working)  # on the way out by an error or a second signal
                 self.working.clear()
 
     def _stop(self) -> None:
         self.interrupted = True
         self.waiting.clear()
-        for work in self.working:
-            work.child.interrupt()
+        for _, child in self.working:
+            child.interrupt()
         self.observer("stop", {"num_working": len(self.working)})
 
     def _drop_hopeless(self) -> None:
@@ -185,61 +156,40 @@ class _Runner:
                 return self.waiting.pop(index)
         return None
 
-    def _begin(self, trial: Trial, num_threads: int) -> _Work:
+    def _begin(self, trial: Trial, num_threads: int) -> tuple[Trial, Child]:
         resume = self.states[trial.name] == "unfinished"
         path, settings = trial.settings
         replace_file(path, settings.encode(), durable=False)
         log = path.with_name(f"{trial.name}.log")
         child = start_child(self.command(trial, resume), log, "a trial", num_threads)
-        evaluated = len(evaluation_points(trial.metrics())) if resume else 0
         self.observer("begin", {"trial": trial, "resumed": resume})
-        return _Work(trial, child, evaluated)
+        return trial, child
 
     def _look(self) -> None:
-        for work in list(self.working):
-            code = work.child.poll()
-            for point in work.new_evaluations():
-                facts = {"trial": work.trial, "step": point.step, "result": _result(work.trial.status, point.results)}
-                self.observer("evaluation", facts | {"remaining": self._remaining()})
+        for trial, child in list(self.working):
+            code = child.poll()
             if code is not None:
-                self.working.remove(work)
-                self._end(work, code)
-        if not self.is_even and time.monotonic() - self.reported > REPORT_SECONDS:
+                self.working.remove((trial, child))
+                self._end(trial, child, code)
+        if self.working and time.monotonic() - self.reported > REPORT_SECONDS:
             self.reported = time.monotonic()
-            self.observer("progress", {"lines": [work.progress() for work in self.working]})
+            self.observer("progress", {"lines": [_progress(trial) for trial, _ in self.working]})
 
-    def _remaining(self) -> float | None:
-        """Seconds, estimated from the shares of the trials that are done; None while that says too little."""
-        total = len(self.trials) - sum(self.shares.values())
-        done = sum(1.0 if trial.name in self.failures else _share_done(trial) for trial in self.trials)
-        done -= sum(self.shares.values())
-        if not self.is_even or done <= MIN_SHARE_DONE * total:  # loading the first models would count for too much
-            return None
-        return (time.monotonic() - self.started) / done * (total - done)
-
-    def _end(self, work: _Work, code: int) -> None:
-        trial = work.trial
-        message = last_error(work.child.log, work.child.log_start, code) if code != 0 else trial.complete()
+    def _end(self, trial: Trial, child: Child, code: int) -> None:
+        message = last_error(child.log, child.log_start, code) if code != 0 else trial.complete()
         if message is None and trial.state == "finished":
             self.states[trial.name] = "finished"
-            status = trial.status
-            facts = {"trial": trial, "seconds": time.monotonic() - work.child.started, "remaining": self._remaining()}
-            self.observer("end", facts | {"result": "" if status is None else _result(status, status.held_out)})
+            left = len(self.waiting) + len(self.working)
+            remaining = (
+                (time.monotonic() - self.started) / (self.num_trials - left) * left
+            )  # as if all took equally long
+            seconds = time.monotonic() - child.started
+            facts = {"trial": trial, "seconds": seconds, "remaining": remaining, "result": trial.result}
+            self.observer("end", facts)
         elif not self.interrupted:
             message = message or "its process ended well, and yet it is not finished"
             self.failures[trial.name] = message
-            self.observer("failure", {"trial": trial, "message": message, "log": work.child.log})
-
-
-def _result(status: RunStatus | None, results: Mapping[str, float]) -> str:
-    """Results of a trial by its run's primary metric, without an interval."""
-    headline = ACCURACY if status is None or status.headline is None else status.headline
-    return headline.tell(headline.only(results))
-
-
-def _share_done(trial: Trial) -> float:
-    status = trial.status
-    return min(status.step / status.steps, 1.0) if status is not None and status.steps else 0.0
+            self.observer("failure", {"trial": trial, "message": message, "log": child.log})
 
 
 def last_error(log: Path, start: int, code: int) -> str:
