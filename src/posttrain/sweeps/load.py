@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,9 @@ class _Reader:
             measured = "give every and drift_prompts; there gold, proxy and KL are measured along the way"
             yield not recipe.eval.every or not recipe.eval.drift_prompts, f"{where}.eval", measured
             drawn = recipe.rollout.temperature
-            same = f"{drawn} here and {asked.temperature} in best_of_n; KL is measured of one distribution, so give both the same"
+            same = (
+                f"{drawn} here and {asked.temperature} in best_of_n; KL is measured of one distribution, give one value"
+            )
             yield drawn != asked.temperature, f"{where}.rollout.temperature", same
 
 

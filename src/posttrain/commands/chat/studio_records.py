@@ -16,7 +16,7 @@ from posttrain.commands.interpret.steering import find_dictionary, has_dictionar
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.evals.tables import TextTable
 from posttrain.interpret.features.search import search_features
-from posttrain.reports.charts.panels import NUM_COLORS, Panel, Series
+from posttrain.reports.charts import NUM_COLORS, Panel, Series
 from posttrain.reports.page import draw, render
 from posttrain.runs.directory import run_names
 from posttrain.runs.models import read_run_recipe

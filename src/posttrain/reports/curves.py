@@ -1,21 +1,20 @@
-"""Which curves of a run are worth a picture: the same panels for ``report.html`` and ``curves.png``."""
+"""The panels of runs, data sets and calibrations: what a picture of each shows."""
 
 from __future__ import annotations
 
 import math
-import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from posttrain.reports.charts.panels import LARGEST, Panel, Series, axis_range
-from posttrain.reports.charts.picture import error_bars, new_figure, plain_frame, save_picture, show_percent
+from posttrain.evals.statistics import Bin, wilson_interval
+from posttrain.reports.charts import LARGEST, Panel, Series
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
+from posttrain.tasks.description import Description, percentile
 
-COLORS = ("#2f6fde", "#d9662b", "#2a9d6f", "#9a55c4")  # those of the style sheet
-NUM_COLUMNS = 3
+MAX_BARS = 12
+NUM_BINS = 40
 
 
 @dataclass(frozen=True)
@@ -158,42 +157,54 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
     return series
 
 
-def draw_curves(panels: Sequence[Panel], title: str, path: str | Path) -> Path:
-    """Draw the panels in a grid and save them as PNG.
+def calibration_panels(bins: Sequence[Bin], *, what: str = "came true") -> list[Panel]:
+    """What a reward model predicts against what comes true, with the 95 % interval of each bin, and the predictions.
 
-    Raises:
-        StorageError: the file cannot be written.
+    ``what``: what the observed share is of. On the diagonal predictions mean what they say; below it they are
+    overconfident.
     """
-    assert panels, "a run without numbers has no curves"
-    columns = min(NUM_COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(4.4 * columns, 2.9 * rows + 0.5, layout="constrained")
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    over: dict[str, Any] = {"clip_on": False, "zorder": 3}  # a line at the very end of an axis is seen above it
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        for color, s in zip(COLORS * len(panel.series), panel.series, strict=False):
-            if s.is_points:
-                errors = error_bars(s.ys, s.low, s.high) if s.low else None
-                axes.errorbar(s.xs, s.ys, errors, fmt="o", color=color, markersize=4, capsize=2, label=s.label, **over)
-            else:
-                axes.plot(s.xs, s.ys, color=color, linewidth=1.4, label=s.label, **over)
-        low, high = axis_range(panel)
-        axes.set_ylim(low, high * 1.03 if panel.is_share else high)
-        if panel.is_share:
-            show_percent(axes.yaxis)
-        else:  # as on the page; a power of ten above the axis would lie on the caption
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        caption = textwrap.fill(panel.caption, 74)
-        pad = 7 + 9.5 * (1 + caption.count("\n"))
-        axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=pad)
-        above = {"xytext": (0, 4), "textcoords": "offset points", "fontsize": 7.5, "color": "#666666"}
-        axes.annotate(caption, (0, 1), xycoords="axes fraction", va="bottom", **above)
-        axes.xaxis.get_major_locator().set_params(integer=True)  # of steps there are no halves
-        axes.set_xlabel("step", fontsize=8)
-        plain_frame(axes)
-        if len(panel.series) > 1 or panel.series[0].is_points:
-            axes.legend(fontsize=7.5, frameon=False)
-    return save_picture(figure, path, 130)
+    assert bins, "without predictions there is no diagram"
+    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
+    low, high = zip(*(wilson_interval(b.observed * b.n, b.n) for b in bins), strict=True)
+    predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
+    shares = Series("", predicted, observed, list(low), list(high), is_points=True)
+    counts = Series("", [(b.low + b.high) / 2 for b in bins], [float(b.n) for b in bins], is_bars=True)
+    axis = {"x_label": "predicted probability", "x_range": (start, 1.0)}
+    return [
+        Panel("Calibration", f"share that {what}; dotted: predictions mean what they say", [shares], is_share=True,
+              has_diagonal=True, **axis),
+        Panel("Predictions", "how many there are", [counts], y_label="count", **axis),
+    ]  # fmt: skip
+
+
+def data_panels(stats: Description, unit: str) -> list[Panel]:
+    """Lengths of the texts of a data set, and one panel for each balance that there is."""
+    everything = [length for values in stats.lengths.values() for length in values]
+    # whole numbers: else some bins would hold one length more than others
+    width = max(1, math.ceil(percentile(everything, 0.99) / NUM_BINS))
+    series = []
+    for part, values in stats.lengths.items():
+        counts = Counter(min(length // width, NUM_BINS) for length in values)
+        ys = [float(counts[place]) for place in range(NUM_BINS)]
+        label = f"{part} (median {percentile(values, 0.5):,.0f})"
+        series.append(Series(label, [width * (place + 0.5) for place in range(NUM_BINS)], ys, is_bars=True))
+    beyond = sum(length > width * NUM_BINS for length in everything)
+    axis = unit + (f" ({beyond:,} longer texts are beyond the edge)" if beyond else "")
+    panels = [Panel("Lengths", "", series, x_label=axis, y_label="texts")]
+    for name, counted in balances(stats):
+        shown = counted.most_common(MAX_BARS)
+        caption = f"the {MAX_BARS} commonest of {len(counted)}" if len(counted) > MAX_BARS else ""
+        bars = Series("", [float(i) for i in range(len(shown))], [float(n) for _, n in shown], is_bars=True)
+        ticks = [(float(i), f"{value[:28]} ({n:,})") for i, (value, n) in enumerate(shown)]
+        panels.append(Panel(name, caption, [bars], x_label=" ", x_ticks=ticks))
+    return panels
+
+
+def balances(stats: Description) -> list[tuple[str, Counter[str]]]:
+    """Counts by value: labels of answers and steps, which of a pair is longer, the keys of meta."""
+    panels = [(f"labels of {name}", counts) for name, counts in stats.labels.items()]
+    if stats.num_pairs:
+        longer = stats.longer_chosen / stats.num_pairs
+        shares = Counter({"chosen": round(100 * longer), "rejected": round(100 * (1 - longer))})
+        panels.append(("the longer one of a pair, %", shares))
+    return panels + list(stats.kinds.items())
