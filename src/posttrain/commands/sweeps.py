@@ -119,8 +119,8 @@ def describe_plan(plan: Plan) -> list[str]:
 
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
-        is_run = isinstance(trial, Training)
-        work = f"{trial.recipe.train.steps} steps" if is_run else " ".join(trial.words(resume=False))
+        words = " ".join(trial.words(resume=False))
+        work = f"{trial.recipe.train.steps} steps" if isinstance(trial, Training) else words
         lines.append(f"{trial.name}: {work}" + (f" (after {', '.join(trial.needs)})" if trial.needs else ""))
     for row in plan.rows if plan.base is not None else ():
         changes = ", ".join(sorted(row.differs)) or "nothing but the method"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
@@ -39,6 +39,7 @@ INK = "#1d2129"
 NUM_COLORS = 8  # of lines that can be told apart
 DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
 LEGEND_COLUMNS = 3
+DPI = 100
 NUM_BELOW = 6  # of series whose legend lies below the panel; of more it lies on the right
 COLUMNS = 3
 PICTURES = (".png", ".svg", ".pdf")
@@ -145,7 +146,7 @@ def draw_svg(panel: Panel) -> str:
     num_labels = len(_labelled(panel))
     rows = -(-num_labels // LEGEND_COLUMNS) if num_labels <= NUM_BELOW else 0
     height += 0.17 * rows
-    below = 0.26 + 0.17 * (rows + bool(panel.x_label)) + (0.45 if _is_crowded(panel) else 0.0)
+    below = 0.43 + 0.17 * rows + (0.45 if _is_crowded(panel) else 0.0)
     notes: list[str] = []
     target = io.StringIO()
     with _settings():
@@ -193,9 +194,13 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
         column += span
     target = Path(path)
     with _settings():
-        figure = Figure(figsize=(4.6 * columns, 3.2 * (row + 1) + 0.5), layout="constrained")
-        figure.suptitle(harmless(title), fontsize=13, fontweight="bold", color=INK)
-        grid = figure.add_gridspec(row + 1, columns)
+        wide, high = 4.6 * columns, 3.3 * (row + 1) + 0.4
+        has_list = any(len(_labelled(panel)) > NUM_BELOW for panel in panels)  # beside a panel, as wide as its names
+        figure = Figure(figsize=(wide, high), layout="constrained" if has_list else None)
+        figure.suptitle(harmless(title), y=1 - 0.12 / high, va="top", fontsize=13, fontweight="bold", color=INK)
+        grid = figure.add_gridspec(row + 1, columns, wspace=0.19, hspace=0.7)
+        if not has_list:
+            figure.subplots_adjust(0.6 / wide, 0.75 / high, 1 - 0.15 / wide, 1 - 1.05 / high)
         for panel, place in zip(panels, places, strict=True):
             axes = figure.add_subplot(grid[place])
             caption = textwrap.fill(harmless(panel.caption), 74 if panel.size != "wide" else 180)
@@ -207,7 +212,12 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
                 color=INK,
                 pad=16 + 9.5 * caption.count("\n"),
             )
-            above = {"xytext": (0, 4), "textcoords": "offset points", "fontsize": 7.5, "color": COLORS["soft"]}
+            above: dict[str, Any] = {
+                "xytext": (0, 4),
+                "textcoords": "offset points",
+                "fontsize": 7.5,
+                "color": COLORS["soft"],
+            }
             axes.annotate(caption, (0, 1), xycoords="axes fraction", va="bottom", **above)
             _draw(axes, panel, [])
         with storage_errors(target.name, target):
@@ -220,9 +230,10 @@ def _settings() -> Iterator[None]:
     """Settings of matplotlib: text stays text, no formulas in it, and the same picture for the same numbers."""
     import matplotlib as mpl
 
-    colors = {f"{what}.color": COLORS["soft"] for what in ("text", "xtick", "ytick")}
-    text = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False, "font.size": 8}
-    with mpl.rc_context({**text, **colors, "axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"]}):
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}
+    settings |= {f"{what}.color": COLORS["soft"] for what in ("text", "xtick", "ytick")}
+    settings |= {"axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "font.size": 8}
+    with mpl.rc_context({**settings, "figure.dpi": DPI}):
         yield
 
 
@@ -258,13 +269,18 @@ def _draw(axes: Axes, panel: Panel, notes: list[str]) -> None:
     _draw_frame(axes, panel)
     num_labels = len(_labelled(panel))
     if num_labels:
-        inches = axes.get_position().height * axes.get_figure().get_figheight()
+        inches = axes.bbox.height / DPI
         is_below = num_labels <= NUM_BELOW
-        place = (0.0, -(0.26 + 0.17 * bool(panel.x_label)) / inches) if is_below else (1.01, 1.02)
+        place = (0.0, -0.43 / inches) if is_below else (1.01, 1.02)
         axes.legend(
-            loc="upper left", bbox_to_anchor=place, ncols=LEGEND_COLUMNS if is_below else 1, frameon=False, fontsize=7.5,
-            borderpad=0.0, borderaxespad=0.0,
-        )  # fmt: skip
+            loc="upper left",
+            bbox_to_anchor=place,
+            ncols=LEGEND_COLUMNS if is_below else 1,
+            frameon=False,
+            fontsize=7.5,
+            borderpad=0.0,
+            borderaxespad=0.0,
+        )
 
 
 def _draw_series(
@@ -316,7 +332,7 @@ def _draw_frame(axes: Axes, panel: Panel) -> None:
         PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: f"{value:g}")
     )
     if all(float(x).is_integer() for series in panel.series for x in series.xs) and not panel.log_x:
-        axes.xaxis.get_major_locator().set_params(integer=True)  # there are no halves of steps
+        axes.locator_params("x", integer=True)  # there are no halves of steps
     for axis, ticks in ((axes.xaxis, panel.x_ticks), (axes.yaxis, panel.y_ticks)):
         if ticks:
             axis.set_ticks([value for value, _ in ticks], [harmless(label) for _, label in ticks])

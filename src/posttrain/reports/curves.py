@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.evals.statistics import Bin, wilson_interval
 from posttrain.reports.charts import LARGEST, Panel, Series
@@ -169,7 +170,7 @@ def calibration_panels(bins: Sequence[Bin], *, what: str = "came true") -> list[
     predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
     shares = Series("", predicted, observed, list(low), list(high), is_points=True)
     counts = Series("", [(b.low + b.high) / 2 for b in bins], [float(b.n) for b in bins], is_bars=True)
-    axis = {"x_label": "predicted probability", "x_range": (start, 1.0)}
+    axis: dict[str, Any] = {"x_label": "predicted probability", "x_range": (start, 1.0)}
     return [
         Panel("Calibration", f"share that {what}; dotted: predictions mean what they say", [shares], is_share=True,
               has_diagonal=True, **axis),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain.evals.statistics import Summary
 from posttrain.reports.charts import Panel, Series, draw_png
@@ -93,8 +94,8 @@ def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[
     if None in halves:
         return means, [], []
     reach = [half or 0.0 for half in halves]
-    ends = ([m + sign * h for m, h in zip(means, reach, strict=True)] for sign in (-1, 1))
-    return (means, *ends)
+    low, high = ([m + sign * h for m, h in zip(means, reach, strict=True)] for sign in (-1, 1))
+    return means, low, high
 
 
 def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
@@ -112,11 +113,11 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
         plane.append(Series(method.name, over("proxy", method.means)[0], golds, has_dots=True, color=color))
         for curve in method.curves:
             distances = [point.distance for point in curve.points]
-            thin = {"is_thin": True, "color": color}
+            thin: dict[str, Any] = {"is_thin": True, "color": color}
             gold.append(Series("", distances, [point.gold for point in curve.points], **thin))
             proxy.append(Series("", distances, [point.proxy for point in curve.points], **thin))
     last = [method.means[-1].distance for method in methods if method.means and method.shape == "best_of_n"]
-    share = {"is_share": True, "max_band": 0.1}
+    share: dict[str, Any] = {"is_share": True, "max_band": 0.1}
     panels = [
         Panel("Gold: answers that are right", "band: 95 % over seeds; thin: single seeds", gold,
               x_label=DISTANCE, **share),
@@ -139,14 +140,18 @@ def best_of_n_panels(sweep: SweepResults) -> list[Panel]:
         color, is_dashed = f"c{index}", index >= sweep.num_models
         xs, means = [float(n) for n in chosen.ns], [chosen.mean(n) for n in chosen.ns]
         low, high = ([bound[n] for n in chosen.ns] for bound in (chosen.low, chosen.high))
-        look = {"has_dots": True, "is_dashed": is_dashed, "color": color}
+        look: dict[str, Any] = {"has_dots": True, "is_dashed": is_dashed, "color": color}
         shares.append(Series(chosen.name, xs, means, low, high, **look))
         gain = [100 * (mean - base.mean(n)) for n, mean in zip(chosen.ns, means, strict=True)]
         gains.append(Series(chosen.name, xs, gain, **look))
         for seed in range(0 if is_dashed else len(chosen.seeds[chosen.ns[0]])):
             own = [chosen.seeds[n][seed] for n in chosen.ns]
             shares.append(Series("", xs, own, is_thin=True, color=color))
-    axis = {"x_label": "n answers to choose from", "log_x": True, "x_ticks": [(float(n), str(n)) for n in base.ns]}
+    axis: dict[str, Any] = {
+        "x_label": "n answers to choose from",
+        "log_x": True,
+        "x_ticks": [(float(n), str(n)) for n in base.ns],
+    }
     return [
         Panel("Right answers among those chosen", "band: 95 % over problems", shares, is_share=True, **axis),
         Panel("Gain over a random pick", "points", gains, **axis),

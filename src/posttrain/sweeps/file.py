@@ -197,7 +197,8 @@ def split_overrides(
     Raises:
         UsageError: the seed, or a key of earlier versions.
     """
-    own, common = [], []
+    own: list[tuple[str, str]] = []
+    common: list[tuple[str, str]] = []
     for key, value in overrides:
         group = key.partition(".")[0]
         if group in _OLD_KEYS:
@@ -283,9 +284,10 @@ def named_recipe(document: Document[SweepFile], source: Mapping[str, Any]) -> Re
 def has_key(recipe: Recipe, key: str) -> bool:
     """Return whether a resolved recipe has the section, or the component with the option, of a dotted key."""
     try:
-        *above, last = numbered_key(place := recipe.dump(), key)
+        *above, last = numbered_key(recipe.dump(), key)
     except RecipeError:
         return False
+    place: Any = recipe.dump()
     for part in above:
         place = place[int(part)] if isinstance(place, list) else place.get(part)
         if not isinstance(place, dict | list):

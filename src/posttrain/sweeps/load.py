@@ -80,7 +80,7 @@ def load_sweep(
         num_seeds=count,
         resolved=_resolve(content, start, reader.base, list(read.values()), count),
         base=reader.base,
-        start_source=label_of(content.start) if content.start is not None else reader.begins_with,
+        start_source=label_of(content.start) if content.start is not None else reader.model_name(read),
         best_of_n=content.best_of_n,
         head_to_head=content.head_to_head,
     )
@@ -103,10 +103,10 @@ class _Reader:
         if content.base is not None:
             self.base, self.base_data = self._read_base(content.base)
 
-    @property
-    def begins_with(self) -> str:
+    def model_name(self, rows: Mapping[str, Row]) -> str:
         """The name of the model that rows without a start begin with."""
-        return self.base.model.name if self.base is not None else "their own models"
+        recipe = self.base or next(iter(rows.values())).recipe
+        return recipe.model.name
 
     def start(self) -> Recipe | None:
         """The resolved recipe of the start."""

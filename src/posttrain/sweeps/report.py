@@ -96,12 +96,13 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
     """
     failures = find_problems(plan, outcome.failures)
     rows, baseline, headline = _read_rows(plan, failures)
-    parts, drawn = {}, {}
+    parts: dict[str, Part] = {}
+    drawn: dict[str, Any] = {}
     if plan.best_of_n is None and plan.head_to_head is None:
         parts["rows"] = rows_part(rows, baseline, headline, {row.name: row.source for row in plan.rows})
     if plan.best_of_n is not None:
-        name, parts_of, drawn = _read_choices(plan)
-        parts[name] = parts_of
+        name, part, drawn = _read_choices(plan)
+        parts[name] = part
     if plan.head_to_head is not None:
         parts["head_to_head"], more = _read_head_to_head(plan)
         drawn |= more
