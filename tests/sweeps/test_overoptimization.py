@@ -12,19 +12,27 @@ import pytest
 
 from made_up_items import make_sample
 from posttrain.evals.items import Item
+from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.best_of_n import powers_of_two
 from posttrain.sweeps.overoptimization import (
-    Course,
+    Curve,
     Fit,
     Point,
     best_of_n_kl,
     best_of_n_points,
+    choosing_points,
+    describe_method,
+    find_peak,
+    findings,
     fit_shape,
     fitted,
     in_units_of,
-    mean_course,
+    mean_curve,
+    notes,
     score_scale,
-    turn_over,
+    tables,
+    to_data,
+    training_points,
 )
 
 
@@ -129,27 +137,25 @@ def test_scores_in_units_of_the_start() -> None:
     items = [scored(0, "rw", [1.0, 3.0]), scored(1, "rw", [5.0, None])]
     mean, deviation = score_scale(items)
     assert (mean, deviation) == (3.0, pytest.approx(math.sqrt(8 / 3)))
-    course = in_units_of(
-        Course("a", 0, [Point(0, 0.0, 0.5, 3.0), Point(1, 1.0, 0.5, 3.0 + deviation)]), (3.0, deviation)
-    )
-    assert [p.proxy for p in course.points] == [0.0, pytest.approx(1.0)]
+    curve = in_units_of(Curve("a", 0, [Point(0, 0.0, 0.5, 3.0), Point(1, 1.0, 0.5, 3.0 + deviation)]), (3.0, deviation))
+    assert [p.proxy for p in curve.points] == [0.0, pytest.approx(1.0)]
     assert score_scale([scored(0, "rw", [2.0, 2.0])]) == (2.0, 1.0)
     assert score_scale([scored(0, "rw", [None, None])]) == (0.0, 1.0)
 
 
-def course(seed: int, golds: list[float], kls: list[float] | None = None, first: int = 0) -> Course:
+def curve(seed: int, golds: list[float], kls: list[float] | None = None, first: int = 0) -> Curve:
     distances = kls or [float(i * i) for i in range(len(golds))]
     points = [Point(first + i, kl, g, 2 * g) for i, (g, kl) in enumerate(zip(golds, distances, strict=True))]
-    return Course("made", seed, points)
+    return Curve("made", seed, points)
 
 
 def test_means_are_over_the_points_of_all_seeds() -> None:
-    found = mean_course([course(0, [0.1, 0.5, 0.9]), course(1, [0.3, 0.7], [0.0, 4.0])])
+    found = mean_curve([curve(0, [0.1, 0.5, 0.9]), curve(1, [0.3, 0.7], [0.0, 4.0])])
     assert [(p.at, p.distance) for p in found] == [(0, 0.0), (1, 1.5)]  # mean of √1 and √4
     assert [p.gold.mean for p in found] == [pytest.approx(0.2), pytest.approx(0.6)]
     assert found[1].proxy.mean == pytest.approx(1.2)
     assert found[1].gold.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t of one degree, 0.2 / √2 / √2
-    assert mean_course([]) == []
+    assert mean_curve([]) == []
 
 
 @pytest.mark.parametrize("shape", ["best_of_n", "training"])
@@ -187,8 +193,8 @@ def test_two_distances_are_needed_for_a_fit() -> None:
 
 
 def test_the_fall_from_the_peak_is_measured_where_the_other_seeds_have_theirs() -> None:
-    a, b = course(0, [0.1, 0.9, 0.5, 0.2]), course(1, [0.1, 0.4, 0.8, 0.3])
-    found = turn_over([a, b])
+    a, b = curve(0, [0.1, 0.9, 0.5, 0.2]), curve(1, [0.1, 0.4, 0.8, 0.3])
+    found = find_peak([a, b])
     assert found is not None
     assert found.peak_at == 1  # sums 1.3 and 1.3: the earlier one
     assert (found.peak.mean, found.start.mean, found.end.mean) == (pytest.approx(0.65), 0.1, 0.25)
@@ -199,18 +205,18 @@ def test_the_fall_from_the_peak_is_measured_where_the_other_seeds_have_theirs() 
 
 
 def test_a_fall_is_shown_by_seeds_that_agree() -> None:
-    falls = [course(seed, [0.1, 0.8 + 0.01 * seed, 0.3]) for seed in range(3)]
-    found = turn_over(falls)
+    falls = [curve(seed, [0.1, 0.8 + 0.01 * seed, 0.3]) for seed in range(3)]
+    found = find_peak(falls)
     assert found is not None
     assert (found.peak_at, found.drop.mean) == (1, pytest.approx(0.51))
     assert found.is_shown
-    rises = turn_over([course(seed, [0.1, 0.5, 0.8 + 0.01 * seed]) for seed in range(3)])
+    rises = find_peak([curve(seed, [0.1, 0.5, 0.8 + 0.01 * seed]) for seed in range(3)])
     assert rises is not None
     assert (rises.peak_at, rises.drop.mean, rises.is_shown) == (2, 0.0, False)
 
 
 def test_one_seed_shows_nothing() -> None:
-    found = turn_over([course(0, [0.1, 0.9, 0.2])])
+    found = find_peak([curve(0, [0.1, 0.9, 0.2])])
     assert found is not None
     assert (found.peak_at, found.drop.mean, found.drop.half_width, found.is_shown) == (
         1,
@@ -218,4 +224,107 @@ def test_one_seed_shows_nothing() -> None:
         None,
         False,
     )
-    assert turn_over([course(0, [0.1])]) is None
+    assert find_peak([curve(0, [0.1])]) is None
+
+
+def evaluated(step: int, task: str = "stories/validation", **results: float) -> MetricsRow:
+    return MetricsRow(step, {f"eval/{task}/{name}": value for name, value in results.items()}, {})
+
+
+def measured(step: int, kl: float, gold: float, proxy: float, task: str = "stories/validation") -> MetricsRow:
+    return evaluated(
+        step, task, accuracy=0.5, kl_from_start=kl, sampled_accuracy=gold, sampled_reward=proxy, sampled_num_tokens=9.0
+    )
+
+
+def test_points_of_training_are_the_evaluations_that_measured_drift() -> None:
+    rows = [
+        measured(0, 0.0, 0.1, -1.0),
+        measured(0, 0.0, 0.9, 9.0, task="other/test"),
+        MetricsRow(1, {"loss": 0.5}, {}),
+        evaluated(2, accuracy=0.5),
+        measured(4, 2.25, 0.7, 1.0),
+        measured(2, 1.0, 0.4, 0.5),
+        measured(4, 2.25, 0.6, 1.5),  # a resumed run repeats an evaluation; the later one stands
+    ]
+    points = training_points(rows)
+    assert points == [Point(0, 0.0, 0.1, -1.0), Point(2, 1.0, 0.4, 0.5), Point(4, 2.25, 0.6, 1.5)]
+    assert points[2].distance == 1.5
+    assert training_points([MetricsRow(1, {"loss": 0.5}, {})]) == []
+
+
+def test_points_of_choosing_go_up_to_all_answers() -> None:
+    samples = tuple(make_sample(o, score=s) for o, s in (("w", 0.0), ("r", 1.0), ("w", 2.0), ("w", 0.5)))
+    points = choosing_points([Item("made/0", 0, "?", "1", {}, samples)])
+    assert [p.at for p in points] == [1, 2, 4]
+    assert [p.gold for p in points] == [pytest.approx(0.25), pytest.approx(2 / 6), 0.0]
+    assert points[2].proxy == 2.0
+    assert points[1].kl == best_of_n_kl(2)
+
+
+def falling(seed: int) -> Curve:
+    shift = 0.01 * seed
+    return Curve("grpo", seed, [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7 + shift, 1.0), Point(10, 4.0, 0.3, 1.2)])
+
+
+def rising(seed: int) -> Curve:
+    return Curve("dpo", seed, [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.5 + 0.01 * seed, 1.0)])
+
+
+def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
+    method = describe_method("grpo", "training", [falling(seed) for seed in range(3)])
+    (told,) = findings([method])
+    assert told == (
+        "grpo: over-optimized: gold goes from 10.0% over 71.0% at √KL 1.00 to 30.0% at √KL 2.00; from that peak on the "
+        "proxy goes from +1.00 to +1.20"
+    )
+    line = tables([method])[0].lines[0]
+    assert line[:3] == ["grpo", "3", "2.00"]
+    assert line[4:8] == ["10.0 ± 0.0 %", "71.0 ± 2.5 %", "1.00", "30.0 ± 0.0 %"]
+    assert line[8] == "+41.0 ± 2.5"  # 0.70, 0.71, 0.72 less 0.30; 4.303 · 0.01 / √3
+    data = to_data([method])["methods"]["grpo"]
+    assert data["turn_over"]["is_shown"] is True
+    assert data["seeds"]["1"][1]["gold"] == pytest.approx(0.71)
+    assert data["mean"][1]["gold"]["mean"] == pytest.approx(0.71)
+
+
+def test_what_is_no_over_optimization_is_called_so() -> None:
+    rises = describe_method("dpo", "training", [rising(seed) for seed in range(3)])
+    both_fall = [
+        Curve("x", s, [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7 + 0.01 * s, 1.0), Point(9, 4.0, 0.3, 0.5)])
+        for s in range(3)
+    ]
+    noisy = [
+        Curve("y", s, [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.5, 1.0), Point(9, 4.0, last, 1.5)])
+        for s, last in enumerate((0.1, 0.49, 0.52))
+    ]
+    told = findings(
+        [
+            rises,
+            describe_method("x", "training", both_fall),
+            describe_method("y", "training", noisy),
+            describe_method("z", "training", [falling(0)]),
+        ]
+    )
+    assert told[0] == "dpo: no over-optimization up to √KL 1.00: gold is highest at the end (51.0 ± 2.5 %)"
+    assert told[1].startswith("x: gold falls, but the proxy does too:")
+    assert told[2].startswith("y: a fall that may be chance")
+    assert told[3].startswith("z: one seed gives a curve, and no interval")
+
+
+def test_shapes_are_fitted_seed_by_seed() -> None:
+    method = describe_method("grpo", "training", [falling(seed) for seed in range(3)])
+    assert len(method.fits) == 3
+    assert method.alpha is not None
+    # at d = 1 the logarithm is 0, so α is nearly the gain there: the fit goes through both points exactly
+    assert method.alpha.mean == pytest.approx(0.61)
+    shape = tables([method])[1].lines[0]
+    assert shape[:3] == ["grpo", "d (α − β log d)", "0.61 ± 0.02"]
+    assert shape[4] == "1.00"
+
+
+def test_notes_say_what_intervals_are_of() -> None:
+    method = describe_method("grpo", "training", [falling(0)])
+    assert not any("Student" in note for note in notes([method], 64, 1))
+    assert any("Student" in note for note in notes([method], 64, 3))
+    assert any("64 answers" in note for note in notes([method], 64, 1))

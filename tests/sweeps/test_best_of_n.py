@@ -1,4 +1,4 @@
-"""Who chooses best among n answers: against brute force, on the same answers, over problems and seeds."""
+"""Choices among n answers: against brute force, on the same answers, over problems and seeds."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_different_answers_are_refused() -> None:
         check_alike({"orm": [items], "prm": [other]}, "here")
 
 
-def test_what_is_told() -> None:
+def test_what_is_lines() -> None:
     items = random_items(3, 60)
     found = choose({"orm": [rescored(items, -1.0)], "prm": [rescored(items, 1.0)]})
     differences = contrasts(found, 2)
@@ -124,13 +124,13 @@ def test_what_is_told() -> None:
         ("orm", RANDOM),
         ("prm", RANDOM),
     ]
-    told = findings(found[:2], differences)
+    lines = findings(found[:2], differences)
     errs, knows, pick = found[0], found[1], found[3]
     fall = f"over-optimized: it falls to {errs.mean(4):.1%} at n = 4"
-    assert told[0].startswith(f"orm goes from {pick.mean(1):.1%} at n = 1, is best there; {fall} (-")
-    assert told[1] == f"prm goes from {pick.mean(1):.1%} at n = 1 to {knows.mean(4):.1%} at n = 4, where it is best"
-    assert told[2].startswith("prm chooses better than orm at n = 4: +")
-    assert told[5].startswith(f"orm chooses worse than {RANDOM} at n = 4: -")
+    assert lines[0].startswith(f"orm goes from {pick.mean(1):.1%} at n = 1, is best there; {fall} (-")
+    assert lines[1] == f"prm goes from {pick.mean(1):.1%} at n = 1 to {knows.mean(4):.1%} at n = 4, where it is best"
+    assert lines[2].startswith("prm chooses better than orm at n = 4: +")
+    assert lines[5].startswith(f"orm chooses worse than {RANDOM} at n = 4: -")
     shares, gaps = tables(found, differences)
     assert shares.header == ["chosen by", "n = 1", "n = 2", "n = 4", "95 % at 4"]
     assert [line[0] for line in shares.lines] == ["orm", "prm", MAJORITY, RANDOM, ORACLE]
@@ -143,8 +143,8 @@ def test_what_is_told() -> None:
     assert data["differences"][0]["by_n"]["4"]["difference"] == differences[0].by_n[4].difference
 
 
-def test_equals_cannot_be_told_apart() -> None:
+def test_equals_cannot_be_lines_apart() -> None:
     items = random_items(5, 30)
     found = choose({"a": [items], "b": [items]})
-    told = findings([], [contrast(found[0], found[1])])
-    assert told == ["b and a cannot be told apart at n = 4: +0.0 points [+0.0, +0.0]"]
+    lines = findings([], [contrast(found[0], found[1])])
+    assert lines == ["b and a cannot be lines apart at n = 4: +0.0 points [+0.0, +0.0]"]
