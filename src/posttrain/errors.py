@@ -48,7 +48,6 @@ GONE = {
     "posttrain compare": "`posttrain sweep` with the same name or file, whose methods are called rows",
     "posttrain study": "`posttrain sweep` with the same name or file, whose parts are called rows",
     "posttrain pipeline": "`posttrain sweep` with the same name or file, whose parts are called rows",
-    "posttrain sweep --methods": "`--rows A,B`",
     "posttrain plan": "`posttrain train RECIPE --dry-run --memory`",
     "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
     "posttrain sae features --judge": "the contexts and the logit lens of the page",

@@ -156,7 +156,7 @@ def draw_svg(panel: Panel) -> str:
         _draw(figure.subplots(), panel, notes)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     svg = _NOISE.sub("", target.getvalue()[target.getvalue().index("<svg") :])
-    svg = re.sub(r'<a xlink:href="note:(\d+)">', lambda m: f"<g><title>{html.escape(notes[int(m[1])])}</title>", svg)
+    svg = re.sub(r'<a xlink:href="note:(\d+)"[^>]*>', lambda m: f"<g><title>{html.escape(notes[int(m[1])])}</title>", svg)
     svg = svg.replace("</a>", "</g>")
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")

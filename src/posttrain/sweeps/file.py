@@ -225,7 +225,7 @@ def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: 
             raise UsageError(f"--rows: there is no row {name!r}.{suggest(name, known)} There: {', '.join(known)}")
     if not chosen:
         raise UsageError(f"--rows: name at least one of {', '.join(known)}")
-    if content.head_to_head is not None:
+    if content.head_to_head is not None and content.head_to_head.judge in known:
         chosen = [content.head_to_head.judge, *chosen]
     wanted_rows, ordered = set(chosen), list[str]()
     while more := {need for name in wanted_rows for need in needs[name] if need != LABELLED} - wanted_rows:
