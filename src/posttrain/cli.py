@@ -1,4 +1,4 @@
-"""The command line: ``posttrain demo | train | compare | evaluate | generate | data | recipes | explain | runs``.
+"""The command line: ``posttrain demo | train | sweep | evaluate | generate | data | recipes | explain | runs``.
 
 Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
 each command lives in ``commands`` and is imported when it runs, and so are options that stand in a module of their own.
@@ -239,12 +239,8 @@ _ASKED = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
-    "compare": Command("train several methods alike and tabulate them", "sweeps.command:run_compare", keys=ANY,
-                       tables=True),
-    "study": Command("see what becomes of reward models when they are optimized", "sweeps.command:run_study", keys=ANY,
-                     tables=True),
-    "pipeline": Command("the whole of RLHF: demonstrations, reward models, policies, contests",
-                        "sweeps.command:run_pipeline", keys=ANY),
+    "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
+                     "sweeps:run_sweep", keys=ANY, tables=True),
     "evaluate": Command("measure models on held-out tasks", "evaluate.command:run_evaluate", keys=(*_ASKED, "engine"),
                         models=("models", "against", "best_of", "judge"), tables=True),
     "generate": Command("sample answers from a model or a run", "generate:run_generate", _add_generate_options, _ASKED,
@@ -291,7 +287,7 @@ COMMANDS = {
 
 
 _RESUMABLE = ("train", "sae train")
-_CONTINUING = ("compare", "study", "pipeline", "evaluate", "feedback", "activations", "sae diff", "runs resume")
+_CONTINUING = ("sweep", "evaluate", "feedback", "activations", "sae diff", "runs resume")
 
 
 def split_overrides(
@@ -421,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
-    if "POSTTRAIN_LIFELINE" in os.environ:  # started by a comparison or a study
+    if "POSTTRAIN_LIFELINE" in os.environ:  # started by a sweep
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
         if arguments[:1] == ["__follow"]:  # one of several processes that train a run

@@ -23,7 +23,7 @@ from posttrain.errors import RecipeError, UnallowedCode
 ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
 REMOTE_CODE = "trust_remote_code"
 STORED_RECIPE = "recipe.yaml"
-_PLANS = ("compare.yaml", "study.yaml", "pipeline.yaml")
+_PLAN = "sweep.yaml"
 # What stands beside a recipe in a run, and beside a plan in a comparison.
 _RECORDS = ("status.json", "env.json", "checkpoints", "cells")
 _NAME = re.compile(r"(?<![\w./])[^\W\d][\w.]*:[^\W\d]\w*(?![\w:])")
@@ -126,7 +126,7 @@ def _is_record(path: Path) -> bool:
     if path.name == STORED_RECIPE:
         return True
     for folder in (path.parent, path.parent.parent):
-        made = any((folder / name).is_file() for name in (STORED_RECIPE, *_PLANS))
+        made = any((folder / name).is_file() for name in (STORED_RECIPE, _PLAN))
         if made and any((folder / name).exists() for name in _RECORDS):
             return True
     return False

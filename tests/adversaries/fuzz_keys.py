@@ -9,6 +9,7 @@ from random import Random
 from typing import Annotated, Any
 
 from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value, without
+from posttrain.sweeps.study import StudyFile
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
@@ -17,7 +18,6 @@ from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.differences.recipe import DiffRecipe
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
-from posttrain.sweeps.study import StudyFile
 
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.models.sources import TINY, resolve_model_name
-from posttrain.store import checkpoint_files, reading
+from posttrain.store import checkpoint_files
 from posttrain.store.checkpoint_files import seal, verify
 
 

@@ -11,16 +11,18 @@ from hostile_text import HOSTILE, RAW, leaks
 from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
-from posttrain.reports.charts.panels import Panel, Series
+from posttrain.reports.charts import Panel, Series
 from posttrain.reports.evaluation import quoted
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
-from posttrain.reports.sweeps import render_comparison, render_study
+from posttrain.reports.sweeps import render_sweep
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.notes import Notes, change_tags, read_notes
 from posttrain.store.headline import Headline
-from posttrain.sweeps.comparison import CellResult, Comparison, MethodResult
-from posttrain.sweeps.study import StudyReport
+from posttrain.sweeps.head_to_head import Sample
+from posttrain.sweeps.learning import RowResult, TrialResult
+from posttrain.sweeps.part import Part
+from posttrain.sweeps.report import SweepResults
 from posttrain.untrusted import code
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
@@ -42,35 +44,35 @@ class Tags(HTMLParser):
 
 def make_pages(text: str) -> dict[str, str]:
     """Every page that has texts of others, with ``text`` wherever one can stand."""
-    cell = CellResult(text, 0, "failed", 1, problem=text, evaluation=text)
-    rows = [MethodResult(text, [cell], {})]
+    rows = [RowResult(text, [TrialResult(text, 0, "failed", 1, problem=text, evaluation=text)], {})]
     facts = [(text, text)]
     where = {text: {text: text}}
-    comparison = Comparison(text, text, rows, None, facts, {text: [text]}, {text: text}, text, where)
-    table = TextTable(text, [text], [[text]])
-    study = StudyReport(text, text, [table], [text], [text], facts, {}, text, [text], where)
+    part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
+    headline = Headline("accuracy", unit="share", label=text, of=text)
+    samples = [Sample(text, text, [(text, text, 0.5)])]
+    sweep = SweepResults(
+        text, text, text, rows, None, headline, {"rows": part}, facts, [text], [text], where, samples=samples
+    )
     panel = Panel(text, text, [Series(text, [0.0], [1.0], notes=[text])], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, facts)
     answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
     stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
     free = Answer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
-    headline = Headline("accuracy", unit="share", label=text, of=text)
     report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts, headline)
     return {
-        "comparison": render_comparison(comparison, b"png"),
-        "study": render_study(study, b"png"),
+        "sweep": render_sweep(sweep, [panel]),
         "report": render_report(report),
         "shell": render("page.jinja", title=text),
     }
 
 
-@pytest.mark.parametrize("name", ["comparison", "study", "report", "shell"])
+@pytest.mark.parametrize("name", ["sweep", "report", "shell"])
 def test_reports_hold_no_tag_that_is_not_ours(name: str) -> None:
     page = make_pages(EVIL)[name]
     found = Tags(page)
     assert "script" not in found.tags
-    assert found.tags.count("img") == (name in ("comparison", "study"))  # the picture
+    assert "img" not in found.tags
     assert not any(attribute.startswith("on") for attribute, _ in found.attributes)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     (policy,) = (v for k, v in found.attributes if k == "content" and v and v.startswith("default-src"))
@@ -99,7 +101,7 @@ def test_the_log_and_the_notes_of_a_run_can_be_shown(tmp_path: Path) -> None:
     assert read_notes(tmp_path) == Notes(("good",))
 
 
-@pytest.mark.parametrize("name", ["comparison", "study", "report", "shell"])
+@pytest.mark.parametrize("name", ["sweep", "report", "shell"])
 def test_control_and_hidden_characters_are_written_out_in_pages(name: str) -> None:
     page = make_pages(HOSTILE)[name]
     assert leaks(page) == []
@@ -117,7 +119,8 @@ def test_every_page_is_drawn_by_the_one_shell() -> None:
         "reports/templates/page.jinja"
     ]
     assert [name for name, text in texts.items() if re.search(r"\|\s*safe\b|autoescape false", text)] == []
-    assert [name for name, text in texts.items() if "Markup" in text and name.endswith(".py")] == []
+    marked = [name for name, text in texts.items() if "Markup" in text and name.endswith(".py")]
+    assert marked == ["reports/page.py"]  # of charts alone, whose texts are escaped where they are drawn
     drawn = [name for name, text in texts.items() if "from html import" in text]
     assert drawn == []
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import sqlite3
 import struct
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Small stand-ins for the processes of a sweep: what `posttrain train` and `posttrain evaluate` do to a folder."""
+"""Small replacements of the processes of a sweep: what `posttrain train` and `posttrain evaluate` do to a folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.sweeps.plan import Part, Plan, Training
-from posttrain.sweeps.runner import Outcome, run_sweep
+from posttrain.sweeps.plan import Plan, Training, Trial
+from posttrain.sweeps.runner import Outcome, run_trials
 
 # argv: folder, name, recipe (or nothing), what to do (finish, resume, fail, wait), evaluations as JSON.
 SCRIPT = """\
@@ -63,7 +63,7 @@ else:
     (folder / "items.jsonl").write_text(json.dumps(item) + "\\n")
     (folder / "results.json").write_text(json.dumps({"results": {"n": 1}}))
 """
-# (step, results) of the evaluations of a run: of a comparison, and of a study, where gold turns over.
+# (step, results) of the evaluations of a run: of rows that are compared, and of a policy whose gold reward turns over.
 COMPARED = [(step, {"n": 20, "accuracy": value, "reward": value}) for step, value in ((0, 0.1), (2, 0.5))]
 STUDIED = [
     (step, {"accuracy": 0.5, "kl_from_start": step**2, "sampled_accuracy": gold, "sampled_reward": step + 1.0})
@@ -72,17 +72,17 @@ STUDIED = [
 
 
 class FakeRunner:
-    """Runs the parts of a plan with stand-ins, and keeps what was told. ``doing``: by name or method of a part."""
+    """Runs the parts of a plan with stand-ins, and keeps what was told. ``doing``: by name or method of a trial."""
 
     def __init__(self, doing: Mapping[str, str] | None = None, evaluations: Sequence[Any] = COMPARED) -> None:
         self.doing, self.evaluations = dict(doing or {}), evaluations
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def command(self, part: Part, resume: bool) -> list[str]:
-        asked = self.doing.get(part.name, self.doing.get(part.method, "finish"))
-        recipe = str(part.settings[0]) if isinstance(part, Training) else ""
+    def command(self, trial: Trial, resume: bool) -> list[str]:
+        asked = self.doing.get(trial.name, self.doing.get(trial.row, "finish"))
+        recipe = str(trial.settings[0]) if isinstance(trial, Training) else ""
         what = "resume" if resume else asked
-        return [sys.executable, "-S", "-c", SCRIPT, str(part.folder), part.name, recipe, what,
+        return [sys.executable, "-S", "-c", SCRIPT, str(trial.folder), trial.name, recipe, what,
                 json.dumps(self.evaluations)]  # fmt: skip
 
     def observe(self, event: str, facts: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class FakeRunner:
 
     def run(self, plan: Plan, *, jobs: int | None = 2, **options: Any) -> Outcome:
         wanted = {"observer": self.observe, "command": self.command, "poll_seconds": 0.02} | options
-        return run_sweep(plan, jobs=jobs, **wanted)
+        return run_trials(plan, jobs=jobs, **wanted)
 
     @property
     def plan_facts(self) -> dict[str, Any]:
@@ -98,15 +98,15 @@ class FakeRunner:
 
     @property
     def told(self) -> list[tuple[str, str]]:
-        """(event, name of its part), but for the plan."""
-        return [(event, facts["part"].name if "part" in facts else "") for event, facts in self.events[1:]]
+        """(event, name of its trial), but for the plan."""
+        return [(event, facts["trial"].name if "trial" in facts else "") for event, facts in self.events[1:]]
 
     def names(self, wanted: str) -> list[str]:
         return [name for event, name in self.told if event == wanted]
 
 
 def starts(plan: Plan, name: str) -> list[str]:
-    """What each process of a part was asked to do, and with how many threads."""
+    """What each process of a trial was asked to do, and with how many threads."""
     lines = [line.split() for path in plan.folder.rglob("order.txt") for line in path.read_text().splitlines()]
     return [f"{what} {threads}" for own, what, threads in lines if own == name]
 

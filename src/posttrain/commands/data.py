@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
@@ -15,10 +16,12 @@ from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.explain import summary
 from posttrain.commands.options.words import chosen_words
 from posttrain.errors import UsageError
+from posttrain.file_kinds import kind_of_file
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_plain
-from posttrain.reports.charts.data_set import draw_data
+from posttrain.reports.charts import PICTURES, draw_png
+from posttrain.reports.curves import data_panels
 from posttrain.tasks.base import Task, build_task
 from posttrain.tasks.description import PERCENTILES, Description, describe_task, percentile, random_examples
 from posttrain.types import Example
@@ -48,7 +51,13 @@ def run_data(arguments: argparse.Namespace) -> int:
         print_example(console, example)
     if arguments.plot is not None:
         title = f"{task.name}/{task.split}: {stats.num_read:,} examples"
-        print(f"picture: {draw_data(stats, title, unit, arguments.plot or _picture_name(word))}")
+        target = Path(arguments.plot or _picture_name(word))
+        if target.suffix and target.suffix.lower() not in PICTURES:
+            kinds = ", ".join(PICTURES)
+            raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use {kinds}")
+        if kind_of_file(target.parent) != "folder" or kind_of_file(target) not in ("file", "nothing"):
+            raise UsageError(f"--plot: {target}: no file can be written there; give one in a folder that is there")
+        print(f"picture: {draw_png(data_panels(stats, unit), title, target, columns=2)}")
     return 0
 
 

@@ -21,7 +21,7 @@ from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word, task_words
 from posttrain.registry import HOMES, Entry, entries
-from posttrain.sweeps.compare import training_recipe_names
+from posttrain.sweeps.file import training_recipe_names
 
 # What a kind is for and where it stands in a recipe.
 KINDS: dict[str, tuple[str, str]] = {

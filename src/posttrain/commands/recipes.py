@@ -17,9 +17,9 @@ from posttrain.commands import explain as words
 from posttrain.commands.console import Text, open_console, plain_table, say
 from posttrain.errors import GONE, UnknownWord, UsageError
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text, study_names
+from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
 from posttrain.recipes.recipe import load_recipe
-from posttrain.sweeps.compare import comparison_names, describe_comparison, training_recipe_names
+from posttrain.sweeps.file import sweep_names, training_recipe_names
 
 STYLES = {"name": "cyan", "model": "dim"}
 MIN_COLUMNS = 20  # of what a recipe does, however narrow the terminal
@@ -83,8 +83,7 @@ def recipe_groups() -> list[tuple[str, list[ListedRecipe]]]:
         ListedRecipe(name, _model_of(sae.activations), first_sentence(sae.description)) for name, sae in dictionaries
     ]
     groups["what training changed: posttrain sae diff NAME"] = _described(interpretation_names("changes"))
-    groups["comparisons: posttrain compare NAME"] = _described(comparison_names())
-    groups["studies: posttrain study NAME"] = _described(study_names())
+    groups["sweeps: posttrain sweep NAME"] = _described(sweep_names())
     return [(title, rows) for title, rows in groups.items() if rows]
 
 
@@ -94,7 +93,7 @@ def _model_of(activations: Any) -> str:
 
 def _described(names: Iterable[str]) -> list[ListedRecipe]:
     texts = {name: parse_yaml(recipe_text(name)[1], name)[0].get("description") for name in names}
-    return [ListedRecipe(name, "", first_sentence(text or describe_comparison(name))) for name, text in texts.items()]
+    return [ListedRecipe(name, "", first_sentence(text or "")) for name, text in texts.items()]
 
 
 def first_sentence(description: str) -> str:

@@ -14,7 +14,8 @@ from posttrain.commands.progress import show_duration
 from posttrain.consent import consent_options
 from posttrain.recipes.recipe import Recipe
 from posttrain.render.template import build_template
-from posttrain.reports.charts.curves import choose_panels, draw_curves
+from posttrain.reports.charts import draw_png
+from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.runs.directory import RunDirectory
@@ -45,7 +46,7 @@ def write_summary(folder: str | Path) -> Path:
     headline = run.headline()
     panels = choose_panels(rows, headline)
     if panels:
-        draw_curves(panels, title, run.folder / "curves.png")
+        draw_png(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
     report = Report(
         title=title,

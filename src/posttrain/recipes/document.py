@@ -1,6 +1,6 @@
 """A strict YAML document: read, laid over the one that it extends, overridden, checked, written down again. No torch.
 
-Recipes, dictionaries, comparisons of two models, comparisons of methods and studies are ``Document``s of one kind of
+Recipes, dictionaries, comparisons of two models and sweeps are ``Document``s of one kind of
 ``Content`` each. Every message says file, line and key; unknown keys are refused with a suggestion.
 """
 
@@ -293,11 +293,6 @@ def interpretation_names(section: str | None = None) -> list[str]:
     """
     wanted = INTERPRETATION if section is None else (section,)
     return [name for name in recipe_names() if any(_has_section(recipe_text(name)[1], key) for key in wanted)]
-
-
-def study_names() -> list[str]:
-    """Names of the shipped recipes that `posttrain study` takes, such as ``study/overoptimization``."""
-    return [name for name in recipe_names() if _has_section(recipe_text(name)[1], "study")]
 
 
 def _has_section(text: str, key: str) -> bool:

@@ -51,9 +51,7 @@ WORD_KINDS = {
 DRIFT_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
 # Documents that are no recipe of one run, by the keys that tell them: what they are, and the command that takes them.
 _OTHERS = {
-    ("methods", "base"): ("compares several methods", "compare"),
-    ("study",): ("is a study of several runs", "study"),
-    ("judge", "policies"): ("is a pipeline of several runs", "pipeline"),
+    ("rows",): ("is a sweep of several runs", "sweep"),
     ("dictionary",): ("trains a dictionary", "sae train"),
     ("changes",): ("compares two models", "sae diff"),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.evals.statistics import student_t_quantile, summarize_seeds
 from posttrain.evals.tables import TextTable
-from posttrain.reports.charts.panels import Panel, Range, Series
+from posttrain.reports.charts import Panel, Range, Series
 from posttrain.reports.page import decimals, render, visible
 
 # What a comparison found, as sentences that follow from its numbers alone.
@@ -227,7 +227,7 @@ def _ratio_panels(features: Sequence[Facts]) -> list[Panel]:
     chart = Panel(
         "Mean activation, post over base", "the most changed; 95 % intervals over documents", series,
         x_label="feature", y_label="times", x_range=(-0.6, len(features) - 0.4), log_y=True,
-        y_range=(2.0 ** -(reach + 0.2), 2.0 ** (reach + 0.2)), width=920.0,
+        y_range=(2.0 ** -(reach + 0.2), 2.0 ** (reach + 0.2)), size="wide",
         x_ticks=[(float(i), f"{f['feature']}") for i, f in enumerate(features)],
         y_ticks=[(2.0**power, f"{2**power}×" if power >= 0 else f"1/{2**-power}") for power in powers],
     )  # fmt: skip

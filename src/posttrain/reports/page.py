@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
+from posttrain.reports.charts import draw_svg
 from posttrain.store.durable import replace_file
 from posttrain.untrusted import harmless
 
@@ -83,13 +84,12 @@ def _environment() -> Environment:
     )
     # JSON within a page is ASCII without <, > and &, so that it ends no script element.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.tests["finite"] = math.isfinite
     environment.filters |= {
         "fmt": format,
         "flatten": flatten,
         "visible": visible,
         "decimals": decimals,
-        "base64": lambda content: base64.b64encode(content).decode("ascii"),
+        "svg": lambda panel: Markup(draw_svg(panel)),
         "sha256": lambda text: base64.b64encode(hashlib.sha256(str(text).encode()).digest()).decode("ascii"),
     }
     return environment

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.reports.charts.panels import Panel
+from posttrain.reports.charts import Panel
 from posttrain.reports.page import render
 from posttrain.store.headline import ACCURACY, NAMES, Headline
 

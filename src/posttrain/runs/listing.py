@@ -143,7 +143,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonSummary:
-    """What `posttrain compare` made, at a glance: ``num_finished`` of ``num_cells`` are done; ``runs`` are those there.
+    """What `posttrain sweep` made, at a glance: ``num_finished`` of ``num_cells`` are done; ``runs`` are those there.
 
     ``num_cells`` and ``methods`` are those of the last command; cells of an earlier one count among the runs.
     """
@@ -190,15 +190,14 @@ def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
 
 
 def summarize_comparison(root: str | Path, name: str) -> ComparisonSummary:
-    """One comparison or study at a glance. A plan that cannot be read makes it ``damaged``."""
+    """One sweep at a glance. A plan that cannot be read makes it ``damaged``."""
     folder = Path(root) / name
     runs = tuple(replace(summarize_run(Path(root) / cell), name=cell) for cell in cell_names(root, name))
     methods: tuple[str, ...] = ()
     num_seeds, problem, plan = 0, None, plan_of(folder)
     try:
         content = read_yaml(plan)
-        parts = (content["methods"],) if "methods" in content else (content["reward_models"], content.get("policies"))
-        methods, num_seeds = tuple(str(name) for part in parts for name in part or ()), int(content["seeds"])
+        methods, num_seeds = tuple(map(str, dict(content["rows"]))), int(content["seeds"])
         if len(methods) * num_seeds > _MAX_CELLS:
             raise ValueError("more cells than a comparison can have")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, DataError) as error:

@@ -1,7 +1,7 @@
 """Where runs are: the names under a runs folder, and from a name to a folder that may be changed.
 
-A name is a path relative to the runs folder: ``tiny-grpo``, a comparison (or study) ``compare-ppo``, or one of its
-runs, ``compare-ppo/start`` and ``compare-ppo/cells/ppo-seed0``. Whoever changes or deletes something asks
+A name is a path relative to the runs folder: ``tiny-grpo``, a sweep ``sweep-ppo``, or one of its
+runs, ``sweep-ppo/start`` and ``sweep-ppo/cells/ppo-seed0``. Whoever changes or deletes something asks
 ``locate``, which never leads out of the runs folder: names are checked part by part, and a folder that
 is a symbolic link is refused.
 """
@@ -21,8 +21,7 @@ from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 
 CELLS, START = "cells", "start"
-# What makes a folder a comparison: its plan. A study is a comparison whose methods build on one another.
-PLANS = ("compare.yaml", "study.yaml", "pipeline.yaml")
+PLAN = "sweep.yaml"  # makes a folder a sweep
 _PATTERN = "*?["
 
 
@@ -36,13 +35,13 @@ class Place:
 
 
 def comparison_names(root: str | Path) -> list[str]:
-    """Names of the comparisons and studies under ``root``, in alphabetical order."""
-    return sorted({name for plan in PLANS for name in folders_with(root, plan)})
+    """Names of the sweeps under ``root``, in alphabetical order."""
+    return sorted(folders_with(root, PLAN))
 
 
 def plan_of(folder: Path) -> Path:
-    """The file with the plan of a comparison or study."""
-    return next((folder / plan for plan in PLANS if (folder / plan).is_file()), folder / PLANS[0])
+    """The file with the plan of a sweep."""
+    return folder / PLAN
 
 
 def cell_names(root: str | Path, comparison: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Many runs as one question: comparisons and studies, their cells, parts, results and statistics."""
+"""Many runs as one question: rows x seeds, one plan, one runner, one report."""

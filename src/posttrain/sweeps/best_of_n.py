@@ -1,18 +1,18 @@
-"""A best-of-n study: which reward model chooses best among n answers, beside a vote, a random pick and an oracle."""
+"""Best of n: which reward model chooses best among n answers, compared with a vote, a random pick and an oracle."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from posttrain.errors import DataError, RunFailure
+from posttrain.errors import DataError
 from posttrain.evals.items import Item
 from posttrain.evals.measures import item_values
 from posttrain.evals.statistics import Difference, Summary, item_interval, paired_bootstrap, summarize_seeds
 from posttrain.evals.tables import TextTable
-from posttrain.sweeps.study import StudyPlan, StudyReport, StudyResults, show_summary
+from posttrain.sweeps.part import Part, show_summary
 
 MAJORITY, RANDOM, ORACLE = "majority", "random pick", "oracle"
 POINTS = 100.0
@@ -25,7 +25,7 @@ def powers_of_two(samples: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How often the answer that somebody chooses among n is right, for each n.
+    """The share of right answers among those that a reward model, a vote or chance chooses from n, for each n.
 
     ``values[n]``: per problem, the mean over seeds. ``seeds[n]``: per seed, the mean over problems.
     ``low``, ``high``: 95 % over problems.
@@ -44,7 +44,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two who choose, ``b`` minus ``a``, at each n: over problems (paired bootstrap) and over seeds."""
+    """Two ways to choose, ``b`` minus ``a``, at each n: over problems (paired bootstrap) and over seeds."""
 
     a: str
     b: str
@@ -76,7 +76,7 @@ def check_alike(evaluations: Mapping[str, Sequence[Sequence[Item]]], place: str)
 def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
     """Every reward model, then majority, a random pick and the oracle, on the same answers.
 
-    A problem whose prompt did not fit has no answers, and counts as wrong for everybody.
+    A problem whose prompt did not fit has no answers, and counts as wrong for all of them.
     """
     first = next(iter(evaluations.values()))
     samples = min(len(item.samples) for items in first for item in items if item.samples)
@@ -85,7 +85,7 @@ def choose(evaluations: Mapping[str, Sequence[Sequence[Item]]]) -> list[Chosen]:
     return [*chosen, *(_chosen(name, ns, first, measure) for name, measure in _MEASURES.items())]
 
 
-# What is measured of those who choose: how often the answer is right that they choose among n of an item's.
+# The measure of each way to choose among n of an item's answers.
 _MEASURES = {MAJORITY: "majority", RANDOM: "accuracy", ORACLE: "pass"}
 
 
@@ -153,20 +153,20 @@ def _points(summary: Summary) -> Summary:
 
 def findings(models: Sequence[Chosen], differences: Sequence[Contrast]) -> list[str]:
     """Where each reward model chooses best, and who chooses better than whom at the largest n: a sentence each."""
-    told = [_course(model) for model in models]
+    lines = [_curve(model) for model in models]
     for d in differences:
         n = max(d.by_n)
         own = d.by_n[n]
         gap = f"{own.difference * POINTS:+.1f} points [{own.low * POINTS:+.1f}, {own.high * POINTS:+.1f}]"
         if own.low <= 0 <= own.high:
-            told.append(f"{d.b} and {d.a} cannot be told apart at n = {n}: {gap}")
+            lines.append(f"{d.b} and {d.a} cannot be lines apart at n = {n}: {gap}")
         else:
             way = "better" if own.difference > 0 else "worse"
-            told.append(f"{d.b} chooses {way} than {d.a} at n = {n}: {gap}")
-    return told
+            lines.append(f"{d.b} chooses {way} than {d.a} at n = {n}: {gap}")
+    return lines
 
 
-def _course(model: Chosen) -> str:
+def _curve(model: Chosen) -> str:
     """The n at which a model is best is chosen by its own values, so that its fall is told a little too large."""
     last = model.ns[-1]
     best = max(model.ns, key=lambda n: (model.mean(n), -n))
@@ -176,21 +176,21 @@ def _course(model: Chosen) -> str:
     fall = paired_bootstrap(model.values[best], model.values[last])
     points = f"{fall.difference * POINTS:+.1f} points [{fall.low * POINTS:+.1f}, {fall.high * POINTS:+.1f}]"
     verb = "over-optimized: it falls" if fall.high < 0 else "then it goes"
-    told = f"is best at n = {best} ({model.mean(best):.1%})" if best > 1 else "is best there"
-    return f"{start}, {told}; {verb} to {model.mean(last):.1%} at n = {last} ({points})"
+    peak = f"is best at n = {best} ({model.mean(best):.1%})" if best > 1 else "is best there"
+    return f"{start}, {peak}; {verb} to {model.mean(last):.1%} at n = {last} ({points})"
 
 
 def notes(num_seeds: int, num_problems: int) -> list[str]:
     """How to read the numbers."""
-    told = [
+    lines = [
         "every column is the mean over all subsets of n of the answers to a problem; ties are shared",
         f"intervals are over the {num_problems} held-out problems (of differences: a paired bootstrap), of the mean "
         f"over {num_seeds} seed{'s' if num_seeds > 1 else ''}; thin lines are single seeds",
-        "majority: the most frequent final answer; oracle: any of the n is right, which nobody can choose beyond",
+        "majority: the most frequent final answer; oracle: any of the n is right, the most that any choice can reach",
     ]
     if num_seeds > 1:
-        told.append("over seeds: 95 % Student-t interval; a seed has its own reward models and its own answers")
-    return told
+        lines.append("over seeds: 95 % Student-t interval; a seed has its own reward models and its own answers")
+    return lines
 
 
 def to_data(choices: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[str, Any]:
@@ -212,29 +212,12 @@ def to_data(choices: Sequence[Chosen], differences: Sequence[Contrast]) -> dict[
     }
 
 
-def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyResults:
-    """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
-
-    Args:
-        chosen: by reward model and seed, what it has chosen among.
-
-    Raises:
-        RunFailure: too little is finished.
-        DataError: reward models chose among different answers.
-    """
-    names = list(dict.fromkeys(part.method for part in plan.trainings("reward_models")))
-    shared = sorted(set.intersection(*(set(chosen.get(name, {})) for name in names)))
-    if not shared:
-        raise RunFailure("nothing to report yet: for no seed have all reward models chosen")
-    evaluations = {name: [chosen[name][seed] for seed in shared] for name in names}
-    check_alike(evaluations, str(plan.folder / "chosen"))
-    choices = choose(evaluations)
-    differences = contrasts(choices, len(names))
-    told = replace(
-        base,
-        tables=tables(choices, differences),
-        findings=findings(choices[: len(names)], differences),
-        notes=notes(len(shared), len(evaluations[names[0]][0])),
-        data=base.data | to_data(choices, differences),
+def best_of_n_part(choices: Sequence[Chosen], num_models: int, num_seeds: int) -> Part:
+    """The part of a sweep's report about choices among answers; the first ``num_models`` are reward models."""
+    differences = contrasts(choices, num_models)
+    return Part(
+        tables(choices, differences),
+        findings(choices[:num_models], differences),
+        notes(num_seeds, len(choices[0].values[1])),
+        to_data(choices, differences),
     )
-    return StudyResults(plan.study, told, (choices, len(names)))

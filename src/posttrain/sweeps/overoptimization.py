@@ -1,4 +1,4 @@
-"""An over-optimization study: gold and proxy reward against √KL, for best-of-n and for trained policies.
+"""Over-optimization: gold and proxy reward against √KL, for best-of-n and for trained policies.
 
 The distance of a policy is d = √KL(π‖π_start), KL in nats per answer.
 """
@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from posttrain.errors import RunFailure
+import numpy as np
+
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
 from posttrain.evals.statistics import Summary, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two
-from posttrain.sweeps.study import StudyPlan, StudyReport, StudyResults, show_summary
+from posttrain.sweeps.part import Part, show_summary
 
 BEST_OF_N = "best of n"
 PROXY = "sampled_reward"  # the proxy is a policy's whole reward
@@ -34,7 +35,7 @@ _SECOND: Mapping[Shape, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A policy on its way: after ``at`` updates, or with the best of ``at`` answers. KL in nats per answer."""
+    """A policy in training: after ``at`` updates, or with the best of ``at`` answers. KL in nats per answer."""
 
     at: int
     kl: float
@@ -47,7 +48,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Course:
+class Curve:
     """The points of one method with one seed, in order; the first one is the start, where KL is 0."""
 
     method: str
@@ -75,8 +76,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class TurnOver:
-    """Where the gold reward is highest, and what is lost from there to the end.
+class Peak:
+    """The highest gold reward, and the loss from there to the end.
 
     ``peak_at`` is that of the mean over seeds. ``drop``: gold at the peak less gold at the end, where the peak
     of a seed is that of the other seeds' mean, so that chance in a seed does not choose its own peak. With one seed
@@ -91,7 +92,7 @@ class TurnOver:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the 95 % interval of the drop lies above 0; never with one seed."""
+        """True if the 95 % interval of the drop lies above 0; never with one seed."""
         return self.drop.half_width is not None and self.drop.mean - self.drop.half_width > 0
 
 
@@ -135,15 +136,15 @@ def score_scale(items: Sequence[Item]) -> tuple[float, float]:
     return mean, statistics.pstdev(scores) if len(set(scores)) > 1 else 1.0
 
 
-def in_units_of(course: Course, scale: tuple[float, float]) -> Course:
-    """The course with ``(proxy − mean) / deviation``: seeds have reward models of their own, each with its own unit."""
+def in_units_of(curve: Curve, scale: tuple[float, float]) -> Curve:
+    """The curve with ``(proxy − mean) / deviation``: seeds have reward models of their own, each with its own unit."""
     mean, deviation = scale
-    return replace(course, points=[replace(p, proxy=(p.proxy - mean) / deviation) for p in course.points])
+    return replace(curve, points=[replace(p, proxy=(p.proxy - mean) / deviation) for p in curve.points])
 
 
-def mean_course(courses: Sequence[Course]) -> list[MeanPoint]:
+def mean_curve(curves: Sequence[Curve]) -> list[MeanPoint]:
     """The points that all seeds of one method have in common, by ``at``."""
-    tables = [{point.at: point for point in course.points} for course in courses]
+    tables = [{point.at: point for point in curve.points} for curve in curves]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     means = []
     for at in shared:
@@ -163,34 +164,31 @@ def fit_shape(points: Sequence[Point], shape: Shape) -> Fit | None:
     algorithms", use the latter for DPO. Their gold reward is a reward model's score; ours may be a share, which
     has a ceiling that these shapes know nothing of.
     """
-    start = points[0].gold
-    rows = [(p.distance, _SECOND[shape](p.distance), p.gold - start) for p in points if p.distance > 0]
-    if len({first for first, _, _ in rows}) < 2:
+    moved = [point for point in points if point.distance > 0]
+    if len({point.distance for point in moved}) < 2:
         return None
-    aa, ab, bb = (math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ay, by = (math.fsum(r[i] * r[2] for r in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:
+    columns = np.array([(point.distance, -_SECOND[shape](point.distance)) for point in moved])
+    gains = np.array([point.gold - points[0].gold for point in moved])
+    (alpha, beta), _, rank, _ = np.linalg.lstsq(columns, gains, rcond=None)
+    if rank < 2:
         return None
-    alpha, second = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
-    mean = statistics.fmean(y for _, _, y in rows)
-    total = math.fsum((y - mean) ** 2 for _, _, y in rows)
-    left = math.fsum((y - alpha * first - second * other) ** 2 for first, other, y in rows)
-    return Fit(alpha, -second, 1.0 - left / total if total else 0.0)
+    total = float(((gains - gains.mean()) ** 2).sum())
+    left = float(((gains - columns @ (alpha, beta)) ** 2).sum())
+    return Fit(float(alpha), float(beta), 1.0 - left / total if total else 0.0)
 
 
 def fitted(fit: Fit, shape: Shape, distance: float) -> float:
-    """``R(d) − R(0)`` of a fit."""
+    """The gain ``R(d) − R(0)`` of a fit."""
     return fit.alpha * distance - fit.beta * (_SECOND[shape](distance) if distance > 0 else 0.0)
 
 
-def turn_over(courses: Sequence[Course]) -> TurnOver | None:
-    """Whether the gold reward falls after its peak, over the seeds of one method; None without two common points."""
-    means = mean_course(courses)
+def find_peak(curves: Sequence[Curve]) -> Peak | None:
+    """The peak of the gold reward over the seeds of one method; None without two common points."""
+    means = mean_curve(curves)
     if len(means) < 2:
         return None
     at = [point.at for point in means]
-    tables = [{point.at: point.gold for point in course.points} for course in courses]
+    tables = [{point.at: point.gold for point in curve.points} for curve in curves]
 
     def peak_of(chosen: Sequence[Mapping[int, float]]) -> int:
         return max(at, key=lambda a: (math.fsum(table[a] for table in chosen), -a))
@@ -202,18 +200,18 @@ def turn_over(courses: Sequence[Course]) -> TurnOver | None:
     drop = summarize_seeds(drops)
     assert drop is not None
     peak = peak_of(tables)
-    return TurnOver(peak, means[0].gold, means[at.index(peak)].gold, means[-1].gold, drop)
+    return Peak(peak, means[0].gold, means[at.index(peak)].gold, means[-1].gold, drop)
 
 
 @dataclass(frozen=True)
-class MethodCourse:
-    """One method over its seeds: what is drawn and tabled of it. Fits are of the seeds one by one."""
+class MethodCurve:
+    """One method over its seeds. Fits are of the seeds one by one."""
 
     name: str
     shape: Shape
-    courses: list[Course]
+    curves: list[Curve]
     means: list[MeanPoint]
-    turn: TurnOver | None
+    turn: Peak | None
     fits: list[Fit]
 
     @property
@@ -237,20 +235,20 @@ def choosing_points(items: Sequence[Item]) -> list[Point]:
     return best_of_n_points(items, powers_of_two(min(len(item.samples) for item in items if item.samples)))
 
 
-def describe_method(name: str, shape: Shape, courses: Sequence[Course]) -> MethodCourse:
+def describe_method(name: str, shape: Shape, curves: Sequence[Curve]) -> MethodCurve:
     """Means over seeds, fits and whether gold turns over."""
-    fits = [fit for course in courses if (fit := fit_shape(course.points, shape)) is not None]
-    return MethodCourse(name, shape, list(courses), mean_course(courses), turn_over(courses), fits)
+    fits = [fit for curve in curves if (fit := fit_shape(curve.points, shape)) is not None]
+    return MethodCurve(name, shape, list(curves), mean_curve(curves), find_peak(curves), fits)
 
 
-def tables(methods: Sequence[MethodCourse]) -> list[TextTable]:
-    """The ends of the courses, and their shapes."""
+def tables(methods: Sequence[MethodCurve]) -> list[TextTable]:
+    """The ends of the curves, and their shapes."""
     header = ["method", "seeds", "√KL at the end", "proxy at the end", "gold at the start", "gold at its peak"]
     header += ["√KL there", "gold at the end", "peak less end, points"]
     lines = []
     for method in methods:
         turn, last = method.turn, method.means[-1]
-        line = [method.name, str(len(method.courses)), f"{last.distance:.2f}", show_summary(last.proxy)]
+        line = [method.name, str(len(method.curves)), f"{last.distance:.2f}", show_summary(last.proxy)]
         if turn is None:
             lines.append([*line, *[NOTHING] * 5])
             continue
@@ -269,37 +267,37 @@ def tables(methods: Sequence[MethodCourse]) -> list[TextTable]:
     ]
 
 
-def _explained(method: MethodCourse) -> str:
+def _explained(method: MethodCurve) -> str:
     return f"{statistics.fmean(fit.explained for fit in method.fits):.2f}" if method.fits else NOTHING
 
 
-def findings(methods: Sequence[MethodCourse]) -> list[str]:
+def findings(methods: Sequence[MethodCurve]) -> list[str]:
     """For each method, whether the gold reward turned over while the proxy did not: a sentence."""
     return [_finding(method, method.turn) for method in methods if method.turn is not None]
 
 
-def _finding(method: MethodCourse, turn: TurnOver) -> str:
+def _finding(method: MethodCurve, turn: Peak) -> str:
     means = {point.at: point for point in method.means}
     peak, last = means[turn.peak_at], method.means[-1]
     proxy = f"the proxy goes from {peak.proxy.mean:+.2f} to {last.proxy.mean:+.2f}"
-    course = (
+    curve = (
         f"gold goes from {turn.start.mean:.1%} over {turn.peak.mean:.1%} at √KL {peak.distance:.2f} to "
         f"{turn.end.mean:.1%} at √KL {last.distance:.2f}; from that peak on {proxy}"
     )
     if turn.peak_at == last.at:
-        reach = f"no over-optimization up to √KL {last.distance:.2f}"  # beyond it nobody has looked
+        reach = f"no over-optimization up to √KL {last.distance:.2f}"
         return f"{method.name}: {reach}: gold is highest at the end ({show_summary(turn.end, is_share=True)})"
     if turn.is_shown:
         verb = "over-optimized" if last.proxy.mean > peak.proxy.mean else "gold falls, but the proxy does too"
-        return f"{method.name}: {verb}: {course}"
+        return f"{method.name}: {verb}: {curve}"
     if turn.drop.half_width is None:
-        return f"{method.name}: one seed tells a course, and no more: {course}"
-    return f"{method.name}: a fall that may be chance (its interval over seeds holds 0): {course}"
+        return f"{method.name}: one seed gives a curve, and no interval: {curve}"
+    return f"{method.name}: a fall that may be chance (its interval over seeds holds 0): {curve}"
 
 
-def notes(methods: Sequence[MethodCourse], samples: int, num_seeds: int) -> list[str]:
+def notes(methods: Sequence[MethodCurve], samples: int, num_seeds: int) -> list[str]:
     """How to read the numbers."""
-    told = [
+    lines = [
         "gold: the share of answers that the verifier finds right; proxy: the score of the reward model, in standard "
         "deviations of its scores of the start's own answers, from their mean. On held-out problems, sampled as in "
         "training",
@@ -308,26 +306,24 @@ def notes(methods: Sequence[MethodCourse], samples: int, num_seeds: int) -> list
         f"best-of-n is the mean over all subsets of the {samples} answers to a problem, for n = 1, 2, 4, ...",
     ]
     if num_seeds > 1:
-        told.append(
+        lines.append(
             "± and bands: 95 % Student-t intervals over seeds; a seed has its own reward model, pairs and policies. "
             "The peak of a seed is chosen by the other seeds when the fall from it is measured"
         )
     if any(method.shape == "training" for method in methods):
-        told.append(
+        lines.append(
             "the shapes are those of Gao et al. (2022), fitted to each seed by least squares; a share has a floor and "
             "a ceiling that they do not know of"
         )
-    return told
+    return lines
 
 
-def to_data(methods: Sequence[MethodCourse]) -> dict[str, Any]:
+def to_data(methods: Sequence[MethodCurve]) -> dict[str, Any]:
     """Everything as plain data."""
     return {
         "methods": {
             method.name: {
-                "seeds": {
-                    str(c.seed): [asdict(p) | {"distance": p.distance} for p in c.points] for c in method.courses
-                },
+                "seeds": {str(c.seed): [asdict(p) | {"distance": p.distance} for p in c.points] for c in method.curves},
                 "mean": [asdict(point) for point in method.means],
                 "form": FORMS[method.shape],
                 "alpha": asdict(method.alpha) if method.alpha else None,
@@ -340,41 +336,28 @@ def to_data(methods: Sequence[MethodCourse]) -> dict[str, Any]:
     }
 
 
-def distances(method: MethodCourse, count: int = 60) -> list[float]:
-    """Distances at which a fit is drawn: evenly from just above 0 to the farthest mean point."""
-    last = max((point.distance for point in method.means), default=0.0)
-    return [last * (i + 1) / count for i in range(count)] if last > 0 and math.isfinite(last) else []
+def overoptimization_part(methods: Sequence[MethodCurve], samples: int, num_seeds: int) -> Part:
+    """The part of a sweep's report about gold and proxy rewards."""
+    return Part(tables(methods), findings(methods), notes(methods, samples, num_seeds), to_data(methods))
 
 
-def report(plan: StudyPlan, chosen: Mapping[str, Mapping[int, list[Item]]], base: StudyReport) -> StudyResults:
-    """What is told of a study: ``base``, which is the same for every kind, and what this kind adds.
+def collect_curves(
+    chosen: Mapping[int, Sequence[Item]], policies: Sequence[tuple[str, int, Sequence[MetricsRow]]]
+) -> list[MethodCurve]:
+    """The curves of best-of-n and of each policy, the proxy in units of its seed's scores of the start's answers.
 
     Args:
-        chosen: by reward model and seed, what it has chosen among.
-
-    Raises:
-        RunFailure: too little is finished.
+        chosen: by seed, the answers of the start with the proxy's scores.
+        policies: (row, seed, metrics) of the finished runs.
     """
-    by_seed = next(iter(chosen.values()), {})
-    if not by_seed:
-        raise RunFailure("nothing to report yet: no best-of-n of the proxy is finished, which gives its scale")
-    scales = {seed: score_scale(items) for seed, items in by_seed.items()}
-    courses = {BEST_OF_N: [Course(BEST_OF_N, seed, choosing_points(items)) for seed, items in by_seed.items()]}
-    for part in plan.trainings("policies"):
-        if part.standing == "finished" and part.seed in scales:
-            points = training_points(part.metrics())
-            courses.setdefault(part.method, []).append(Course(part.method, part.seed, points))
-    methods = [
+    scales = {seed: score_scale(items) for seed, items in chosen.items()}
+    curves = {BEST_OF_N: [Curve(BEST_OF_N, seed, choosing_points(items)) for seed, items in chosen.items()]}
+    for row, seed, metrics in policies:
+        if seed in scales:
+            curves.setdefault(row, []).append(Curve(row, seed, training_points(metrics)))
+    return [
         describe_method(
             name, "best_of_n" if name == BEST_OF_N else "training", [in_units_of(c, scales[c.seed]) for c in own]
         )
-        for name, own in courses.items()
+        for name, own in curves.items()
     ]
-    told = replace(
-        base,
-        tables=tables(methods),
-        findings=findings(methods),
-        notes=notes(methods, plan.best_of_n.samples, len(by_seed)),
-        data=base.data | to_data(methods),
-    )
-    return StudyResults(plan.study, told, (methods,))

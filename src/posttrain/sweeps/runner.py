@@ -1,7 +1,7 @@
-"""Making the parts of a sweep: each one a process of its own, begun as soon as what it needs is there.
+"""Running the trials of a sweep: each one a process of its own, begun as soon as what it needs is there.
 
-A part is what `posttrain train` or `posttrain evaluate` makes of it. Finished parts are left as they are, unfinished
-ones go on from where they were, and a part that fails stops only those that need it.
+Finished trials are left as they are, unfinished ones go on from where they were, and a trial that fails stops only
+those that need it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,25 +17,22 @@ from posttrain.consent import consent_options
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, threads_per_child
-from posttrain.runs.directory import RunStatus, lock_run
+from posttrain.runs.directory import lock_run
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import remove_leftovers, replace_file
-from posttrain.store.headline import ACCURACY
-from posttrain.store.metrics import EvaluationPoint, evaluation_points
-from posttrain.sweeps.plan import Part, Plan, Standing, Training, prepare_folder, standings
+from posttrain.sweeps.plan import PLAN_FILE, Plan, State, Training, Trial, prepare_folder, read_states
 from posttrain.train.files import Observer
 
-# (part, resume) -> the command that makes it
-Command = Callable[[Part, bool], list[str]]
+# (trial, resume) -> the command that makes it
+Command = Callable[[Trial, bool], list[str]]
 POLL_SECONDS = 0.3
-TELL_SECONDS = 20.0
-MIN_SHARE_DONE = 0.03
-MAX_SAID = 2000  # characters of what a failed process said last
+REPORT_SECONDS = 20.0
+MAX_MESSAGE = 2000  # characters of what a failed process said last
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a sweep went: by name, what each failed part said last, or what was missing to begin it."""
+    """How a sweep went: by name, the last message of each failed trial, or what was missing to begin it."""
 
     failures: dict[str, str]
     interrupted: bool
@@ -43,36 +40,22 @@ class Outcome:
     num_threads: int
 
 
-@dataclass
-class _Work:
-    """A part in progress. So many evaluations were told before it went on."""
-
-    part: Part
-    child: Child
-    num_evaluations: int
-    metrics_bytes: int = -1
-
-    def new_evaluations(self) -> list[EvaluationPoint]:
-        """Those that were recorded since it was last asked."""
-        path = self.part.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.is_file() else -1
-        if size == self.metrics_bytes:
-            return []
-        self.metrics_bytes = size
-        points = evaluation_points(self.part.metrics())
-        known = min(self.num_evaluations, len(points))  # a resumed run drops what it will repeat
-        self.num_evaluations = len(points)
-        return points[known:]
+def _progress(trial: Trial) -> str:
+    status = trial.status
+    if status is None or not isinstance(trial, Training):
+        return f"{trial.name} at work"
+    line = f"{trial.name} at step {status.step}/{trial.recipe.train.steps}"
+    return f"{line}, {trial.result}" if trial.result else line
 
 
-def part_command(part: Part, resume: bool) -> list[str]:
-    """The command that makes a part, with the Python that runs now."""
-    return [sys.executable, "-m", "posttrain.cli", *part.words(resume), *consent_options()]
+def trial_command(trial: Trial, resume: bool) -> list[str]:
+    """The command that makes a trial, with the Python that runs now."""
+    return [sys.executable, "-m", "posttrain.cli", *trial.words(resume), *consent_options()]
 
 
 def _default_jobs(plan: Plan) -> int:
-    """One part per core; one at a time where a GPU trains."""
-    devices = {part.recipe.model.device for part in plan.parts if isinstance(part, Training)}
+    """One trial per core; one at a time where a GPU trains."""
+    devices = {trial.recipe.model.device for trial in plan.trials if isinstance(trial, Training)}
     if devices <= {"cpu"}:
         return count_cpus()
     import torch
@@ -80,43 +63,41 @@ def _default_jobs(plan: Plan) -> int:
     return 1 if "mps" in devices or torch.cuda.is_available() else count_cpus()
 
 
-def run_sweep(
+def run_trials(
     plan: Plan,
     *,
     jobs: int | None = None,
     observer: Observer = lambda event, facts: None,
-    command: Command = part_command,
+    command: Command = trial_command,
     poll_seconds: float = POLL_SECONDS,
 ) -> Outcome:
-    """Make what is not finished yet, ``jobs`` parts at a time (one per core by default; one where a GPU trains).
+    """Make what is not finished yet, ``jobs`` trials at a time (one per core by default; one where a GPU trains).
 
-    ``observer`` is told ``plan`` (num_parts and num_finished, without a part that stands alone; num_jobs,
-    num_threads), then per part ``begin`` (resumed), ``end`` (seconds, told, remaining seconds), ``failure``
-    (message, log) or ``dropped`` (message); ``evaluation`` (step, told, remaining) where parts are even, elsewhere
-    now and then ``progress`` (a line per part at work); and ``stop`` (num_working).
+    ``observer`` gets ``plan`` (num_trials and num_finished, without the start; num_jobs, num_threads), then per trial
+    ``begin`` (resumed), ``end`` (seconds, result, remaining seconds), ``failure`` (message, log) or ``dropped``
+    (message); from time to time ``progress`` (a line per trial at work); and ``stop`` (num_working).
 
     Raises:
         RunConflict: the directory belongs to something else; nothing was changed.
-        RunFailure: a part that stands alone could not be made.
+        RunFailure: the start could not be made.
     """
     prepare_folder(plan)
     with lock_run(plan.folder):
-        standing = standings(plan)
+        states = read_states(plan)
         remove_leftovers(plan.folder)
-        counted = [part for part in plan.parts if not part.alone]
-        todo = [part for part in counted if standing[part.name] != "finished"]
+        counted = [trial for trial in plan.trials if not trial.is_start]
+        todo = [trial for trial in counted if states[trial.name] != "finished"]
         num_jobs = max(1, min(jobs if jobs is not None else _default_jobs(plan), len(counted)))
         num_threads = threads_per_child(max(1, count_cpus() // num_jobs))
-        replace_file(plan.folder / plan.file_name, plan.to_yaml().encode())
-        counts = {"num_parts": len(counted), "num_finished": len(counted) - len(todo)}
+        replace_file(plan.folder / PLAN_FILE, plan.to_yaml().encode())
+        counts = {"num_trials": len(counted), "num_finished": len(counted) - len(todo)}
         observer("plan", counts | {"num_jobs": num_jobs, "num_threads": num_threads})
-        runner = _Runner(standing, plan.is_even, observer, command, poll_seconds)
-        for part in plan.parts:
-            if part.alone and todo and standing[part.name] != "finished":
-                runner.run([part], 1, count_cpus())
-                if runner.failures:
-                    message = runner.failures[part.name]
-                    raise RunFailure(f"the {part.name} of the {plan.what} failed: {message}")
+        runner = _Runner(states, observer, command, poll_seconds)
+        start = plan.start
+        if start is not None and todo and states[start.name] != "finished":
+            runner.run([start], 1, count_cpus())
+            if runner.failures:
+                raise RunFailure(f"the start of the sweep failed: {runner.failures[start.name]}")
         if not runner.interrupted:
             runner.run(todo, num_jobs, num_threads)
         return Outcome(runner.failures, runner.interrupted, num_jobs, num_threads)
@@ -125,135 +106,98 @@ def run_sweep(
 class _Runner:
     """Starts, watches and ends the processes."""
 
-    def __init__(
-        self,
-        standing: dict[str, Standing],
-        is_even: bool,
-        observer: Observer,
-        command: Command,
-        poll_seconds: float,
-    ) -> None:
-        self.standing, self.is_even, self.observer = standing, is_even, observer
-        self.command, self.poll_seconds = command, poll_seconds
+    def __init__(self, states: dict[str, State], observer: Observer, command: Command, poll_seconds: float) -> None:
+        self.states, self.observer, self.command, self.poll_seconds = states, observer, command, poll_seconds
         self.failures: dict[str, str] = {}
         self.interrupted = False
-        self.parts: Sequence[Part] = ()
-        self.waiting: list[Part] = []
-        self.working: list[_Work] = []
-        self.shares: dict[str, float] = {}  # of each part of this round, what was done when it began
-        self.started = self.told = time.monotonic()
+        self.waiting: list[Trial] = []
+        self.working: list[tuple[Trial, Child]] = []
+        self.num_trials = 0
+        self.started = self.reported = time.monotonic()
 
-    def run(self, parts: Sequence[Part], num_jobs: int, num_threads: int) -> None:
-        """All parts, ``num_jobs`` at a time. After a signal none is begun, and those at work save and end."""
-        self.waiting, self.parts, self.started = list(parts), parts, time.monotonic()
-        self.shares = {part.name: _share_done(part) for part in parts}
+    def run(self, trials: Sequence[Trial], num_jobs: int, num_threads: int) -> None:
+        """All trials, ``num_jobs`` at a time. After a signal none is begun, and those at work save and end."""
+        self.waiting, self.num_trials, self.started = list(trials), len(trials), time.monotonic()
         with stop_on_signals("stopping when what is at work has saved what it has") as should_stop:
             try:
                 while self.waiting or self.working:
                     if should_stop() and not self.interrupted:
                         self._stop()
                     self._drop_hopeless()
-                    while len(self.working) < num_jobs and (part := self._next_ready()) is not None:
-                        self.working.append(self._begin(part, num_threads))
+                    while len(self.working) < num_jobs and (trial := self._next_ready()) is not None:
+                        self.working.append(self._begin(trial, num_threads))
                     if self.working:
                         time.sleep(self.poll_seconds)
                         self._look()
             finally:
-                end_children(work.child for work in self.working)  # on the way out by an error or a second signal
+                end_children(child for _, child in self.working)  # on the way out by an error or a second signal
                 self.working.clear()
 
     def _stop(self) -> None:
         self.interrupted = True
         self.waiting.clear()
-        for work in self.working:
-            work.child.interrupt()
+        for _, child in self.working:
+            child.interrupt()
         self.observer("stop", {"num_working": len(self.working)})
 
     def _drop_hopeless(self) -> None:
-        """Waiting parts that need a failed one become failures themselves."""
-        for part in list(self.waiting):
-            lost = [name for name in part.needs if name in self.failures]
+        """Waiting trials that need a failed one become failures themselves."""
+        for trial in list(self.waiting):
+            lost = [name for name in trial.needs if name in self.failures]
             if lost:
-                self.waiting.remove(part)
-                self.failures[part.name] = f"not begun, for {lost[0]} failed"
-                self.observer("dropped", {"part": part, "message": self.failures[part.name]})
+                self.waiting.remove(trial)
+                self.failures[trial.name] = f"not begun, because {lost[0]} failed"
+                self.observer("dropped", {"trial": trial, "message": self.failures[trial.name]})
 
-    def _next_ready(self) -> Part | None:
-        """The first waiting part whose needs are finished; it waits no longer."""
-        for index, part in enumerate(self.waiting):
-            if all(self.standing[name] == "finished" for name in part.needs):
+    def _next_ready(self) -> Trial | None:
+        """Take the first waiting trial whose needs are finished."""
+        for index, trial in enumerate(self.waiting):
+            if all(self.states[name] == "finished" for name in trial.needs):
                 return self.waiting.pop(index)
         return None
 
-    def _begin(self, part: Part, num_threads: int) -> _Work:
-        resume = self.standing[part.name] == "unfinished"
-        path, settings = part.settings
+    def _begin(self, trial: Trial, num_threads: int) -> tuple[Trial, Child]:
+        resume = self.states[trial.name] == "unfinished"
+        path, settings = trial.settings
         replace_file(path, settings.encode(), durable=False)
-        log = path.with_name(f"{part.name}.log")
-        child = start_child(self.command(part, resume), log, "a part", num_threads)
-        evaluated = len(evaluation_points(part.metrics())) if resume else 0
-        self.observer("begin", {"part": part, "resumed": resume})
-        return _Work(part, child, evaluated)
+        log = path.with_name(f"{trial.name}.log")
+        child = start_child(self.command(trial, resume), log, "a trial", num_threads)
+        self.observer("begin", {"trial": trial, "resumed": resume})
+        return trial, child
 
     def _look(self) -> None:
-        for work in list(self.working):
-            code = work.child.poll()
-            if self.is_even:
-                self._tell_evaluations(work)
+        for trial, child in list(self.working):
+            code = child.poll()
             if code is not None:
-                self.working.remove(work)
-                self._end(work, code)
-        if not self.is_even and time.monotonic() - self.told > TELL_SECONDS:
-            self.told = time.monotonic()
-            self.observer("progress", {"lines": [work.part.whereabouts for work in self.working]})
+                self.working.remove((trial, child))
+                self._end(trial, child, code)
+        if self.working and time.monotonic() - self.reported > REPORT_SECONDS:
+            self.reported = time.monotonic()
+            self.observer("progress", {"lines": [_progress(trial) for trial, _ in self.working]})
 
-    def _tell_evaluations(self, work: _Work) -> None:
-        for point in work.new_evaluations():
-            told = _told(work.part.status, point.results)
-            facts = {"part": work.part, "step": point.step, "told": told}
-            self.observer("evaluation", facts | {"remaining": self._remaining()})
-
-    def _remaining(self) -> float | None:
-        """Seconds, told from the shares of the parts that are done; None while that says too little."""
-        total = len(self.parts) - sum(self.shares.values())
-        done = sum(1.0 if part.name in self.failures else _share_done(part) for part in self.parts)
-        done -= sum(self.shares.values())
-        if not self.is_even or done <= MIN_SHARE_DONE * total:  # loading the first models would count for too much
-            return None
-        return (time.monotonic() - self.started) / done * (total - done)
-
-    def _end(self, work: _Work, code: int) -> None:
-        part = work.part
-        message = last_error(work.child.log, work.child.log_start, code) if code != 0 else part.complete()
-        if message is None and part.standing == "finished":
-            self.standing[part.name] = "finished"
-            status = part.status
-            facts = {"part": part, "seconds": time.monotonic() - work.child.started, "remaining": self._remaining()}
-            told = "" if status is None else _told(status, status.held_out)
-            self.observer("end", facts | {"told": told})
+    def _end(self, trial: Trial, child: Child, code: int) -> None:
+        message = last_error(child.log, child.log_start, code) if code != 0 else trial.complete()
+        if message is None and trial.state == "finished":
+            self.states[trial.name] = "finished"
+            left = len(self.waiting) + len(self.working)
+            remaining = (
+                (time.monotonic() - self.started) / (self.num_trials - left) * left
+            )  # as if all took equally long
+            seconds = time.monotonic() - child.started
+            facts = {"trial": trial, "seconds": seconds, "remaining": remaining, "result": trial.result}
+            self.observer("end", facts)
         elif not self.interrupted:
             message = message or "its process ended well, and yet it is not finished"
-            self.failures[part.name] = message
-            self.observer("failure", {"part": part, "message": message, "log": work.child.log})
-
-
-def _told(status: RunStatus | None, results: Mapping[str, float]) -> str:
-    """Results of a part by its run's headline, without an interval."""
-    headline = ACCURACY if status is None or status.headline is None else status.headline
-    return headline.tell(headline.only(results))
-
-
-def _share_done(part: Part) -> float:
-    status = part.status
-    return min(status.step / status.steps, 1.0) if status is not None and status.steps else 0.0
+            self.failures[trial.name] = message
+            self.observer("failure", {"trial": trial, "message": message, "log": child.log})
 
 
 def last_error(log: Path, start: int, code: int) -> str:
-    """What a process said last: its error message where there is one, else its last line."""
+    """The last message of a process: its error message where there is one, else its last line."""
     content = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in content.splitlines() if line.strip()]
     said = [line.removeprefix("posttrain: ") for line in lines if line.startswith("posttrain: ")]
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return (said or lines or [f"ended with exit code {code} and said nothing"])[-1][:MAX_SAID]
+    return (said or lines or [f"ended with exit code {code} and said nothing"])[-1][:MAX_MESSAGE]

@@ -33,7 +33,8 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
-from posttrain.reports.charts.calibration import draw_calibration
+from posttrain.reports.charts import draw_png
+from posttrain.reports.curves import calibration_panels
 from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
 from posttrain.reports.reward_model import difference_tables, note_on, score_tables, ways_table, write_score_page
 from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
@@ -256,7 +257,7 @@ def write_score_summary(scored: Scored) -> str:
     one, path, picture = scored.evaluation, scored.folder / PICTURE, None
     if one.bins:
         what = "is the chosen answer" if one.view == "pairs" else "turns out right"
-        picture = draw_calibration(one.bins, f"{scored.label} on {one.name}", path, what=what).name
+        picture = draw_png(calibration_panels(one.bins, what=what), f"{scored.label} on {one.name}", path).name
     else:
         path.unlink(missing_ok=True)
     return write_score_page(scored.label, one, scored.settings, picture)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from posttrain.commands.options.argument_types import ACCEPT_HELP, natural, new_place, positive
 
 EPILOG = """\
-a run is named by its folder under --runs-dir; one of a comparison as compare-ppo/cells/ppo-seed0:
+a run is named by its folder under --runs-dir; one of a comparison as sweep-ppo/cells/ppo-seed0:
   posttrain runs --state finished --sort accuracy
   posttrain runs compare tiny-grpo tiny-grpo-2
   posttrain runs tag tiny-grpo +good -unsure

@@ -449,7 +449,7 @@ def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequen
     for label, cells in _outcome(side_by_side):
         table.add_row(Text(label), *(Text(cell) for cell in cells))
     console.print(table)
-    console.print(Text("\none run of each is an impression; `posttrain compare` trains several seeds", style="dim"))
+    console.print(Text("\none run of each is an impression; `posttrain sweep` trains several seeds", style="dim"))
 
 
 def _table(title: str, labels: Sequence[str]) -> Table:

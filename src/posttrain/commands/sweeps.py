@@ -1,0 +1,217 @@
+"""``posttrain sweep``: rows x seeds as one question, with one table, one page and one picture.
+
+Only the standard library is imported here until it runs (see ``cli``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.commands.options.argument_types import names, positive, repetitions, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.sweeps.plan import Plan
+
+EPILOG = """\
+the same command again goes on where it stopped; finished trials are kept:
+  posttrain sweep ppo-grpo-dpo --seeds 3
+  posttrain sweep tiny/grpo --over train.lr=1e-4,3e-4,1e-3 --seeds 3
+  posttrain sweep mine.yaml --rows grpo,dapo --train.steps 60 --rows.dapo.objective.clip_high 0.3
+  posttrain sweep overoptimization --seeds 1 --best_of_n.samples 16
+"""
+DEFAULT_RUNS = "runs"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command: which sweep, how many seeds, where."""
+    parser.epilog = EPILOG
+    parser.usage = "posttrain sweep SWEEP_OR_RECIPE [options] [--section.key value ...] [--rows.NAME.key value ...]"
+    help_line = "a sweep that `posttrain recipes` lists, a file, or a recipe of one run"
+    parser.add_argument("recipe", metavar="SWEEP_OR_RECIPE", help=help_line)
+    help_line = "a row for each value of one key, of a recipe of one run: train.lr=1e-4,3e-4"
+    parser.add_argument("--over", type=read_over, metavar="KEY=A,B", help=help_line)
+    parser.add_argument("--rows", type=names, metavar="A,B", help="only these rows and what they need (default: all)")
+    parser.add_argument("--seeds", type=repetitions, metavar="N", help="runs of each row (default: the file's)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="trials at a time (default: cores; 1 on a GPU)")
+    parser.add_argument("--run", metavar="NAME", help="name of the directory (default: the sweep's name)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print it resolved; run nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no table, only where the files are")
+
+
+# A value as YAML has it: a comma in quotes or brackets is its own.
+_VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|\[[^][]*\]|\{[^{}]*\}|[^,])+""")
+
+
+def read_over(text: str) -> tuple[str, list[str]]:
+    """Split ``train.lr=1e-4,3e-4`` into the key and its values."""
+    key, _, listed = text.partition("=")
+    values = [value.strip() for value in _VALUE.findall(listed)]
+    if not key.strip() or len(values) < 2 or not all(values):
+        raise argparse.ArgumentTypeError(f"KEY=A,B is needed, with two values or more, not {shown(text)}")
+    return key.strip().removeprefix("--"), values
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Check every trial, make those that are not finished, and write results, tables, picture and page."""
+    from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
+    from posttrain.errors import INTERRUPTED, RunFailure
+    from posttrain.reports.sweeps import write_sweep
+    from posttrain.sweeps.load import load_sweep
+    from posttrain.sweeps.report import collect_sweep
+    from posttrain.sweeps.runner import run_trials
+
+    asked = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
+    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder_of(arguments), **asked)
+    console = open_console()
+    if arguments.dry_run:
+        for line in describe_plan(plan):
+            say(console, f"# {line}")
+        print(plan.to_yaml().rstrip())
+        _check_rows(plan)
+        return 0
+    view = SweepProgress(console, arguments.quiet)
+    outcome = run_trials(plan, jobs=arguments.jobs, observer=view)
+    places = [("sweep", str(plan.folder))]
+    try:
+        results = collect_sweep(plan, outcome, command_of(arguments))
+    except RunFailure as failure:
+        view.warn(str(failure))
+    else:
+        page = write_sweep(results, plan.folder)
+        if not leaves_out_tables(arguments.quiet):
+            for table in results.tables:
+                print_table(console, table)
+            for line in (*results.problems, *results.findings, *results.notes, *results.differences):
+                say(console, line)
+            places += [("report", str(page)), ("its runs", f"posttrain runs --runs-dir {plan.folder / 'cells'}")]
+    width = max(len(name) for name, _ in places) + 1
+    for name, place in places:
+        say(console, f"{name + ':':<{width}} {place}")
+    if outcome.interrupted:
+        view.warn("stopped; everything so far is saved. The same command goes on from here")
+        return INTERRUPTED
+    return 1 if outcome.failures else 0
+
+
+def _check_rows(plan: Plan) -> None:
+    """Check the recipe of every row as a run does before it trains, and say what is missing."""
+    from posttrain.commands.train import check_data, check_tools, refuse_tasks, tell_missing
+
+    starts = [plan.start.recipe] if plan.start is not None else []
+    for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
+        refuse_tasks(recipe)
+        check_data(recipe)
+        check_tools(recipe)
+    runs = [*starts, *(trial.recipe for trial in plan.trainings)]
+    tell_missing(runs, plan.folder)
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Describe the trials and what each needs, and how rows differ from their base, a line each."""
+    from posttrain.sweeps.plan import Training
+
+    lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
+    for trial in plan.trials:
+        words = " ".join(trial.words(resume=False))
+        work = f"{trial.recipe.train.steps} steps" if isinstance(trial, Training) else words
+        lines.append(f"{trial.name}: {work}" + (f" (after {', '.join(trial.needs)})" if trial.needs else ""))
+    for row in plan.rows if plan.base is not None else ():
+        changes = ", ".join(sorted(row.differs)) or "nothing but the method"
+        lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
+    return lines
+
+
+def folder_of(arguments: argparse.Namespace) -> Path:
+    """The folder of the sweep: called as asked for, else ``sweep-`` and its recipe's name."""
+    from posttrain.runs.directory import check_run_name, name_of_recipe
+
+    if arguments.run is not None:
+        return Path(arguments.runs_dir) / check_run_name(arguments.run)
+    name = name_of_recipe(arguments.recipe)
+    name = f"{name}-over-{arguments.over[0]}" if arguments.over is not None else name
+    return Path(arguments.runs_dir) / (name if name.startswith("sweep") else f"sweep-{name}")
+
+
+def command_of(arguments: argparse.Namespace) -> str:
+    """The command line that makes this sweep again."""
+    words = ["posttrain", "sweep", arguments.recipe]
+    rows = None if arguments.rows is None else ",".join(arguments.rows)
+    over = None if arguments.over is None else f"{arguments.over[0]}={','.join(arguments.over[1])}"
+    options = {"--rows": rows, "--over": over, "--seeds": arguments.seeds, "--jobs": arguments.jobs}
+    options |= {"--run": arguments.run}
+    if arguments.runs_dir != DEFAULT_RUNS:
+        options["--runs-dir"] = arguments.runs_dir
+    for option, value in options.items():
+        words += [option, str(value)] if value is not None else []
+    for key, value in arguments.overrides:
+        words += [f"--{key}", value]
+    return shlex.join(words)
+
+
+class SweepProgress:
+    """One line per event; when quiet, only what went wrong."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self.console, self.quiet = console, quiet
+        self.num_trials = self.num_ended = 0
+
+    def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
+        from posttrain.commands.console import counted
+
+        name = facts["trial"].name if "trial" in facts else ""
+        if event == "plan":
+            self.num_trials, self.num_ended = facts["num_trials"], facts["num_finished"]
+            line = f"{counted(self.num_trials, 'trial')}, {facts['num_jobs']} at a time"
+            line += f", {counted(facts['num_threads'], 'thread')} each"
+            self._say(f"{line}; {self.num_ended} finished already" if self.num_ended else line, "dim")
+        elif event == "begin":
+            self._say(f"{name}: {'goes on' if facts['resumed'] else 'started'}", "dim")
+        elif event == "evaluation" and facts["result"]:
+            step = f"step {facts['step']}/{facts['trial'].recipe.train.steps}"
+            self._say(f"{name}: {step}, {facts['result']}{_left(facts['remaining'])}")
+        elif event == "progress":
+            self._say("; ".join(facts["lines"]), "dim")
+        elif event == "end":
+            self._say(f"{name}: {self._end_line(facts)}", "bold")
+        elif event in ("failure", "dropped"):
+            self.num_ended += 1
+            what = f"failed: {facts['message']} ({facts['log']})" if event == "failure" else facts["message"]
+            self.warn(f"{name}: {what}")
+        elif event == "stop":
+            self._say(f"{counted(facts['num_working'], 'trial')} at work", "yellow")
+
+    def _end_line(self, facts: Mapping[str, Any]) -> str:
+        from posttrain.commands.progress import show_duration
+
+        result = f", {facts['result']}" if facts["result"] else ""
+        line = f"finished in {show_duration(facts['seconds'])}{result}"
+        if facts["trial"].is_start:
+            return line
+        self.num_ended += 1
+        return f"{line} ({self.num_ended} of {self.num_trials}){_left(facts['remaining'])}"
+
+    def _say(self, line: str, style: str = "") -> None:
+        if not self.quiet:
+            self._write(line, style)
+
+    def _write(self, line: str, style: str) -> None:
+        from posttrain.commands.console import say
+
+        say(self.console, line, style)
+
+    def warn(self, line: str) -> None:
+        """Shown even when quiet."""
+        self._write(line, "red")
+
+
+def _left(seconds: float | None) -> str:
+    from posttrain.commands.progress import show_duration
+
+    return f"; {show_duration(seconds)} left" if seconds is not None and seconds >= 1 else ""

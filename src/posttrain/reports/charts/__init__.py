@@ -1,1 +1,0 @@
-"""Every picture: one style, one kind of panel."""

@@ -1,0 +1,350 @@
+"""`posttrain sweep` as it is typed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from posttrain.cli import main, parse
+from posttrain.commands.sweeps import SweepProgress, command_of, folder_of, read_over
+from posttrain.reports.sweeps import write_sweep
+from posttrain.sweeps.load import load_sweep
+from posttrain.sweeps.plan import Training
+from posttrain.sweeps.report import collect_sweep
+from posttrain.sweeps.runner import Outcome
+
+EXAMPLE = Path(__file__).parent.parent / "sweeps" / "sweep.yaml"
+OVEROPTIMIZATION = """\
+description: A small one.
+start: {recipe: tiny/sft, task: {size: 40}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
+rows:
+  proxy:
+    task: {name: stories, split: train, seed: 7, size: 40}
+    prompt: {template: {name: r1_zero, preamble: ""}}
+    rewards: [xml_format]
+    rollout: {prompts: 8, group: 4, max_tokens: 8, select: best_and_worst}
+    objective: bradley_terry
+    train: {steps: 1}
+    eval: {every: 0}
+  grpo:
+    recipe: rl/grpo
+    needs: proxy
+    task: {size: 40}
+    rollout: {prompts: 2, group: 2, max_tokens: 8}
+    train: {steps: 2, warmup_steps: 0, keep: 1}
+    eval: {every: 1, n: 3, drift_prompts: 3, max_tokens: 8}
+best_of_n: {task: {name: stories, split: validation}, n: 3, samples: 4, max_tokens: 8}
+seeds: 1
+"""
+STEPS = """\
+start: {recipe: tiny/sft, task: {size: 40, worked: 1.0}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
+labelled: {task: {name: stories, split: train, size: 40}, n: 8, samples: 2, max_tokens: 40}
+rows:
+  orm:
+    task: {name: stories, split: train, size: 40}
+    prompt: {template: {name: r1_zero, preamble: ""}}
+    rollout: {prompts: 4, group: 2, max_tokens: 8}
+    objective: outcome
+    train: {steps: 1}
+    eval: {every: 0}
+  prm:
+    needs: labelled
+    prompt: {template: {name: r1_zero, preamble: ""}}
+    data: {batch: 4}
+    objective: process
+    train: {steps: 1}
+    eval: {every: 0}
+best_of_n: {task: {name: stories, split: validation}, n: 3, samples: 4, max_tokens: 8}
+seeds: 1
+"""
+RLHF = """\
+description: A small one.
+start: {recipe: tiny/sft, task: {size: 40}, data: {batch: 2}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
+rows:
+  proxy: {recipe: tiny/rm, task: {size: 40}, data: {batch: 2}, train: {steps: 1}, eval: {every: 0}}
+  judge: {recipe: tiny/rm, task: {size: 40, seed: 9}, data: {batch: 2}, train: {steps: 1}, eval: {every: 0}}
+  grpo:
+    recipe: rl/grpo
+    needs: proxy
+    task: {size: 40}
+    rollout: {prompts: 2, group: 2, max_tokens: 8}
+    train: {steps: 1, warmup_steps: 0, lr: 1.0e-3}
+    eval: {every: 0}
+  dpo-files:
+    recipe: tiny/rm
+    task: {size: 40}
+    data: {batch: 2}
+    objective: {name: dpo, beta: 0.1}
+    head: null
+    train: {steps: 1}
+    eval: {every: 0}
+head_to_head: {judge: judge, task: {name: stories, split: validation, size: 40}, n: 5, max_tokens: 12}
+seeds: 1
+"""
+
+
+def test_a_sweep_from_start_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = str(tmp_path / "runs")
+    arguments = ["sweep", str(EXAMPLE), "--runs-dir", runs, "--rows", "wide", "--seeds", "1", "--jobs", "1"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    folder = tmp_path / "runs" / "sweep"
+    assert "start: finished in" in out
+    assert "(1 of 1)" in out
+    results = json.loads((folder / "results.json").read_text())
+    trial = results["rows"]["wide"]["trials"][0]
+    assert (trial["state"], trial["step"], [p["step"] for p in trial["curve"]]) == ("finished", 2, [0, 1, 2])
+    assert results["differences"] == [
+        "wide (tiny/grpo with overrides) differs from the base in: train.lr = 0.0002 (base: 0.0001)"
+    ]
+    assert results["start"]["label"] == "tiny/sft with overrides"
+    each = "2 prompts × 2 answers of at most 8 tokens, sampled 2 times; rewards 1 × correct, 0.2 × xml_format"
+    assert results["common"]["training"] == f"2 steps at 0.0001 (constant); {each}"
+    assert results["command"].startswith("posttrain sweep ")
+    # the trial began with the last weights of the start, and is an ordinary run
+    recipe = (folder / "cells" / "wide-seed0" / "recipe.yaml").read_text()
+    assert f"name: {folder / 'start' / 'checkpoints' / 'step-000002'}" in recipe
+    environment = json.loads((folder / "cells" / "wide-seed0" / "env.json").read_text())
+    plan = load_sweep(str(EXAMPLE), folder=folder, rows=["wide"], num_seeds=1)
+    assert environment["starts"][0]["fingerprint"] == plan.trainings[0].recipe.fingerprint()
+    assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| wide | 1 |" in (folder / "table.md").read_text()
+    assert "<svg viewBox=" in (folder / "report.html").read_text()
+    # the same command again trains nothing
+    before = (folder / "cells" / "wide-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"sweep: {folder}\n"
+    assert main([*arguments, "--quiet", "--format", "json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in tables[0]["rows"]] == ["wide", "start"]
+    assert (folder / "cells" / "wide-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_failed_trial_ends_in_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text().replace("start:", "#").replace("objective: reinforce", "model: {name: no/such/model}")
+    (tmp_path / "mine.yaml").write_text(text.replace("advantage: centered", "objective: reinforce"))
+    arguments = ["sweep", str(tmp_path / "mine.yaml"), "--rows", "plain", "--seeds", "1"]
+    assert main([*arguments, "--runs-dir", str(tmp_path / "runs"), "--run", "bad"]) == 1
+    out = capsys.readouterr().out
+    assert "plain-seed0: failed: model.name: there is no folder 'no/such/model'" in out
+    assert "plain, seed 0: failed after 0 steps" in " ".join(out.split())
+    assert "failed" in (tmp_path / "runs" / "bad" / "table.md").read_text()
+    assert not (tmp_path / "runs" / "bad" / "sweep.png").exists()
+
+
+@pytest.mark.slow
+def test_over_optimization_from_start_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.yaml").write_text(OVEROPTIMIZATION)
+    assert main(["sweep", str(tmp_path / "small.yaml"), "--runs-dir", str(tmp_path / "runs"), "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    folder = tmp_path / "runs" / "sweep-small"
+    assert "grpo-seed0: finished in" in out
+    assert "(3 of 3)" in out
+    assert "grpo: one seed gives a curve" in out or "grpo: no over-optimization" in out
+    data = json.loads((folder / "results.json").read_text())
+    grpo = data["methods"]["grpo"]["seeds"]["0"]
+    assert [point["at"] for point in grpo] == [0, 1, 2]
+    assert (grpo[0]["kl"], grpo[0]["distance"]) == (0.0, 0.0)
+    assert grpo[2]["kl"] > 0
+    assert [p["at"] for p in data["methods"]["best of n"]["seeds"]["0"]] == [1, 2, 4]
+    assert data["methods"]["best of n"]["seeds"]["0"][0]["proxy"] == pytest.approx(0.0, abs=1e-9)
+    assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_steps_are_labelled_and_both_reward_models_choose_among_the_same_answers(tmp_path: Path) -> None:
+    (tmp_path / "steps.yaml").write_text(STEPS)
+    assert main(["sweep", str(tmp_path / "steps.yaml"), "--runs-dir", str(tmp_path / "runs"), "--quiet"]) == 0
+    folder = tmp_path / "runs" / "sweep-steps"
+    rows = [json.loads(line) for line in (folder / "labelled" / "seed0.jsonl").read_text().splitlines()]
+    assert rows
+    assert all(len(row["completions"]) == len(row["labels"]) for row in rows)
+    data = json.loads((folder / "results.json").read_text())
+    assert list(data["chosen_by"]) == ["orm", "prm", "majority", "random pick", "oracle"]
+    assert data["chosen_by"]["orm"]["1"]["mean"] == data["chosen_by"]["random pick"]["1"]["mean"]
+
+
+@pytest.mark.usefixtures("quick_stories")
+def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
+    """The trials' own commands, one after another in this process; the runner has tests of its own."""
+    (tmp_path / "small.yaml").write_text(RLHF)
+    folder = tmp_path / "runs" / "sweep-small"
+    plan = load_sweep(str(tmp_path / "small.yaml"), folder=folder)
+    (folder / "cells").mkdir(parents=True)
+    for trial in plan.trials:
+        path, text = trial.settings
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        assert main(trial.words(resume=False)) == 0
+        assert trial.state == "finished"
+        assert trial.conflict() is None
+    page = write_sweep(collect_sweep(plan, Outcome({}, False, 1, 1), "posttrain sweep small"), folder).read_text()
+    results = json.loads((folder / "results.json").read_text())
+    assert results["policies"].keys() == {"grpo", "dpo-files"}
+    grpo = results["policies"]["grpo"]
+    written = json.loads((folder / "head_to_head" / "grpo-seed0" / "results.json").read_text())
+    assert grpo["win_rate"]["mean"] == written["results"]["win_rate"]
+    assert grpo["kl"]["mean"] == written["results"]["kl_ab"] > 0
+    (proxy,) = (own for name, own in written["others"].items() if name.endswith("proxy-seed0"))
+    assert grpo["win_rate_proxy"]["mean"] == proxy["win_rate"]
+    assert results["best"].startswith(str(folder / "cells"))
+    assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert page.count("<details") >= 4
+    assert "Policies against one another" in page
+    assert len([trial for trial in plan.trials if isinstance(trial, Training)]) == 5
+
+
+def test_gpt2_on_human_preferences_is_planned_as_its_file_says() -> None:
+    plan = load_sweep("hh-gpt2", folder="unused")
+    runs = {trial.name: trial.recipe for trial in plan.trials if isinstance(trial, Training)}
+    assert len(plan.trials) == 1 + 3 * (2 + 4 + 4)
+    assert [runs[f"{name}-seed0"].task.options["half"] for name in ("proxy", "judge")] == ["first", "second"]
+    policies = [runs[f"{name}-seed0"] for name in ("ppo", "grpo", "dpo")]
+    assert {recipe.task.options["test_share"] for recipe in policies} == {0.0}  # answers are compared on the test split
+    answers = {
+        r.rollout.prompts * r.rollout.group * r.train.steps // r.train.minibatches for r in policies if r.rollout
+    }
+    assert answers == {25_600}
+    assert all(recipe.rewards[0].model_extra["run"].endswith("proxy-seed0") for recipe in policies)
+    assert plan.start is not None
+    assert all(recipe.model.name == plan.start.weights for name, recipe in runs.items() if name != "start")
+    compared = plan.evaluations("head_to_head")
+    assert [trial.command[trial.command.index("--task.split") + 1] for trial in compared] == ['"test"'] * 12
+
+
+@pytest.mark.parametrize("text", [EXAMPLE.read_text(), OVEROPTIMIZATION, STEPS, RLHF])
+def test_a_dry_run_prints_a_file_that_makes_the_same_trials(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "given.yaml").write_text(text)
+    runs = ["--runs-dir", str(tmp_path / "runs"), "--run", "x"]
+    assert main(["sweep", str(tmp_path / "given.yaml"), *runs, "--dry-run", "--train.lr", "0.5", "--seeds", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "seeds 0 to 1" in printed
+    (tmp_path / "again.yaml").write_text(printed)
+    again = load_sweep(str(tmp_path / "again.yaml"), folder=tmp_path / "runs" / "x")
+    folder = tmp_path / "runs" / "x"
+    wanted = load_sweep(str(tmp_path / "given.yaml"), [("train.lr", "0.5")], folder=folder, num_seeds=2)
+    assert again.to_yaml() == wanted.to_yaml()
+    assert {trial.recipe.train.lr for trial in again.trainings} == {0.5}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_checks_every_row_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    text = f"rows: {{a: tiny/grpo, b: {{recipe: tiny/grpo, task: {{name: jsonl, path: {tmp_path}/rows.jsonl}}}}}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main(["sweep", str(tmp_path / "mine.yaml"), "--dry-run"]) == 2
+    assert "rows.jsonl:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: no such recipe file"),
+        ([str(EXAMPLE), "--rows", "grpo,wyde"], "there is no row 'wyde'. Did you mean 'wide'"),
+        ([str(EXAMPLE), "--train.lrr", "1"], "command line: train.lrr"),
+        ([str(EXAMPLE), "--run", "a/b"], "a run's name is made of letters"),
+        ([str(EXAMPLE), "--rwos", "a"], "row 'grpo': command line: rwos: a recipe has no key 'rwos'"),
+        (["overoptimization", "--rows.grpo.train.lrr", "1"], "lrr"),
+        (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
+        (["prm-vs-orm", "--labelled.task.splt", "train"], "labelled.task.splt: task 'stories' has no key"),
+        (["overoptimization", f"--rows.{'x' * 3000}.a", "1"], "xxx...: there is no such key"),
+        (["overoptimisation"], "Did you mean"),
+        (["tiny", "--methods", "grpo"], "--methods: methods was removed. Use rows."),
+    ],
+)
+def test_mistakes_are_one_message(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["compare", "study", "pipeline"])
+def test_earlier_commands_answer_with_the_new_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "tiny"]) == 2
+    assert f"`posttrain {command}` was removed. Use `posttrain sweep`" in capsys.readouterr().err
+
+
+def test_names_and_commands() -> None:
+    words = ["sweep", "tiny/grpo", "--over", "train.lr=1e-4,3e-4", "--seeds", "2"]
+    arguments = parse(words)
+    assert arguments.over == ("train.lr", ["1e-4", "3e-4"])
+    assert folder_of(arguments) == Path("runs/sweep-tiny-grpo-over-train.lr")
+    assert command_of(arguments) == " ".join(["posttrain", *words])
+    words = [
+        "sweep",
+        "x",
+        "--rows",
+        "a, b",
+        "--rows.a.train.lr",
+        "1e-4",
+        "--seeds",
+        "2",
+        "--train.steps=5",
+        "--jobs",
+        "1",
+    ]
+    arguments = parse(words)
+    assert (arguments.rows, arguments.seeds, arguments.jobs) == (["a", "b"], 2, 1)
+    assert arguments.overrides == [("rows.a.train.lr", "1e-4"), ("train.steps", "5")]
+    expected = "posttrain sweep x --rows a,b --seeds 2 --jobs 1 --rows.a.train.lr 1e-4 --train.steps 5"
+    assert command_of(arguments) == expected
+    assert folder_of(parse(["sweep", "sweep/prm-vs-orm"])) == Path("runs/sweep-prm-vs-orm")
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("train.lr=1e-4, 3e-4", ["1e-4", "3e-4"]),
+        ("""x.y='a,b',"c,d" """, ["'a,b'", '"c,d"']),
+        ("x.y=[1,2],[3]", ["[1,2]", "[3]"]),
+        ("x.y={a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
+    ],
+)
+def test_read_over_commas_in_quotes_and_brackets_part_nothing(text: str, values: list[str]) -> None:
+    assert read_over(text) == (text.partition("=")[0], values)
+
+
+@pytest.mark.parametrize("text", ["train.lr=1e-4", "=1,2", "train.lr", "x.y='a,b'"])
+def test_read_over_without_two_values_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="with two values or more"):
+        read_over(text)
+
+
+def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = load_sweep(str(EXAMPLE), folder="runs/x").trainings[0]
+    events = [
+        ("plan", {"num_trials": 6, "num_finished": 2, "num_jobs": 2, "num_threads": 1}),
+        ("begin", {"trial": trial, "resumed": True}),
+        ("progress", {"lines": ["a at step 1/2, 25.0% right", "b at work"]}),
+        ("end", {"trial": trial, "seconds": 65.0, "result": "50.0% right", "remaining": 130.0}),
+        ("failure", {"trial": trial, "message": "too hot", "log": "a.log"}),
+        ("dropped", {"trial": trial, "message": "not begun"}),
+        ("stop", {"num_working": 1}),
+        ("stop", {"num_working": 2}),
+    ]
+    for quiet in (False, True):
+        view = SweepProgress(Console(highlight=False, width=200), quiet)
+        for event, facts in events:
+            view(event, facts)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:8] == [
+        "6 trials, 2 at a time, 1 thread each; 2 finished already",
+        "grpo-seed0: goes on",
+        "a at step 1/2, 25.0% right; b at work",
+        "grpo-seed0: finished in 1m 05s, 50.0% right (3 of 6); 2m 10s left",
+        "grpo-seed0: failed: too hot (a.log)",
+        "grpo-seed0: not begun",
+        "1 trial at work",
+        "2 trials at work",
+    ]
+    assert lines[8:] == ["grpo-seed0: failed: too hot (a.log)", "grpo-seed0: not begun"]  # only these when quiet

@@ -1,0 +1,224 @@
+"""What the runs of a sweep learned: facts of a trial, rows over seeds, and their table."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from made_up_trials import evaluation, make_sweep, make_trial, trial_rows, two_rows
+from posttrain.evals.statistics import wilson_interval
+from posttrain.store.headline import REWARD, choose_headline
+from posttrain.store.metrics import MetricsRow
+from posttrain.sweeps.learning import TrialResult, band_over_seeds, find_baseline, rank_rows, read_trial, trials_table
+from posttrain.sweeps.report import SweepResults
+
+
+def test_facts_of_a_trial_by_hand() -> None:
+    trial = make_trial("a", 3, [0.1, 0.3, 0.4])
+    assert (trial.row, trial.seed, trial.step, trial.evaluation) == ("a", 3, 4, "stories/validation")
+    facts = trial.facts
+    assert facts["accuracy"] == 0.4
+    assert facts["start_accuracy"] == 0.1
+    assert facts["gain"] == pytest.approx(0.3)
+    assert facts["reward"] == 0.5
+    assert facts["mean_accuracy"] == pytest.approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
+    assert facts["train_seconds"] == 8.0  # four updates of two seconds
+    assert facts["evaluation_seconds"] == 9.0  # three evaluations of three
+    assert facts["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
+    assert facts["trained_tokens"] == 320.0
+    assert (facts["kl_from_start"], facts["entropy"]) == (0.1, 0.8)
+    assert (facts["margin_first"], facts["margin_last"]) == (0.1, 0.4)
+
+
+def test_the_curve_has_the_seconds_of_training_alone() -> None:
+    curve = make_trial("a", 0, [0.1, 0.3, 0.4]).curve
+    assert [(p.step, p.seconds, p.value, p.kl) for p in curve] == [
+        (0, 0.0, 0.1, 0.0),
+        (2, 4.0, 0.3, 0.05),
+        (4, 8.0, 0.4, 0.1),
+    ]
+    assert [p.reward for p in curve] == pytest.approx([0.2, 0.4, 0.5])
+
+
+def test_what_was_not_recorded_is_not_there() -> None:
+    row = MetricsRow(1, {"loss": 1.0, "tokens": 7.0}, {"step_seconds": 1.0})  # supervised: nothing is sampled
+    trial = read_trial([row], "sft", 0, "finished")
+    assert trial.facts == {"train_seconds": 1.0, "trained_tokens": 7.0}
+    assert (trial.start, trial.curve, trial.evaluation) == ({}, [], None)
+    late = read_trial([evaluation(2, 0.5, entropy=math.nan)], "a", 0, "finished")
+    assert late.start == {}
+    assert {"gain", "start_accuracy", "entropy", "kl_from_start"} & set(late.facts) == set()
+    assert late.curve[0].kl is None
+
+
+def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
+    rows = [evaluation(0, 0.1), evaluation(2, 0.2), evaluation(2, 0.3)]
+    assert [p.value for p in read_trial(rows, "a", 0, "finished").curve] == [0.1, 0.3]
+
+
+def test_of_several_tasks_the_first_counts() -> None:
+    other = MetricsRow(2, {"eval/gsm8k/test/accuracy": 0.9}, {})
+    trial = read_trial([*trial_rows([0.1, 0.2]), other], "a", 0, "finished")
+    assert trial.facts["accuracy"] == 0.2
+
+
+def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
+    trials = [
+        make_trial("a", 0, [0.1, 0.4]),
+        make_trial("b", 0, [0.1, 0.6]),
+        make_trial("c", 0, [0.1, 0.9], "failed", "boom"),
+        make_trial("a", 1, [0.1, 0.5]),
+        make_trial("b", 1, [0.1, 1.0], "unfinished"),
+    ]
+    rows = rank_rows(trials, ["a", "b", "c"])
+    assert [row.name for row in rows] == ["b", "a", "c"]
+    assert rows[0].summaries["accuracy"].mean == 0.6  # not the unfinished seed
+    assert rows[1].summaries["accuracy"].mean == pytest.approx(0.45)
+    half = 12.706205 * 0.05 * math.sqrt(2) / math.sqrt(2)  # t(1) · s / √2 with s = 0.05 · √2
+    assert rows[1].summaries["accuracy"].half_width == pytest.approx(half, abs=1e-6)
+    assert rows[2].summaries == {}
+
+
+def test_the_baseline_has_the_interval_of_its_problems() -> None:
+    baseline = find_baseline([make_trial("a", 0, [0.1, 0.4]), make_trial("b", 0, [0.1, 0.6])], "start")
+    assert baseline is not None
+    assert baseline.interval == pytest.approx(wilson_interval(2, 20))
+    assert find_baseline([], "start") is None
+
+
+def test_a_band_is_mean_lowest_and_highest_at_the_steps_that_all_have() -> None:
+    short = make_trial("a", 0, [0.1, 0.3])
+    long = make_trial("a", 1, [0.2, 0.5, 0.6])
+    band = band_over_seeds([short, long, make_trial("a", 2, [0.9, 0.9], "failed")])
+    assert band.steps == [0, 2]
+    assert band.means == pytest.approx([0.15, 0.4])
+    assert (band.low, band.high) == ([0.1, 0.3], [0.2, 0.5])
+    assert band.seconds == [0.0, 4.0]
+    assert band.kls == pytest.approx([0.0, 0.05])
+    assert band_over_seeds([]).steps == []
+
+
+def test_the_table_by_hand() -> None:
+    table = two_rows().tables[0]
+    assert table.header == [
+        *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
+        *("KL from start", "entropy", "length", "margin"),
+    ]
+    assert table.lines[0][:3] == ["b", "2", "70.0% ± 0.0"]
+    # t(1) · s / √2 with s = 0.1 · √2: 127 points
+    assert table.lines[1] == [
+        *("a", "2", "50.0% ± 127.1", "35.0% ± 95.3", "+40.0", "0.600", "8.0 s", "400", "320"),
+        *("0.100", "0.800", "30.0", "0.400"),
+    ]
+    assert table.lines[2][:6] == ["start", "–", "10.0% [2.8%, 30.1%]", "–", "–", "0.200"]
+
+
+def test_notes_say_how_the_interval_was_made() -> None:
+    notes = "\n".join(two_rows().notes)
+    assert "95 % Student-t interval of the mean over seeds (t = 12.706 for 2 seeds)" in notes
+    assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
+    assert "has no interval" not in notes
+
+
+def test_one_seed_is_said_to_have_no_interval() -> None:
+    table = make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0]
+    assert table.lines[0][2] == "40.0%"
+    notes = make_sweep([make_trial("a", 0, [0.1, 0.4])]).notes
+    assert "A row with one finished seed has no interval." in notes
+    assert not any("Student" in note for note in notes)
+
+
+def test_failed_and_unfinished_cells_are_shown() -> None:
+    trials = [
+        make_trial("a", 0, [0.1, 0.4]),
+        make_trial("a", 1, [0.1, 0.2], "failed", "it was | too hot"),
+        make_trial("b", 0, [0.1, 0.2], "unfinished"),
+    ]
+    sweep = make_sweep(trials)
+    table = sweep.tables[0]
+    assert table.lines[0][:3] == ["a", "1 of 2", "40.0%"]
+    assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
+    assert "a, seed 1: failed after 2 steps: it was | too hot" in sweep.notes
+    assert "b, seed 0: unfinished after 2 steps" in sweep.notes
+    assert "it was \\| too hot" in sweep.to_markdown()
+
+
+def test_markdown_has_one_line_per_method_and_all_that_is_needed_to_repeat_it() -> None:
+    text = two_rows().to_markdown()
+    assert "| b | 2 | 70.0% ± 0.0 | 47.5% ± 31.8 | +60.0 |" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 5  # header, rule, two methods, start
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert "- b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)" in text
+    assert "```\nposttrain sweep test.yaml --seeds 2\n```" in text
+
+
+def test_results_are_plain_json_with_every_cell() -> None:
+    data = json.loads(two_rows().to_json())
+    assert list(data["rows"]) == ["b", "a"]
+    assert data["rows"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
+    assert data["rows"]["a"]["trials"][1]["curve"][2]["value"] == 0.6
+    assert data["start"]["results"]["accuracy"] == 0.1
+    assert data["common"] == {"model": "tiny", "steps": "4"}
+
+
+def test_every_trial_has_a_line_with_the_same_columns() -> None:
+    sweep = two_rows()
+    table = trials_table(sweep.rows, sweep.headline)
+    assert [line[0] for line in table.lines] == ["b, seed 0", "b, seed 1", "a, seed 0", "a, seed 1"]
+    assert table.header == sweep.tables[0].header
+    assert table.lines[3][2] == "60.0%"
+
+
+def by_reward() -> SweepResults:
+    """``a`` ends at reward 0.4 with KL 2, ``b`` at 0.9 with KL 8; both start at −0.1."""
+
+    def rows(last: float, kl: float) -> list[MetricsRow]:
+        def told(step: int, **results: float) -> MetricsRow:
+            facts = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "num_tokens": 9.0} | results
+            return MetricsRow(step, {f"eval/hh/test/{name}": value for name, value in facts.items()})
+
+        steps = [MetricsRow(k, {"loss": 0.5, "tokens": 80.0}, {"step_seconds": 2.0}) for k in (1, 2)]
+        start = told(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_from_start=0.0)
+        return [start, *steps, told(2, reward=last, kl_from_start=kl)]
+
+    trials = [
+        read_trial(rows(*at), name, 0, "finished", headline=REWARD)
+        for name, at in (("a", (0.4, 2.0)), ("b", (0.9, 8.0)))
+    ]
+    return make_sweep(trials, REWARD, "sft")
+
+
+def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
+    sweep = by_reward()
+    table = sweep.tables[0]
+    assert table.header[:8] == [
+        *("method", "seeds", "reward", "over the run", "gain", "training", "sampled", "trained on"),
+    ]
+    assert table.header.count("reward") == 1
+    assert [line[:5] for line in table.lines] == [
+        ["b", "1", "0.900", "0.400", "+1.000"],
+        ["a", "1", "0.400", "0.150", "+0.500"],
+        ["start", "–", "-0.100 [-0.200, 0.000]", "–", "–"],
+    ]
+    assert "with the 95 % interval for 20 prompts" in "\n".join(sweep.notes)
+    data = json.loads(sweep.to_json())
+    assert (data["headline"]["metric"], data["rows"]["b"]["trials"][0]["curve"][1]["value"]) == ("reward", 0.9)
+
+
+def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> None:
+    loss = choose_headline({"x": {"loss": 2.0}}, named=None, samples=False)
+    assert loss is not None
+
+    def trial(name: str, last: float) -> TrialResult:
+        told = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
+        return read_trial(told, name, 0, "finished", headline=loss)
+
+    rows = rank_rows([trial("a", 2.5), trial("b", 2.0)], ["a", "b"], loss)
+    assert [row.name for row in rows] == ["b", "a"]
+    assert rows[0].summaries["gain"].mean == 1.0
+    baseline = find_baseline([trial("a", 2.5)], "start", loss)
+    assert baseline is not None
+    assert baseline.interval is None  # nothing is drawn about a start that has none
