@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.engines import http
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import HttpServer, Unreadable
 from posttrain.engines.judging.asking import Judge, Opinion, rate
-from posttrain.engines import http
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.probe import read_scores
 from posttrain.engines.vllm.transfer import WORKERS, ask_all, num_workers

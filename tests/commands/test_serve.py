@@ -39,12 +39,10 @@ def test_the_command_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_options_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    words, hint = printed(
-        capsys, "tiny", "--gpus", "1", "--gpu-memory", "0.4", "--host", "0.0.0.0", "--logprobs-mode", "raw"
-    )
+    words, hint = printed(capsys, "tiny", "--gpus", "1", "--gpu-memory-utilization", "0.4", "--host", "0.0.0.0")
     assert words[:3] == ["CUDA_VISIBLE_DEVICES=1", "vllm", "serve"]
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.4"
-    assert words[words.index("--logprobs-mode") + 1] == "raw_logprobs"
+    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "http://127.0.0.1:8000" in hint
 
 
