@@ -65,7 +65,8 @@ def test_a_run_and_its_checkpoint_by_name_and_path(tmp_path: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["./nowhere"], "there is no folder './nowhere'"),
-        (["tiny", "--gpu-memory", "1.5"], "a number above 0 and at most 1 is needed"),
+        (["tiny", "--gpu-memory-utilization", "1.5"], "a number above 0 and at most 1 is needed"),
+        (["tiny", "--gpu-memory", "0.5"], "--gpu-memory` was removed. Use --gpu-memory-utilization"),
         (["tiny", "--gpus", "one"], "a whole number of at least 0 is needed"),
     ],
 )
