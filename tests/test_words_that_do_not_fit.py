@@ -77,8 +77,8 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--rollout.engine vllm --rollout.engine.concurrency 0", "rollout.engine.concurrency: 0; give 1 or more"),
         ("--eval.engine vllm --eval.engine.retries -1", "eval.engine.retries: -1; give 0 or more"),
         (
-            "--rollout.engine vllm --rollout.engine.colocate true --rollout.engine.port 8000",
-            "rollout.engine.port: 8000 is about a vLLM server, and with colocate: true there is none",
+            "--rollout.engine vllm --rollout.engine.colocate true",
+            "rollout.engine.colocate: this option was removed. Use a server on the trainer's own GPU",
         ),
         (
             "--rollout.engine vllm --rollout.engine.servers 2 --rollout.engine.url http://127.0.0.1:9",

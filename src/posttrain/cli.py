@@ -360,10 +360,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
-        action = " ".join(["posttrain", *rest[start : start + 2]])
-        given = [token.partition("=")[0] for token in rest[start + 1 :]]
-        options = (f"{called} {option}" for called in (f"posttrain {command}", action) for option in given)
-        for gone in (f"posttrain {command}", action, *options):
+        actions = (f"posttrain {command}", " ".join(["posttrain", *rest[start : start + 2]]))
+        options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
+        for gone in (*actions, *options):
             if gone in GONE:
                 raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
         if command not in known:

@@ -39,12 +39,10 @@ def test_the_command_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_options_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    words, hint = printed(
-        capsys, "tiny", "--gpus", "1", "--gpu-memory", "0.4", "--host", "0.0.0.0", "--logprobs-mode", "raw"
-    )
+    words, hint = printed(capsys, "tiny", "--gpus", "1", "--gpu-memory-utilization", "0.4", "--host", "0.0.0.0")
     assert words[:3] == ["CUDA_VISIBLE_DEVICES=1", "vllm", "serve"]
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.4"
-    assert words[words.index("--logprobs-mode") + 1] == "raw_logprobs"
+    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "http://127.0.0.1:8000" in hint
 
 
@@ -67,7 +65,8 @@ def test_a_run_and_its_checkpoint_by_name_and_path(tmp_path: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["./nowhere"], "there is no folder './nowhere'"),
-        (["tiny", "--gpu-memory", "1.5"], "a number above 0 and at most 1 is needed"),
+        (["tiny", "--gpu-memory-utilization", "1.5"], "a number above 0 and at most 1 is needed"),
+        (["tiny", "--gpu-memory", "0.5"], "--gpu-memory` was removed. Use --gpu-memory-utilization"),
         (["tiny", "--gpus", "one"], "a whole number of at least 0 is needed"),
     ],
 )

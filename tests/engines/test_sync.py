@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,12 +11,10 @@ import torch
 from models.small_models import random_model
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.weights import Reader, checkpoint_weights
-from posttrain.errors import RunFailure
+from posttrain.engines.weights import checkpoint_weights
 from posttrain.models.load import LoadedModel
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection
-from posttrain.world import World
 from small_runs import make_recipe, recorded, run
 
 SAMPLING = Sampling(max_tokens=6)
@@ -76,54 +70,3 @@ def test_weights_have_the_names_and_order_of_a_checkpoint(family: str) -> None:
     with torch.no_grad():
         difference = (plain(input_ids=ids).logits - wrapped(input_ids=ids).logits).abs().max()
         assert difference < 1e-5 < (plain(input_ids=ids).logits - before).abs().max()
-
-
-class OfTwo(World):
-    """One of two processes in two threads; what rank 0 tells comes through a queue."""
-
-    def __init__(self, rank: int, told: SimpleQueue[Any]) -> None:
-        self.rank, self.size, self._told = rank, 2, told
-
-    def tell(self, value: Any, what: str) -> Any:
-        if not self.is_main:
-            return self._told.get(timeout=10)
-        self._told.put(value)
-        return value
-
-
-@pytest.mark.parametrize("taken", [0, 3, 1000])
-def test_all_processes_give_their_parts_however_many_the_main_one_takes(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, taken: int
-) -> None:
-    """A server that is lost on the way leaves no process waiting in the middle of an exchange."""
-    given: dict[str, list[Any]] = {"MainThread": [], "other": []}
-
-    def weights(model: Any) -> Iterator[tuple[str, Any]]:
-        for name, weight in checkpoint_weights(model):
-            given[threading.current_thread().name].append(name)
-            yield name, weight
-
-    def read(model: Any, within: Any) -> None:
-        given[threading.current_thread().name].append(within(lambda: "computed"))
-
-    monkeypatch.setattr("posttrain.engines.weights.checkpoint_weights", weights)
-    told: SimpleQueue[Any] = SimpleQueue()
-    readers = [Reader(tiny.model), Reader(tiny.model)]
-    worlds = [OfTwo(rank, told) for rank in range(2)]
-    for reader, world in zip(readers, worlds, strict=True):
-        reader.take_parts(lambda compute: compute(), world)
-
-    def work() -> None:
-        for _ in islice(readers[0].weights(), taken):
-            pass
-        readers[0].compute(read)
-        list(islice(readers[0].weights(), taken))
-        raise RunFailure("the server is gone")
-
-    other = threading.Thread(target=readers[1].by_main, args=(worlds[1], lambda: None), name="other")
-    other.start()
-    with pytest.raises(RunFailure, match="the server is gone"):
-        readers[0].by_main(worlds[0], work)
-    other.join(10)
-    names = [name for name, _ in checkpoint_weights(tiny.model)]
-    assert given["MainThread"] == given["other"] == [*names, "computed", *names]

@@ -61,7 +61,7 @@ def test_a_real_answer_is_read():
     assert completion == Completion((229, 31, 288, 31, 266), (-1.0255, -1.8881, -0.175, -0.0494, -8.8e-06), "length")
     assert read_models(REAL_MODELS) == [
         ServedModel("base", "/models/tiny", 1024),
-        ServedModel("tuned", "/adapter", 1024, is_adapter=True),
+        ServedModel("tuned", "/adapter", 1024),
     ]
 
 

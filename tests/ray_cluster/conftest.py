@@ -34,10 +34,3 @@ def two_nodes() -> Iterator[Machines]:
     """For tests that leave the nodes as they are."""
     with machines(2) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def three_nodes() -> Iterator[Machines]:
-    """The same, for tests with servers."""
-    with machines(3) as made:
-        yield made

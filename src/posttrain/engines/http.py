@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 
 class HttpServer:
-    """A server at ``url``: an asynchronous context manager, in which ``ask`` may be called.
+    """A server at ``url``: an asynchronous context manager of one thread at a time, in which ``ask`` may be called.
 
     Args:
         timeout_seconds: for the whole answer to one attempt; it has at most ``MAX_ANSWER_BYTES``.

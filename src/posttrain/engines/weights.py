@@ -19,11 +19,12 @@ from posttrain.world import whole
 FILE_BYTES = 1 << 30
 
 
-def checkpoint_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every weight under the name that it has in a checkpoint, always in the same order.
 
     A weight that stands in two places (a tied head) comes once. Adapters are merged into copies, one at a time. Where
-    each process has a part of the model (FSDP2), all of them take all weights, in step.
+    each process has a part of the model (FSDP2), all of them take all weights, in step; without ``gathers`` a weight
+    is the part, which has the shape of the whole, and each process may take them alone.
 
     Raises:
         UsageError: weights of 4 or 8 bits, which cannot be merged exactly.
@@ -34,7 +35,7 @@ def checkpoint_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     named = merged_weights(model) if has_adapter(model) else model.named_parameters()
     with torch.no_grad():
         for name, tensor in named:
-            yield name, whole(tensor.detach())
+            yield name, whole(tensor.detach()) if gathers else tensor.detach()
 
 
 def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: bool = False) -> None:

@@ -38,7 +38,7 @@ PLACE_KEYS = (
     *(
         f"{section}.engine.{key}"
         for section in ("rollout", "eval")
-        for key in ("url", "served_name", "timeout_seconds", "retries", "port", "gpus", "gpu_memory", "restarts")
+        for key in ("url", "served_name", "timeout_seconds", "retries", "gpus", "gpu_memory_utilization")
     ),
 )
 # Sections that make a recipe one of `posttrain sae`: of a dictionary that is trained, of models that are compared.

@@ -115,6 +115,9 @@ def _work(told: dict[str, Any]) -> None:
         with join(Meeting.of_group(), *task["scale"]) as world:
             has_begun = world.tell((folder / "metrics.jsonl").is_file(), "what was done before")
             observed: dict[str, Any] = {"observer": report} if world.is_main else {}
+            if world.is_main and has_begun and not task["resume"]:
+                again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
+                report("notice", {"message": again})
             task = {**task, "resume": task["resume"] or has_begun}
             result = train_as_told(task, world, should_stop=(folder / STOP).is_file, **observed)
             if world.is_main:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling, num_tokens_of
@@ -26,7 +28,6 @@ from posttrain.engines.vllm.protocol import (
     seed_of,
 )
 from posttrain.errors import RecipeError, RunFailure, UsageError
-from posttrain.option_types import Few
 from posttrain.registry import register
 from posttrain.types import Completion
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
-MOST_SERVERS = 1024
 TRAINS = ("rollout.engine", "eval.engine")  # keys under which a run's own servers may be asked for
 # Plain words, digits and a letter beyond ASCII: tokenizers that agree on it are hardly different ones.
 TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
@@ -60,9 +60,6 @@ def check_vllm(options: dict[str, Any], key: str) -> dict[str, Any]:
     if servers > 1 and (stated or key not in TRAINS):
         why = f"{key}.url names servers that run" if stated else "an evaluation starts none"
         raise RecipeError(f"{key}.servers: {servers} are started by a run, and {why}; give {key}.url alone")
-    if max(servers, len(stated)) > MOST_SERVERS:
-        what = "url" if stated else "servers"
-        raise RecipeError(f"{key}.{what}: {max(servers, len(stated))}; {MOST_SERVERS} at most")
     seen: dict[tuple[Any, ...], str] = {}
     for one in stated:
         scheme, host, port, prefix = server_address(one, f"{key}.url")
@@ -87,7 +84,7 @@ def vllm(
     where: str = "engine",
     *,
     url: ServerUrl | list[ServerUrl] | None = None,
-    servers: Few = 1,
+    servers: Annotated[int, Field(ge=1, le=1024)] = 1,
     checkpoint: str | None = None,
     served_name: str | None = None,
     timeout_seconds: float = 900.0,

@@ -31,13 +31,12 @@ LARGEST_FLOAT = sys.float_info.max
 class ServedModel:
     """An entry of ``/v1/models``: the name to ask for, the folder or hub name behind it, prompt and answer in tokens.
 
-    ``context`` is None where the server does not tell. ``is_adapter``: on top of another model that is served.
+    ``context`` is None where the server does not tell.
     """
 
     name: str
     root: str
     context: int | None
-    is_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,6 @@ def read_models(answer: Any) -> list[ServedModel]:
                 name=str(card["id"]),
                 root=str(card.get("root") or card["id"]),
                 context=contexts[str(card["id"])] or contexts.get(str(card.get("parent"))),
-                is_adapter=card.get("parent") is not None,
             )
             for card in cards
         ]

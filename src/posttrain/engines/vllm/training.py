@@ -12,7 +12,9 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,8 @@ from posttrain.world import Within, World
 
 SERVED = "policy"  # the name of the model at the run's own servers
 SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
-MEMORY = Path("/dev/shm")
+MEMORY, PREFIX = Path("/dev/shm"), "posttrain-vllm-"
+LEFT_SECONDS = 3600.0  # a folder of a process that is gone is nobody's after this time
 
 
 class Trained(VllmEngine):
@@ -83,7 +86,7 @@ class Trained(VllmEngine):
         self._within: Within = lambda compute: compute()
         self._processes: list[OwnServer] = []
         self._group: GroupTransfer | None = None
-        self._memory: Path | None = None
+        self._memory: tempfile.TemporaryDirectory[str] | None = None
 
     def settle(self, folder: Path | None, world: World) -> Engine:
         """See ``Engine.settle``."""
@@ -149,7 +152,7 @@ class Trained(VllmEngine):
         for process in self._processes:
             process.stop()
         if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
+            self._memory.cleanup()
         if self.num_own:
             self._reach([])
         self._processes, self._group, self._memory, self.version = [], None, None, -1
@@ -168,11 +171,16 @@ class Trained(VllmEngine):
         index = self.device.index or 0
         return not self.own.gpus or (visible[index] if visible[0] else str(index)) in map(str, self.own.gpus)
 
+    @property
+    def _place(self) -> Path:
+        assert self._memory is not None
+        return Path(self._memory.name)
+
     def _prepare(self) -> None:
         """Bring the servers to where they take weights; those that read files at their start are started later."""
         if self._memory is None:
-            self._memory = Path(tempfile.mkdtemp(prefix="posttrain-vllm-", dir=MEMORY if MEMORY.is_dir() else None))
-            save_without_weights(self.model, self.tokenizer, self._memory, untie=self._unties)
+            self._memory = _folder_in_memory()
+            save_without_weights(self.model, self.tokenizer, self._place, untie=self._unties)
         if not self.servers:
             if self.transfer != "files":
                 self._start()
@@ -188,9 +196,8 @@ class Trained(VllmEngine):
 
     def _start(self) -> None:
         """Start the run's own servers, side by side, and wait for them."""
-        assert self._memory is not None
         share = len(self.own.gpus) // self.num_own
-        folder, urls = self.folder or self._memory, []
+        folder, urls = self.folder or self._place, []
         for i in range(self.num_own):
             options = replace(
                 self.own,
@@ -206,7 +213,7 @@ class Trained(VllmEngine):
             )
             urls.append(f"http://127.0.0.1:{options.port}")
             log = folder / ("vllm.log" if self.num_own == 1 else f"vllm-{i + 1}.log")
-            self._processes.append(OwnServer(server_command(str(self._memory), options), urls[-1], log))
+            self._processes.append(OwnServer(server_command(str(self._place), options), urls[-1], log))
         for process in self._processes:
             process.wait()
         self._reach(urls)
@@ -217,15 +224,14 @@ class Trained(VllmEngine):
         if not self.world.is_main:
             save_weights(self.weights(), None, self.dtype)
             return
-        assert self._memory is not None
         try:
             if self.transfer == "files":
-                self._give_files(self._memory)
+                self._give_files(self._place)
             else:
                 if self._group is None:
                     kind = Nccl if self.transfer == "nccl" else Gloo
                     self._group = GroupTransfer(self.servers, kind, self.timeout_seconds)
-                announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model)]
+                announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model, gathers=False)]
                 self._group.send(self.servers, self.weights(), self.dtype, announced)
             ask_all(self.servers, "POST", "/update_weight_version", {"new_version": label})
             if self.is_asleep:
@@ -278,6 +284,18 @@ class Trained(VllmEngine):
                     "was started anew, or another run hands it weights too. Continue when the run has the server for "
                     "itself"
                 )
+
+
+def _folder_in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder of this process; those of processes that were killed are removed, since they take memory."""
+    if not MEMORY.is_dir():
+        return tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+    for left in MEMORY.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            is_old = time.time() - left.stat().st_mtime > LEFT_SECONDS
+            if is_old and not Path("/proc", left.name.removeprefix(PREFIX).partition("-")[0]).exists():
+                shutil.rmtree(left)
+    return tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY, ignore_cleanup_errors=True)
 
 
 def _chosen_transfer(device: torch.device, shares: bool) -> Transfer:
