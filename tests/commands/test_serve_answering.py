@@ -85,9 +85,20 @@ def test_who_hangs_up_is_not_answered(opened: OpenedModel) -> None:
     assert (answerer.num_batches, answerer.largest_batch) == (1, 1)
 
 
-def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_complete(opened: OpenedModel) -> None:
+def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_complete(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answerer = Answerer(opened)
     unending = replace(opened.sampling(900, 1.0), stop_ids=frozenset())
+    sampled: list[int] = []
+    generate = opened.engine.generate
+
+    def count(prompts: Any, keys: Any, sampling: Any) -> Any:
+        groups = generate(prompts, keys, sampling)
+        sampled.append(max(len(one.ids) for group in groups for one in group))
+        return groups
+
+    monkeypatch.setattr(opened.engine, "generate", count)
     jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i) for i in range(3)]
 
     async def work() -> None:
@@ -100,7 +111,8 @@ def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_comple
         assert len(answer.tokens) == 4
 
     run(work)
-    assert answerer.num_batches == 2
+    assert len(sampled) == 2
+    assert sampled[0] < 900, "the rows of clients that have left are not sampled to their end"
 
 
 def test_others_are_answered_while_a_long_text_is_read(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> None:

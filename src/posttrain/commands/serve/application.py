@@ -27,7 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from posttrain.commands.serve import requests
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder, Token
 from posttrain.commands.serve.conversations import Conversations
-from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest, OpenAIOptions, error_body
+from posttrain.commands.serve.requests import (
+    MAX_ANSWERS,
+    MAX_BODY_BYTES,
+    BadRequest,
+    ChatMessage,
+    OpenAIOptions,
+    error_body,
+)
 from posttrain.engines.base import Sampling, num_tokens_of
 from posttrain.errors import PosttrainError
 from posttrain.render import Piece, stop_ids
@@ -119,6 +126,8 @@ class Api:
         async def respond(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
                 error = BadRequest(f"{error.detail}: this server answers {known}", status=error.status_code)
+            if isinstance(error, RecursionError):
+                error = BadRequest("the body is nested too deeply")
             if not isinstance(error, PosttrainError):  # its traceback goes to the terminal of the server
                 error = PosttrainError(f"the server failed ({type(error).__name__}); its terminal says more")
             return _response(error)
@@ -127,7 +136,7 @@ class Api:
             return Response(status_code=499)
 
         handlers: dict[Any, Callable[[Request, Exception], Awaitable[Response]]]
-        handlers = dict.fromkeys((PosttrainError, HTTPException, Exception), respond)
+        handlers = dict.fromkeys((PosttrainError, HTTPException, RecursionError, Exception), respond)
         return Starlette(routes=routes, exception_handlers=handlers | {ClientDisconnect: respond_to_nobody})
 
     async def models(self, request: Request) -> Response:
@@ -141,17 +150,19 @@ class Api:
         asked = await self._read(request, requests.TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
             raise BadRequest("give one of prompt and messages", "prompt")
-        if asked.messages is None:
+        messages, tools = asked.messages, asked.schemas
+        self._check_length(len(asked.prompt or ""), messages or (), tools)
+        if messages is None:
             ids = await self._in_reader(self._encode, asked.prompt, asked.add_special_tokens)
         else:
-            ids = await self._in_reader(self.conversations.encode, asked.messages, asked.schemas)
+            ids = await self._in_reader(self.conversations.encode, messages, tools)
         return JSONResponse({"count": len(ids), "max_model_len": self.answerer.context, "tokens": ids})
 
     async def chat(self, request: Request) -> Response:
         """Return the next message of a conversation."""
         asked = await self._read(request, requests.ChatRequest)
-        self._check_length(sum(len(message.text) for message in asked.messages))
         tools = asked.schemas
+        self._check_length(0, asked.messages, tools)
         prompt = await self._in_reader(self.conversations.encode, asked.messages, tools)
         num_likely = (asked.top_logprobs or 0) if asked.logprobs else None
         job = self._job("chat", asked, [prompt], asked.max_completion_tokens or asked.max_tokens, num_likely)
@@ -216,8 +227,10 @@ class Api:
         """Run what may take long, while others are answered."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *about)
 
-    def _check_length(self, num_chars: int) -> None:
-        """Refuse a text that is too long for the model before it is tokenized."""
+    def _check_length(self, num_chars: int, messages: Sequence[ChatMessage] = (), tools: Sequence[object] = ()) -> None:
+        """Refuse what is too long for the model before it is tokenized."""
+        num_chars += sum(len(message.text) for message in messages)
+        num_chars += len(json.dumps(tools)) if tools and self.conversations.shows else 0
         if num_chars > self.answerer.context * self._longest_token:
             self._refuse_length(f"{num_chars:,} characters")
 

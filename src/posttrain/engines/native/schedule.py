@@ -117,7 +117,7 @@ class Schedule:
         """Steps until the host must look: a row at its limit, or perhaps at a stop token."""
         nearest = int(self.remaining[: len(self.batch)].min())
         if not self.sampling.stop_ids:
-            return min(nearest, LONGEST_BURST)
+            return min(nearest, LONGEST_BURST if self.is_abandoned is None else STEPS_BETWEEN_LOOKS)
         return min(nearest, 1 if self.decoder.device.type == "cpu" else STEPS_BETWEEN_LOOKS)
 
     def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
