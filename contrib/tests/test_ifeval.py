@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from ifeval import (
     INSTRUCTIONS,
     _load_factory,
-    count_capital_words,
     count_sentences,
     count_words,
     detect_language,
@@ -280,40 +278,6 @@ def test_arguments_are_checked() -> None:
         verdict("x", {"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "x", "frequency": 1}]})
 
 
-ALL: dict[str, dict[str, Any]] = {
-    "keywords:existence": {"keywords": ["x"]},
-    "keywords:frequency": {"keyword": "x", "frequency": 1, "relation": "at least"},
-    "keywords:forbidden_words": {"forbidden_words": ["x"]},
-    "keywords:letter_frequency": {"letter": "x", "let_frequency": 1, "let_relation": "at least"},
-    "language:response_language": {"language": "de"},
-    "change_case:capital_word_frequency": {"capital_frequency": 1, "capital_relation": "less than"},
-    "startend:end_checker": {"end_phrase": "x"},
-    "combination:repeat_prompt": {"prompt_to_repeat": "x"},
-    "detectable_content:postscript": {"postscript_marker": "P.S."},
-    "detectable_content:number_placeholders": {"num_placeholders": 1},
-    "length_constraints:number_words": {"num_words": 1, "relation": "less than"},
-    "length_constraints:number_sentences": {"num_sentences": 1, "relation": "less than"},
-    "length_constraints:number_paragraphs": {"num_paragraphs": 1},
-    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "x"},
-    "detectable_format:number_bullet_lists": {"num_bullets": 1},
-    "detectable_format:number_highlighted_sections": {"num_highlights": 1},
-    "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 1},
-}
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["* " * 10**5, "- \n" * 10**5, "<<" * 10**5, "[" * 10**5, "***" * 10**5, "```" + " " * 10**5 + "`", "*a" * 10**5,
-     "P." * 10**5, "Section " * 10**5, " " * 10**5 + "-", "\n" * 10**5 + "-", "\x00" * 10**5, "[1," * 10**5,
-     "." * 10**5],
-)  # fmt: skip
-def test_hostile_responses_are_checked_at_once(text: str) -> None:
-    start = time.process_time()
-    followed = follow(list(INSTRUCTIONS), [ALL.get(name, {}) for name in INSTRUCTIONS], [text])
-    assert len(followed) == 25
-    assert time.process_time() - start < 3.0
-
-
 SENTENCES = {
     "en": "The quick brown fox jumps over the lazy dog, and then it runs back into the forest.",
     "de": "Der schnelle braune Fuchs springt über den faulen Hund und läuft dann in den Wald zurück.",
@@ -327,12 +291,6 @@ SENTENCES = {
 def test_languages(code: str) -> None:
     assert detect_language(SENTENCES[code]) == code
     assert code in known_languages()
-
-
-def test_the_same_text_always_has_the_same_language() -> None:
-    """Without the seed either word would be of one language in three draws of four, and of another in the rest."""
-    for word in ("radio", "hello"):
-        assert len({detect_language(word) for _ in range(30)}) == 1
 
 
 @pytest.mark.parametrize("text", ["", "12345", "?!", " \n"])
@@ -376,11 +334,6 @@ def test_words() -> None:
     assert count_words("") == 0
     assert count_words("don't, well-known; x_y 3.5") == 7  # don t well known x_y 3 5
     assert count_words("été über 你好") == 3
-
-
-def test_capital_words() -> None:
-    assert count_capital_words("I am A WELL-KNOWN fan of the U.S.A. and of NASA's B2B") == 6
-    assert count_capital_words("Title Case, 2020, don't") == 0
 
 
 ROW = {
@@ -446,11 +399,6 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
         task(path=write(tmp_path / "x.jsonl", [{**ROW, **change}]))
     with pytest.raises(DataError, match="no usable examples"):
         task(path=write(tmp_path / "y.jsonl", []))
-
-
-def test_missing_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the key 'instruction_id_list' is missing. There are: prompt"):
-        task(path=write(tmp_path / "x.jsonl", [{"prompt": "p"}]))
 
 
 def test_the_detector_is_asked_for_before_anything_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,14 +176,6 @@ def test_an_episode(package: None, serve: Callable[..., str], pool: Pool) -> Non
         session.toolset.tools["act"].read({"to": "up"})
 
 
-def test_what_is_shown_can_be_chosen(package: None, serve: Callable[..., str], pool: Pool) -> None:
-    url = serve({"action": SCHEMA})
-    session, opening = begun(url, pool, seen({"a": 1, "text": "Go."}), seen({"a": 2}), show=["text"])
-    assert opening == "Go."
-    act(session, to="left")
-    assert session.failure == "tool 'act': environment.show: what it observes has no 'text'; it has a"
-
-
 def test_tools_are_listed_and_called(package: None, serve: Callable[..., str], pool: Pool) -> None:
     url = serve({"action": {"title": "CallToolAction"}})
     content = [{"type": "text", "text": "a lake"}, {"type": "text", "text": "a hill"}]
@@ -243,11 +235,6 @@ def test_it_never_goes_on_in_another_session(package: None, serve: Callable[...,
     assert Client.open == 1
 
 
-def test_a_field_that_the_example_has_not_is_a_failure(package: None, serve: Callable[..., str], pool: Pool) -> None:
-    session, _ = begun(serve({"action": SCHEMA}), pool, fields=["size"])
-    assert "environment.fields: the example has no 'size'; it has level, id, prompt, answer" in session.failure
-
-
 TWICE = {"anyOf": [{"$ref": "#/$defs/A"}] * 30}  # each reference holds 30 more
 
 
@@ -279,25 +266,6 @@ def test_a_server_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        (None, "lists no tools"),
-        ([{"name": "look"}], "lists no tools"),
-        ([TOOLS[0] | {"name": "get_reward"}], "no model can be given a tool named 'get_reward'"),
-        ([TOOLS[0] | {"name": "_look"}], "no model can be given a tool named '_look'"),
-        ([TOOLS[0] | {"name": 3}], "no model can be given a tool named 3"),
-        ([TOOLS[0] | {"description": ""}], "it has no docstring"),
-    ],
-)
-def test_tools_that_cannot_be_used_are_refused(
-    package: None, serve: Callable[..., str], tools: Any, message: str
-) -> None:
-    Client.script[:] = [seen({"tools": tools})]
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", url=serve({"action": {"title": "Action"}})))
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"url": "http://127.0.0.1:1"}, "nobody answers at http://127.0.0.1:1 .*; start the OpenEnv server there"),
@@ -323,10 +291,3 @@ def test_a_key_goes_where_it_may(
     monkeypatch.setenv("OPENENV_API_HOST", "env.example")
     with pytest.raises(UsageError, match="would travel in clear text; use https"):
         build_toolset(Word(**far))
-
-
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    openenv._client_class.cache_clear()
-    monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(UsageError, match="needs the package openenv: pip install"):
-        build_toolset(Word(name="openenv_adapter:openenv"))
