@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -148,41 +146,6 @@ def test_what_the_best_play_is_worth(take: int) -> None:
         for other in set(range(1, min(take, heap) + 1)) - {best_move(heap, take)}:
             slip = {heap: {other: 1.0}}
             assert worth(heap, take, lambda left, slip=slip: slip.get(left, {best_move(left, take): 1.0})) == 0.0
-
-
-def test_nim_is_played_as_the_tree_says() -> None:
-    """What a random player wins of many games is its worth; the best wins all, from every heap that can be won."""
-    game, random = make("nim:nim", max_heap=21), Random(0)
-    begun: dict[int, list[float]] = {}
-    theirs = set()
-    for seed in range(3000):
-        said = game.reset(seed=seed)
-        heap = game.heap
-        assert said == f"{heap} stones. Take 1 to 3; who takes the last wins."
-        while not game.done:
-            game.leave(game.heap - best_move(game.heap, 3))
-        assert (game.best_reward, game.get_reward()) == (0.0, 1.0), "nothing is left to win of a game that is over"
-        game.reset(seed=seed)
-        assert (game.heap, game.best_reward, game.get_reward()) == (heap, 1.0, 0.0)
-        while not game.done:
-            tool, arguments = random.choice(game.legal_moves)
-            said = getattr(game, tool)(**arguments)
-            if arguments["stones"] % 4 == 0 and not game.done:
-                theirs.add(arguments["stones"] - game.heap)
-                assert said == f"I leave {game.heap}"
-        begun.setdefault(heap, []).append(game.get_reward())
-    assert begun.keys() == {heap for heap in range(1, 22) if heap % 4}
-    assert theirs == {1, 2, 3}, "where every move loses, any is drawn"
-    for heap, rewards in begun.items():
-        share = worth(heap, 3, lambda left: {move: 1 / min(3, left) for move in range(1, min(3, left) + 1)})
-        assert fmean(rewards) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / len(rewards)) + 1e-9)
-    with pytest.raises(ValueError, match="the game is over"):
-        game.leave(0)
-    for heap, moves in ((2, "0 to 1"), (9, "6 to 8")):
-        game.heap, game.done = heap, False
-        for stones in (heap, heap - 4):
-            with pytest.raises(ValueError, match=f"of {heap} stones leave {moves}"):
-                game.leave(stones)
 
 
 def test_a_lost_game_that_is_claimed_is_paid_the_same() -> None:

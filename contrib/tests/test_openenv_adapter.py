@@ -238,47 +238,6 @@ def test_it_never_goes_on_in_another_session(package: None, serve: Callable[...,
 TWICE = {"anyOf": [{"$ref": "#/$defs/A"}] * 30}  # each reference holds 30 more
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"<html>", 200, r"/schema \(HTTP 200\) is no JSON object; is it an OpenEnv server\?"),
-        ({"detail": "Not Found"}, 404, r"/schema \(HTTP 404\) is no JSON object"),
-        ({}, 302, r"/schema \(HTTP 302\) is no JSON object"),
-        ([1], 200, r"/schema \(HTTP 200\) is no JSON object"),
-        (b"[" * 200_000, 200, "is no JSON object"),
-        (b" " * (1 << 20) + b"{}", 200, "is no JSON object"),
-        ({"state": {}}, 200, "/schema names no action"),
-        ({"action": {"properties": {"a-b": {}}}}, 200, "'a-b' is not a valid parameter name"),
-        ({"action": {"properties": ["to"]}}, 200, r"an action that no model can take: arguments\.properties"),
-        ({"action": {"properties": {"to": "left"}}}, 200, r"arguments\.properties\.to"),
-        ({"action": {"required": 7}}, 200, r"arguments\.required"),
-        ({"action": {"$defs": {"Side": 7}}}, 200, r"arguments\.\$defs\.Side"),
-        ({"action": {"description": 7}}, 200, "no model can take: description"),
-        (b'{"action": {"properties": {"to": {"default": NaN}}}}', 200, "its actions are no JSON"),
-        ({"action": {"properties": {"to": TWICE}, "$defs": {"A": TWICE}}}, 200, "more than 10000 parts"),
-    ],
-)
-def test_a_server_that_cannot_be_used_is_refused(
-    package: None, serve: Callable[..., str], body: Any, status: int, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", url=serve(body, status)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "http://127.0.0.1:1"}, "nobody answers at http://127.0.0.1:1 .*; start the OpenEnv server there"),
-        ({"url": "http://192.0.2.1:8000"}, "is another machine, which would read what the model writes"),
-        ({"url": "ws://127.0.0.1:8000"}, "is no server's URL"),
-        ({"url": "http://me:secret@127.0.0.1"}, r"http://\*\*\*@127"),
-    ],
-)
-def test_where_it_may_be(package: None, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", **options))
-
-
 def test_a_key_goes_where_it_may(
     package: None, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:

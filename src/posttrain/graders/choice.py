@@ -93,9 +93,9 @@ _EMPTY = frozenset(
     a actually again ah all also am and answer are at back be best better but change changed choice choose clear clearly
     correct correction could even fact final go hence hmm i i'd i'll i'm if in instead is it it's its joking just
     kidding letter make may maybe mean meant might mind mistaken must my never nevermind nope nah no not now oh ok okay
-    on oops option or perhaps pick possibly quite rather really right said say scratch second should so sorry switch take
-    that that's the then therefore this thoughts thus to too unless untrue vs wait was wasn't isn't well were with
-    wrong false incorrect yes mistake else 不 不对 等等 错了 更正
+    on oops option or perhaps pick possibly quite rather really right said say scratch second should so sorry
+    switch take that that's the then therefore this thoughts thus to too unless untrue vs wait was wasn't isn't well were
+    with wrong false incorrect yes mistake else 不 不对 等等 错了 更正
     """,
     )
 )
