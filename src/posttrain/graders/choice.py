@@ -94,8 +94,8 @@ _EMPTY = frozenset(
     correct correction could even fact final go hence hmm i i'd i'll i'm if in instead is it it's its joking just
     kidding letter make may maybe mean meant might mind mistaken must my never nevermind nope nah no not now oh ok okay
     on oops option or perhaps pick possibly quite rather really right said say scratch second should so sorry
-    switch take that that's the then therefore this thoughts thus to too unless untrue vs wait was wasn't isn't well were
-    with wrong false incorrect yes mistake else 不 不对 等等 错了 更正
+    switch take that that's the then therefore this thoughts thus to too unless untrue vs wait was wasn't isn't well
+    were with wrong false incorrect yes mistake else 不 不对 等等 错了 更正
     """,
     )
 )
