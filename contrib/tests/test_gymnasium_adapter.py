@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -10,9 +9,7 @@ import pytest
 
 from posttrain import registry
 from posttrain.consent import declare_code
-from posttrain.environments.contract import build_toolset
 from posttrain.errors import UsageError
-from posttrain.recipes.sections import Word
 
 pytestmark = pytest.mark.slow
 
@@ -60,25 +57,6 @@ def test_what_is_no_action_is_told(gym: Any) -> None:
     numbered = make(id="FrozenLake-v1")
     numbered.reset(seed=0)
     assert numbered.act("1")
-
-
-def test_equal_seeds_are_equal_episodes(gym: Any) -> None:
-    def play(seed: int) -> list[str]:
-        lake = make(id="FrozenLake-v1", actions=NAMES)  # slippery: where one goes is drawn
-        told = [lake.reset(seed=seed)]
-        while not lake.done and len(told) < 20:
-            told.append(lake.act("right"))
-        return told
-
-    assert play(5) == play(5)
-    assert len({tuple(play(seed)) for seed in range(8)}) > 1
-
-
-def test_it_is_one_tool(gym: Any) -> None:
-    toolset = build_toolset(Word(name="gymnasium_adapter:gymnasium", **LAKE))
-    assert list(toolset.tools) == ["act"]
-    assert toolset.gives_reward
-    assert toolset.pays_turns
 
 
 @pytest.fixture
@@ -137,9 +115,3 @@ def test_what_is_refused_before_anything_is_imported(options: dict[str, Any], me
 def test_what_cannot_be_played_is_refused(gym: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(**options)
-
-
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(UsageError, match="needs the package gymnasium: pip install"):
-        make(id="FrozenLake-v1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,9 @@ import pytest
 from ifeval import (
     INSTRUCTIONS,
     _load_factory,
-    count_capital_words,
     count_sentences,
-    count_words,
-    detect_language,
     follow,
     ifeval,
-    known_languages,
     loose_variants,
     read_arguments,
     task,
@@ -159,59 +154,6 @@ def test_instructions(identifier: str, arguments: dict[str, Any], response: str,
     assert follow([identifier], [arguments], [response]) == [expected]
 
 
-def test_every_instruction_has_a_response_that_follows_it_and_one_that_does_not() -> None:
-    assert {(name, expected) for name, _, _, expected in CASES} == {(n, e) for n in INSTRUCTIONS for e in (True, False)}
-
-
-# (instruction, arguments, what only seems to follow it): what cannot be seen neither counts nor parts what can.
-UNSEEN = [
-    ("length_constraints:number_words", {"relation": "at least", "num_words": 4}, "w\u200bo\u200br\u200bd"),
-    ("change_case:capital_word_frequency", {"capital_relation": "at least", "capital_frequency": 3}, "A\u200bB\u200bC"),
-    ("keywords:forbidden_words", {"forbidden_words": ["field"]}, "a fi\u00adeld"),
-    ("punctuation:no_comma", {}, "yes\u200b, no"),
-    ("detectable_format:title", {}, "<<\u200b>> text"),
-    ("detectable_format:title", {}, "<<\u2800>> text"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "- one\n- \u200b"),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* *\u2060*"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\n\u200b"),
-    ("combination:two_responses", {}, "one\n******\none\u200b"),
-    ("combination:two_responses", {}, "one\n******\n\u200b"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "one"},
-        "one\n\n\u200b",
-    ),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "A letter. P.S."),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "A letter. P.P.S. ..."),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2}, "Section 1 Section 2"),
-    ("detectable_format:multiple_sections", {"section_spliter": "DAY", "num_sections": 2}, "DAY 1\nrest\nDAY 2\n..."),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* .\n* ."),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*.* *_*"),
-    ("detectable_format:title", {}, "<<.>>"),
-    ("startend:quotation", {}, '"."'),
-    ("startend:quotation", {}, '""'),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, ".\n***\n."),
-    ("combination:two_responses", {}, "one\n******\n."),
-    ("combination:two_responses", {}, "one\n******\none."),
-    ("detectable_format:json_format", {}, "NaN"),
-    ("detectable_format:json_format", {}, "[-Infinity]"),
-    ("punctuation:no_comma", {}, "yes\uff0c no"),
-]
-
-
-@pytest.mark.parametrize(("identifier", "arguments", "response"), UNSEEN)
-def test_what_is_not_seen_follows_nothing(identifier: str, arguments: dict[str, Any], response: str) -> None:
-    assert follow([identifier], [arguments], [response]) == [False]
-
-
-def test_letters_that_join_do_not_part_words() -> None:
-    """Persian writes one word with a zero-width non-joiner, and emoji are joined."""
-    words = {"relation": "less than", "num_words": 2}
-    assert follow(
-        ["length_constraints:number_words"], [words], ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"]
-    ) == [True]
-
-
 PROMPT: dict[str, Any] = {
     "instruction_id_list": ("punctuation:no_comma", "keywords:frequency"),
     "kwargs": ({}, {"keyword": "sea", "frequency": 2, "relation": "at least"}),
@@ -280,66 +222,6 @@ def test_arguments_are_checked() -> None:
         verdict("x", {"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "x", "frequency": 1}]})
 
 
-ALL: dict[str, dict[str, Any]] = {
-    "keywords:existence": {"keywords": ["x"]},
-    "keywords:frequency": {"keyword": "x", "frequency": 1, "relation": "at least"},
-    "keywords:forbidden_words": {"forbidden_words": ["x"]},
-    "keywords:letter_frequency": {"letter": "x", "let_frequency": 1, "let_relation": "at least"},
-    "language:response_language": {"language": "de"},
-    "change_case:capital_word_frequency": {"capital_frequency": 1, "capital_relation": "less than"},
-    "startend:end_checker": {"end_phrase": "x"},
-    "combination:repeat_prompt": {"prompt_to_repeat": "x"},
-    "detectable_content:postscript": {"postscript_marker": "P.S."},
-    "detectable_content:number_placeholders": {"num_placeholders": 1},
-    "length_constraints:number_words": {"num_words": 1, "relation": "less than"},
-    "length_constraints:number_sentences": {"num_sentences": 1, "relation": "less than"},
-    "length_constraints:number_paragraphs": {"num_paragraphs": 1},
-    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "x"},
-    "detectable_format:number_bullet_lists": {"num_bullets": 1},
-    "detectable_format:number_highlighted_sections": {"num_highlights": 1},
-    "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 1},
-}
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["* " * 10**5, "- \n" * 10**5, "<<" * 10**5, "[" * 10**5, "***" * 10**5, "```" + " " * 10**5 + "`", "*a" * 10**5,
-     "P." * 10**5, "Section " * 10**5, " " * 10**5 + "-", "\n" * 10**5 + "-", "\x00" * 10**5, "[1," * 10**5,
-     "." * 10**5],
-)  # fmt: skip
-def test_hostile_responses_are_checked_at_once(text: str) -> None:
-    start = time.process_time()
-    followed = follow(list(INSTRUCTIONS), [ALL.get(name, {}) for name in INSTRUCTIONS], [text])
-    assert len(followed) == 25
-    assert time.process_time() - start < 3.0
-
-
-SENTENCES = {
-    "en": "The quick brown fox jumps over the lazy dog, and then it runs back into the forest.",
-    "de": "Der schnelle braune Fuchs springt über den faulen Hund und läuft dann in den Wald zurück.",
-    "hi": "यह एक छोटा वाक्य है जो केवल परीक्षण के लिए लिखा गया है।",
-    "ko": "이것은 시험을 위해 쓰인 짧은 문장입니다.",
-    "sw": "Habari za asubuhi, rafiki yangu; leo tutasoma kitabu kipya pamoja shuleni.",
-}
-
-
-@pytest.mark.parametrize("code", SENTENCES)
-def test_languages(code: str) -> None:
-    assert detect_language(SENTENCES[code]) == code
-    assert code in known_languages()
-
-
-def test_the_same_text_always_has_the_same_language() -> None:
-    """Without the seed either word would be of one language in three draws of four, and of another in the rest."""
-    for word in ("radio", "hello"):
-        assert len({detect_language(word) for _ in range(30)}) == 1
-
-
-@pytest.mark.parametrize("text", ["", "12345", "?!", " \n"])
-def test_no_letters_no_language(text: str) -> None:
-    assert detect_language(text) is None
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [
@@ -370,17 +252,6 @@ def test_no_letters_no_language(text: str) -> None:
 )
 def test_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
-
-
-def test_words() -> None:
-    assert count_words("") == 0
-    assert count_words("don't, well-known; x_y 3.5") == 7  # don t well known x_y 3 5
-    assert count_words("été über 你好") == 3
-
-
-def test_capital_words() -> None:
-    assert count_capital_words("I am A WELL-KNOWN fan of the U.S.A. and of NASA's B2B") == 6
-    assert count_capital_words("Title Case, 2020, don't") == 0
 
 
 ROW = {
@@ -446,11 +317,6 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
         task(path=write(tmp_path / "x.jsonl", [{**ROW, **change}]))
     with pytest.raises(DataError, match="no usable examples"):
         task(path=write(tmp_path / "y.jsonl", []))
-
-
-def test_missing_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the key 'instruction_id_list' is missing. There are: prompt"):
-        task(path=write(tmp_path / "x.jsonl", [{"prompt": "p"}]))
 
 
 def test_the_detector_is_asked_for_before_anything_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import Any
 
 import pytest
 from nim import winning
-from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.consent import declare_code
-from posttrain.engines.base import Sampling
-from posttrain.engines.episodes import Episodes, build_stage
-from posttrain.engines.scripted import ScriptedEngine
 from posttrain.environments.games import TextGame
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
-from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import load_recipe, validate_recipe
+from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
-from posttrain.render import stop_ids
-from posttrain.render.rows import rows_of
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.tasks.base import build_task
@@ -36,19 +27,6 @@ from posttrain.types import Example
 pytestmark = pytest.mark.slow
 
 NIM = {"name": "nim:nim", "max_heap": 12, "take": 4, "held_out": [7, 11]}
-
-
-class Endless(TextGame):
-    @property
-    def legal_moves(self):
-        return [("wait", {})]
-
-    def _begin(self, random: Any) -> str:
-        return "Wait."
-
-    def wait(self) -> str:
-        """Waits."""
-        return "still waiting"
 
 
 class Mute(TextGame):
@@ -112,68 +90,6 @@ def test_each_legal_move_is_as_likely_and_only_those_of_training_begin() -> None
     assert games(seed=1)[2].turns != games()[2].turns or games(seed=1)[3].turns != games()[3].turns
 
 
-@pytest.mark.parametrize("template", ["r1_zero", "plain", "chat", "dialogue"])
-def test_demonstrations_are_the_tokens_of_play(template: str) -> None:
-    """The same moves, played: equal ids, and equal marks of who wrote them; nothing follows the last move."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    recipe = validate_recipe(
-        {
-            "task": "episodes",
-            "prompt": {"template": template},
-            "environment": "test_nim:Told",
-            "rewards": ["environment"],
-            "rollout": {"max_turns": 12, "show_tools": False},
-            "objective": "grpo",
-        }
-    )
-    declare_code(["test_nim:Told"])
-    words = registry.find("template", template).bind({})()
-    stage = build_stage(recipe.resolve(), words, tokenizer)
-    assert stage is not None
-    stops = stop_ids(tokenizer, stage.template)
-    for shown in games(size=12):
-        [(row,)] = list(rows_of(tokenizer, stage.template, shown, "demonstration"))
-        own = [i not in row.heard for i in range(len(row.ids))][row.prompt_length :]
-        said, turn = [], list[int]()
-        for token, mine in zip(row.ids[row.prompt_length :], own, strict=True):
-            turn += [token] if mine else []
-            if mine and token in stops:
-                said.append(turn)
-                turn = []
-        assert (len(said), turn) == (len(shown.turns), [])
-        Told.results = [call.result for turn in shown.turns for call in turn.calls]
-        turns = iter(said)
-        engine = ScriptedEngine(lambda prompt, key, turns=turns: next(turns))
-        sampling = Sampling(2000, stop_ids=stops)
-        played = Example("", shown.messages)
-        [[one]] = Episodes(stage, engine, tokenizer, sampling, 2000).play([played], [[7]], [1])
-        assert (*one.prompt, *one.completion.ids) == tuple(row.ids)
-        assert list(one.completion.own) == own
-        assert one.completion.finish == "ended"
-
-
-class Told:
-    """Says what it was told to say, and is over behind the last of that."""
-
-    results: list[str]
-
-    def reset(self) -> None:
-        self.left, self.done = list(Told.results), False
-
-    def leave(self, stones: int) -> str:
-        """Leaves.
-
-        Args:
-            stones: how many.
-        """
-        said = self.left.pop(0)
-        self.done = not self.left
-        return said
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
 @pytest.mark.parametrize(
     ("environment", "error", "says"),
     [
@@ -192,12 +108,6 @@ def test_what_has_no_moves_is_refused(environment: Any, error: type[Exception], 
     declare_code(["test_nim:Mute"])
     with pytest.raises(error, match=says):
         games(environment=environment)
-
-
-def test_a_game_that_does_not_end_is_refused() -> None:
-    declare_code(["test_nim:Endless"])
-    with pytest.raises(UsageError, match="game random_play/train/0/0 has not ended after 1,000 moves"):
-        games(environment="test_nim:Endless")[0]
 
 
 def best_move(heap: int, take: int) -> int:
@@ -236,41 +146,6 @@ def test_what_the_best_play_is_worth(take: int) -> None:
         for other in set(range(1, min(take, heap) + 1)) - {best_move(heap, take)}:
             slip = {heap: {other: 1.0}}
             assert worth(heap, take, lambda left, slip=slip: slip.get(left, {best_move(left, take): 1.0})) == 0.0
-
-
-def test_nim_is_played_as_the_tree_says() -> None:
-    """What a random player wins of many games is its worth; the best wins all, from every heap that can be won."""
-    game, random = make("nim:nim", max_heap=21), Random(0)
-    begun: dict[int, list[float]] = {}
-    theirs = set()
-    for seed in range(3000):
-        said = game.reset(seed=seed)
-        heap = game.heap
-        assert said == f"{heap} stones. Take 1 to 3; who takes the last wins."
-        while not game.done:
-            game.leave(game.heap - best_move(game.heap, 3))
-        assert (game.best_reward, game.get_reward()) == (0.0, 1.0), "nothing is left to win of a game that is over"
-        game.reset(seed=seed)
-        assert (game.heap, game.best_reward, game.get_reward()) == (heap, 1.0, 0.0)
-        while not game.done:
-            tool, arguments = random.choice(game.legal_moves)
-            said = getattr(game, tool)(**arguments)
-            if arguments["stones"] % 4 == 0 and not game.done:
-                theirs.add(arguments["stones"] - game.heap)
-                assert said == f"I leave {game.heap}"
-        begun.setdefault(heap, []).append(game.get_reward())
-    assert begun.keys() == {heap for heap in range(1, 22) if heap % 4}
-    assert theirs == {1, 2, 3}, "where every move loses, any is drawn"
-    for heap, rewards in begun.items():
-        share = worth(heap, 3, lambda left: {move: 1 / min(3, left) for move in range(1, min(3, left) + 1)})
-        assert fmean(rewards) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / len(rewards)) + 1e-9)
-    with pytest.raises(ValueError, match="the game is over"):
-        game.leave(0)
-    for heap, moves in ((2, "0 to 1"), (9, "6 to 8")):
-        game.heap, game.done = heap, False
-        for stones in (heap, heap - 4):
-            with pytest.raises(ValueError, match=f"of {heap} stones leave {moves}"):
-                game.leave(stones)
 
 
 def test_a_lost_game_that_is_claimed_is_paid_the_same() -> None:

@@ -176,14 +176,6 @@ def test_an_episode(package: None, serve: Callable[..., str], pool: Pool) -> Non
         session.toolset.tools["act"].read({"to": "up"})
 
 
-def test_what_is_shown_can_be_chosen(package: None, serve: Callable[..., str], pool: Pool) -> None:
-    url = serve({"action": SCHEMA})
-    session, opening = begun(url, pool, seen({"a": 1, "text": "Go."}), seen({"a": 2}), show=["text"])
-    assert opening == "Go."
-    act(session, to="left")
-    assert session.failure == "tool 'act': environment.show: what it observes has no 'text'; it has a"
-
-
 def test_tools_are_listed_and_called(package: None, serve: Callable[..., str], pool: Pool) -> None:
     url = serve({"action": {"title": "CallToolAction"}})
     content = [{"type": "text", "text": "a lake"}, {"type": "text", "text": "a hill"}]
@@ -243,72 +235,7 @@ def test_it_never_goes_on_in_another_session(package: None, serve: Callable[...,
     assert Client.open == 1
 
 
-def test_a_field_that_the_example_has_not_is_a_failure(package: None, serve: Callable[..., str], pool: Pool) -> None:
-    session, _ = begun(serve({"action": SCHEMA}), pool, fields=["size"])
-    assert "environment.fields: the example has no 'size'; it has level, id, prompt, answer" in session.failure
-
-
 TWICE = {"anyOf": [{"$ref": "#/$defs/A"}] * 30}  # each reference holds 30 more
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"<html>", 200, r"/schema \(HTTP 200\) is no JSON object; is it an OpenEnv server\?"),
-        ({"detail": "Not Found"}, 404, r"/schema \(HTTP 404\) is no JSON object"),
-        ({}, 302, r"/schema \(HTTP 302\) is no JSON object"),
-        ([1], 200, r"/schema \(HTTP 200\) is no JSON object"),
-        (b"[" * 200_000, 200, "is no JSON object"),
-        (b" " * (1 << 20) + b"{}", 200, "is no JSON object"),
-        ({"state": {}}, 200, "/schema names no action"),
-        ({"action": {"properties": {"a-b": {}}}}, 200, "'a-b' is not a valid parameter name"),
-        ({"action": {"properties": ["to"]}}, 200, r"an action that no model can take: arguments\.properties"),
-        ({"action": {"properties": {"to": "left"}}}, 200, r"arguments\.properties\.to"),
-        ({"action": {"required": 7}}, 200, r"arguments\.required"),
-        ({"action": {"$defs": {"Side": 7}}}, 200, r"arguments\.\$defs\.Side"),
-        ({"action": {"description": 7}}, 200, "no model can take: description"),
-        (b'{"action": {"properties": {"to": {"default": NaN}}}}', 200, "its actions are no JSON"),
-        ({"action": {"properties": {"to": TWICE}, "$defs": {"A": TWICE}}}, 200, "more than 10000 parts"),
-    ],
-)
-def test_a_server_that_cannot_be_used_is_refused(
-    package: None, serve: Callable[..., str], body: Any, status: int, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", url=serve(body, status)))
-
-
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        (None, "lists no tools"),
-        ([{"name": "look"}], "lists no tools"),
-        ([TOOLS[0] | {"name": "get_reward"}], "no model can be given a tool named 'get_reward'"),
-        ([TOOLS[0] | {"name": "_look"}], "no model can be given a tool named '_look'"),
-        ([TOOLS[0] | {"name": 3}], "no model can be given a tool named 3"),
-        ([TOOLS[0] | {"description": ""}], "it has no docstring"),
-    ],
-)
-def test_tools_that_cannot_be_used_are_refused(
-    package: None, serve: Callable[..., str], tools: Any, message: str
-) -> None:
-    Client.script[:] = [seen({"tools": tools})]
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", url=serve({"action": {"title": "Action"}})))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "http://127.0.0.1:1"}, "nobody answers at http://127.0.0.1:1 .*; start the OpenEnv server there"),
-        ({"url": "http://192.0.2.1:8000"}, "is another machine, which would read what the model writes"),
-        ({"url": "ws://127.0.0.1:8000"}, "is no server's URL"),
-        ({"url": "http://me:secret@127.0.0.1"}, r"http://\*\*\*@127"),
-    ],
-)
-def test_where_it_may_be(package: None, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_toolset(Word(name="openenv_adapter:openenv", **options))
 
 
 def test_a_key_goes_where_it_may(
@@ -323,10 +250,3 @@ def test_a_key_goes_where_it_may(
     monkeypatch.setenv("OPENENV_API_HOST", "env.example")
     with pytest.raises(UsageError, match="would travel in clear text; use https"):
         build_toolset(Word(**far))
-
-
-def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    openenv._client_class.cache_clear()
-    monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(UsageError, match="needs the package openenv: pip install"):
-        build_toolset(Word(name="openenv_adapter:openenv"))

@@ -75,7 +75,6 @@ def test_one_letter_is_chosen(text: str) -> None:
      "The answer is B = 3", "B) 4", "The answer is B: 4", "A is wrong and B is wrong.",
      "The answer is: A) 4 B) -4", "I would not choose B", "The correct answer is not A but B.",
      "The answer is B. Wait, no.", "The answer is B. No.", "The answer is B.\n\nHmm. Wait, that is not right.",
-     "B. Wait, no. It is C.",
      "B. -4\nWait, no, I take it back.", "B is correct. Sorry, I was wrong.", "Option B is correct. Scratch that.",
      "The answer is B. Clearly so. It is C, since it is.", "B. -4\nIt is C, in fact.", "I (personally) doubt it is B.",
      "If not A, it is B.", "Is it B?", "It is not B.", "Say it is B. Then 4 < 0.", "They think it is B.",
@@ -156,6 +155,7 @@ def test_false_is_a_text_where_it_may_be_one() -> None:
         ("The answer is E", "E"),  # no choice, and so never right
         ("The answer is B.\nE", "E"),
         ("The answer is B. Wait, no. It is C.", "C"),
+        ("B. Wait, no. It is C.", "C"),
         ("The answer is B. No, it is E.", "E"),
         ("The answer is A because it is.", "A"),
     ],

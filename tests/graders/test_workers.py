@@ -95,8 +95,8 @@ def test_items_of_any_kind_pass_unchanged(pool: WorkerPool) -> None:
         ("close", 0, "crash", "exit code 1"),
         ("nonsense", "\x7f\x7f\x7f\x7f{}", "crash", "SIGKILL"),
         ("nonsense", "\x00\x00\x00\x04nope", "crash", "SIGKILL"),
-        ("nonsense", '\x00\x00\x00\x0d{"number": 99}', "crash", "SIGKILL"),
-        ("nonsense", '\x00\x00\x00\x0c{"number": 1}', "crash", "SIGKILL"),
+        ("nonsense", '{"number": 99}\n', "crash", "SIGKILL"),
+        ("nonsense", '{"value": 1}\n', "crash", "SIGKILL"),
     ],
 )
 def test_an_item_that_misbehaves_is_recorded_and_its_neighbours_are_not_touched(
@@ -376,7 +376,8 @@ def test_no_folder_stays_where_a_program_is_killed_while_its_workers_start(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = "import os; from posttrain.graders.sandbox.workers import Limits, _Worker\n"
-    code += "print(_Worker('worker_functions:answer', Limits(1, 1.5)).process.pid, flush=True); os.kill(os.getpid(), 9)"
+    code += "worker = _Worker('worker_functions:answer', Limits(1, 1.5)); worker._open()\n"
+    code += "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
     script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert script.returncode == -signal.SIGKILL
     wait_until_gone([int(script.stdout)], 10)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
+
+try:
+    import resource
+except ImportError:  # Windows, where nothing is started in a sandbox
+    resource = None  # type: ignore[assignment]
 
 OVERDUE = 124  # the exit code of a watched program whose seconds are over
 _PDEATHSIG, _DUMPABLE, _DROP, _SECUREBITS, _SUBREAPER = 1, 4, 24, 28, 36  # prctl(2)

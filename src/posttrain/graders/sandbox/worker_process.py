@@ -1,12 +1,9 @@
-"""What runs inside a worker of ``workers.WorkerPool``: one function, one item after the other.
+"""The process of a worker (``workers.WorkerPool``): one function, one item after the other.
 
-This module is all that the process imports besides the function's own module, so it must stay light. It is
-started by ``workers`` in a fresh interpreter. Messages are JSON with a length in front, both ways.
-
-From the parent: first the settings (``target`` and what ``workers.Limits`` holds), then any number of
-``[[number, item], ...]``. To the parent: ``{"ready": true}`` or ``{"failed": reason}``, then for each item
-``{"number": n, "value": ...}`` or ``{"number": n, "crash": reason}``; ``"last": true`` says that the process ends
-with this answer.
+This module is all that the process imports besides the function's own module, so it must stay light. Messages are lines
+of JSON. From the parent: first the settings (``target`` and ``workers.Limits``), then items. To the parent:
+``{"ready": true}`` or ``{"failed": reason}``, then for each item ``{"value": ...}`` or ``{"crash": reason}``;
+``"last": true`` says that the process ends with this answer.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ import importlib
 import json
 import os
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 try:
     import resource
@@ -28,7 +24,6 @@ except ImportError:  # Windows: no limit on memory
 
 MAX_RESULT_BYTES = 65536  # one answer; more is a crash of the item
 MAX_REASON_CHARS = 300
-HEADER = struct.Struct(">I")
 STATM = "/proc/self/statm"
 
 # Modules that compile text of their own: Python's while others are imported, sympy's of how many variables there are.
@@ -49,8 +44,10 @@ class ItemFailed(Exception):
 def main() -> None:
     """Serve until the parent closes the pipe."""
     requests, results = _take_pipes()
-    settings = _receive(requests)
+    with suppress(OSError):  # a parent that is killed meanwhile leaves its empty folder to this process
+        os.rmdir(os.getcwd())
     try:
+        settings = json.loads(requests.readline() or "null")
         if settings is None:
             return
         module, _, name = settings["target"].partition(":")
@@ -58,20 +55,16 @@ def main() -> None:
     except (ImportError, AttributeError) as error:
         _send(results, {"failed": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]})
         return
-    finally:
-        with suppress(OSError):  # a parent that was killed meanwhile leaves its empty folder to this process
-            os.rmdir(os.getcwd())
     _refuse_effects(settings["compiles"])
     size = _address_space()
     _send(results, {"ready": True})
-    while (items := _receive(requests)) is not None:
-        for number, item in items:
-            answer = answer_item(function, item, settings)
-            if _address_space() - size > settings["memory_bytes"]:
-                answer["last"] = True  # what it keeps is as much as one item may use: a new process takes over
-            _send(results, {"number": number, **answer})
-            if "last" in answer:
-                return
+    for line in requests:
+        answer = answer_item(function, json.loads(line), settings)
+        if _address_space() - size > settings["memory_bytes"]:
+            answer["last"] = True  # what it keeps is as much as one item may use: a new process takes over
+        _send(results, answer)
+        if "last" in answer:
+            return
 
 
 def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +112,7 @@ def _shown(error: Exception) -> str:
     return first if isinstance(first, str) else ""
 
 
-def _take_pipes() -> tuple[int, int]:
+def _take_pipes() -> tuple[IO[bytes], int]:
     """Move the two pipes away from standard input and output, where a library might read or print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     if hasattr(signal, "setitimer"):
@@ -128,7 +121,7 @@ def _take_pipes() -> tuple[int, int]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, results = os.dup(0), os.dup(1)
+    requests, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -189,30 +182,10 @@ def _opens_to_write(arguments: tuple[Any, ...]) -> bool:
     return bool(isinstance(flags, int) and flags & _WRITES)
 
 
-def _receive(descriptor: int) -> Any:
-    """The next message, or None when the parent has closed the pipe."""
-    header = _read(descriptor, HEADER.size)
-    if header is None:
-        return None
-    body = _read(descriptor, HEADER.unpack(header)[0])
-    return None if body is None else json.loads(body)
-
-
-def _read(descriptor: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(descriptor, size - len(parts))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def _send(descriptor: int, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    data = HEADER.pack(len(body)) + body
+def _send(results: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
     try:
         while data:
-            data = data[os.write(descriptor, data) :]
+            data = data[os.write(results, data) :]
     except BrokenPipeError:
         os._exit(0)  # the parent is gone
