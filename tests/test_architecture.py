@@ -67,7 +67,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "lm_eval": ("commands/evaluate/",),
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on
-    "matplotlib": ("reports/charts/",),
+    "matplotlib": ("reports/charts.py",),
     "jinja2": ("reports/page.py", "render/turns.py"),  # turns: its errors, in chat templates
     "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),

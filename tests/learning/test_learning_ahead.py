@@ -1,6 +1,6 @@
 """GRPO on answers sampled one batch ago, or by three versions each, learns as much as with fresh ones (minutes).
 
-`posttrain compare staleness` is the same with three seeds and more updates.
+`posttrain sweep staleness` is the same with three seeds and more updates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from posttrain.runs.launch import launch
 from posttrain.store.ledger import Ledger, count
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.compare import load_comparison
+from posttrain.sweeps.load import load_sweep
 
 PARTIAL_TOKENS = 12  # answers have some 30
 EVALUATION = "eval/stories/validation"
@@ -21,14 +21,12 @@ EVALUATION = "eval/stories/validation"
 
 @pytest.mark.slow
 def test_staleness_reaches_the_synchronous_accuracy(tmp_path: Path) -> None:
-    plan = load_comparison(
-        "staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.n", "200")], folder="unused"
-    )
+    plan = load_sweep("staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.n", "200")], folder="unused")
     assert plan.start is not None
     start = launch(plan.start.recipe, root=tmp_path, name="start")
     last: dict[str, dict[str, float]] = {}
     for method in ("synchronous", "one-behind", "two-behind"):
-        cell = next(cell for cell in plan.cells if (cell.method, cell.seed) == (method, 0))
+        cell = next(cell for cell in plan.trainings if (cell.row, cell.seed) == (method, 0))
         assert cell.recipe.rollout is not None
         if method == "two-behind":  # no other test trains with answers that go on across updates for long
             cell.recipe.rollout.partial, cell.recipe.rollout.partial_tokens = True, PARTIAL_TOKENS

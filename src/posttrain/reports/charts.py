@@ -156,7 +156,9 @@ def draw_svg(panel: Panel) -> str:
         _draw(figure.subplots(), panel, notes)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     svg = _NOISE.sub("", target.getvalue()[target.getvalue().index("<svg") :])
-    svg = re.sub(r'<a xlink:href="note:(\d+)"[^>]*>', lambda m: f"<g><title>{html.escape(notes[int(m[1])])}</title>", svg)
+    svg = re.sub(
+        r'<a xlink:href="note:(\d+)"[^>]*>', lambda m: f"<g><title>{html.escape(notes[int(m[1])])}</title>", svg
+    )
     svg = svg.replace("</a>", "</g>")
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
@@ -227,7 +229,7 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Settings of matplotlib: text stays text, no formulas in it, and the same picture for the same numbers."""
+    """Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture."""
     import matplotlib as mpl
 
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}
