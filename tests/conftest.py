@@ -72,7 +72,7 @@ def quick_stories() -> Iterator[None]:
 def no_curves() -> Iterator[None]:
     """Runs end without a picture of their curves, which takes two to four times as long as they do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.commands.summary.draw_curves", lambda panels, title, path: path)
+        patch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
         yield
 
 

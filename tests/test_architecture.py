@@ -65,7 +65,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "lm_eval": ("commands/evaluate/",),
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on
-    "matplotlib": ("reports/charts/",),
+    "matplotlib": ("reports/charts.py",),
     "jinja2": ("reports/page.py",),
     "markupsafe": (),  # nobody calls a text safe: templates escape
     "peft": ("models/",),

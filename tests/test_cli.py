@@ -83,7 +83,7 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
         (["train", "tiny/grpo", "train.lr=1"], "'train.lr=1' is no option of `posttrain train`, or an argument too "
          "many. Did you mean --train.lr 1? See `posttrain train --help`"),
-        (["compare", "rl/grpo", "rl/rloo"], "'rl/rloo' is no option of `posttrain compare`, or an argument too many."),
+        (["sweep", "rl/grpo", "rl/rloo"], "'rl/rloo' is no option of `posttrain sweep`, or an argument too many."),
         (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
         (["evaluate", "tiny", "--task", "rows.jsonl"],
          "Rows of your own are --task jsonl, with the file as --task.path. Known:"),
@@ -226,10 +226,10 @@ def test_dry_run_says_which_models_are_not_there(
     assert said("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
     assert said("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
     assert said("train", "tiny/grpo", "--model.name", "~nobody-by-this-name/it")[0].startswith("model.name: ")
-    assert said("train", "grpo-gsm8k") == said("pipeline", "tiny") == [], "a model of the hub, and what is made"
+    assert said("train", "grpo-gsm8k") == said("sweep", "tiny") == [], "a model of the hub, and what is made"
     sweep = tmp_path / "mine.yaml"
-    sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nmethods: {grpo: rl/grpo}\nseeds: 2\n")
-    assert said("compare", "mine.yaml") == [missing]
+    sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nrows: {grpo: rl/grpo}\nseeds: 2\n")
+    assert said("sweep", "mine.yaml") == [missing]
     Path("runs/mine").mkdir(parents=True)
     assert said("train", "tiny/grpo", "--model.name", "runs/mine") == []
 

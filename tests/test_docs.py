@@ -20,8 +20,7 @@ from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
-from posttrain.sweeps.compare import load_comparison
-from posttrain.sweeps.pipeline import load_pipeline
+from posttrain.sweeps.load import load_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,10 +75,9 @@ def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -
     if len(words) == 2 and words[1] in cli.COMMANDS:  # the command as it is called in a sentence
         return
     namespace = cli.parse(words[1:])
-    if namespace.command == "compare" and not namespace.recipe.endswith(".yaml"):
-        assert load_comparison(namespace.recipe, namespace.overrides, folder="unused", over=namespace.over).cells
-    elif namespace.command == "pipeline" and not namespace.recipe.endswith(".yaml"):
-        assert load_pipeline(namespace.recipe, namespace.overrides, folder="unused", methods=namespace.methods).parts
+    if namespace.command == "sweep" and not namespace.recipe.endswith(".yaml"):
+        wanted = {"over": namespace.over, "rows": namespace.rows}
+        assert load_sweep(namespace.recipe, namespace.overrides, folder="unused", **wanted).trials
     elif namespace.command == "train" and not namespace.recipe.endswith(".yaml"):
         resolved = load_recipe(namespace.recipe, namespace.overrides).resolve()
         assert resolved.objective.name
@@ -98,8 +96,8 @@ def test_recipes_in_the_documents_resolve(tmp_path: Path) -> None:
             continue
         path = tmp_path / f"{page}-{number}.yaml"
         path.write_text(text, encoding="utf-8")
-        if "methods:" in text:
-            assert len(load_comparison(str(path), folder=tmp_path / "unused").cells) == 9
+        if "rows:" in text:
+            assert len(load_sweep(str(path), folder=tmp_path / "unused").trainings) == 9
             continue
         load = load_sae_recipe if "dictionary:" in text else load_recipe
         assert load(str(path)).resolve().train.steps > 0
@@ -138,12 +136,11 @@ asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
-from posttrain.sweeps.compare import load_comparison
-from posttrain.sweeps.pipeline import load_pipeline
+from posttrain.sweeps.load import load_sweep
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
-plan = load_comparison({str(tmp_path / "mine.yaml")!r}, folder="unused")
-print(len(plan.cells), sorted({{cell.recipe.objective.name for cell in plan.cells}}), plan.base.train.steps)
+plan = load_sweep({str(tmp_path / "mine.yaml")!r}, folder="unused")
+print(len(plan.trainings), sorted({{run.recipe.objective.name for run in plan.trainings}}), plan.base.train.steps)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

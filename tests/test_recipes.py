@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.recipes.document import interpretation_names, recipe_names, study_names
+from posttrain.recipes.document import interpretation_names, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.sweeps.compare import comparison_names, training_recipe_names
+from posttrain.sweeps.file import sweep_names, training_recipe_names
 
 PACKAGE = Path(posttrain.__file__).parent
-# Those of `posttrain sae`, `posttrain study` and `posttrain pipeline` have tests of their own.
-OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *study_names(), *recipe_names("pipeline/"))}
+# Those of `posttrain sae` and `posttrain sweep` have tests of their own.
+OTHERS = {f"{name}.yaml" for name in (*interpretation_names(), *sweep_names())}
 FILES = sorted(
-    path
-    for path in (PACKAGE / "recipes").rglob("*.yaml")
-    if path.parent.name != "compare" and str(path.relative_to(PACKAGE / "recipes")) not in OTHERS
+    path for path in (PACKAGE / "recipes").rglob("*.yaml") if str(path.relative_to(PACKAGE / "recipes")) not in OTHERS
 )
 NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for path in FILES)
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
@@ -67,7 +65,7 @@ def coin(text: str) -> float:
 
 def test_the_package_finds_every_file() -> None:
     assert training_recipe_names() == NAMES
-    others = {*comparison_names(), *interpretation_names(), *study_names(), *recipe_names("pipeline/")}
+    others = {*sweep_names(), *interpretation_names()}
     assert set(recipe_names()) == {*NAMES, *others}
     assert {"sae-qwen3-14b-layer20", "tiny/sae"} <= set(interpretation_names())
     assert {"grpo-gsm8k", "grpo-math", "sft-math", "tiny/pretrain", "tiny/sft", "tiny/grpo"} <= set(NAMES)

@@ -32,9 +32,7 @@ NUM_ROWS = {"S0": 17, "S1": 23, "S2": 23, "S3": 14, "S4": 16}
 NO_COMMAND = {"S1.23", "S2.10", "S2.13", "S2.16", "S2.21"}
 # Words behind a command, by its first words; the longest that fits.
 SMALLER: dict[str, str] = {
-    "compare": "--dry-run",
-    "study": "--dry-run",
-    "pipeline": "--dry-run",
+    "sweep": "--dry-run",
     "evaluate": "--n 3 --max-tokens 4 --quiet",
     "quantize": "--n 2 --max-tokens 4 --quiet",
     "activations": "--max-rows 200 --quiet",

@@ -45,7 +45,7 @@ def comparison_text(name: str) -> str:
     results = read(f"{name}.json")
     common = "; ".join(f"{key} {value}" for key, value in results["common"].items())
     rows = []
-    for about in results["methods"].values():
+    for about in (results.get("rows") or results["methods"]).values():
         got = about["summaries"]
         kl, seconds = got.get("kl_from_start"), f"{got['train_seconds']['mean']:.0f}"
         cells = [

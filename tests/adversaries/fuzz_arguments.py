@@ -54,7 +54,7 @@ VALID = {
 SEEDS = {"--seed"}
 MAY_BE_EMPTY = {"--system"}
 FILES = {"recipe": "mine.yaml"}
-RECIPES = {"train": RL, "compare": COMPARISON, "study": STUDY, "sae train": SAE, "sae diff": DIFF}
+RECIPES = {"train": RL, "sweep": COMPARISON, "sae train": SAE, "sae diff": DIFF}
 
 
 def parsers() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
@@ -209,13 +209,13 @@ def override_cases(random: Random) -> list[Case]:
             (("train",), RL),
             (("sae", "train"), SAE),
             (("sae", "diff"), DIFF),
-            (("compare",), COMPARISON),
+            (("sweep",), COMPARISON),
         ):
             if words != ("train",) and key.partition(".")[0] not in ("train", "description"):
                 continue
             if words in (("sae", "diff"),) and key.partition(".")[0] == "train":
                 more = tuple(m.replace("--train", "--changes.train") for m in more)
-            if words == ("compare",) and "bad \udcff bytes" not in more and key.startswith("train.") is False:
+            if words == ("sweep",) and "bad \udcff bytes" not in more and key.startswith("train.") is False:
                 continue
             cases.append(
                 Case("override", (*words, "mine.yaml", *more), (*names, "changes", "'bad"), {"mine.yaml": dump(recipe)})
@@ -271,7 +271,7 @@ def place_cases(random: Random) -> list[Case]:
         if "--runs-dir" not in options or words[0] in ("serve", "serve-command", "chat", "studio"):
             continue
         given, files = fill(words, parser)
-        if words[0] == "demo" or words in (("runs", "manage"), ("study",)):
+        if words[0] == "demo" or words in (("runs", "manage"),):
             given = [*given]
         for place, more in (
             ("f", {"f": b"x"}),
@@ -449,11 +449,10 @@ def named_run_cases(random: Random) -> list[Case]:
         (("recipes", "list", "x", "y"), ("y", "unrecognized")),
         (("train", "tiny/grpo", "more"), ("more",)),
         (("train", "tiny/grop"), ("tiny/grop",)),
-        (("compare", "tiny/grpo"), ("tiny/grpo",)),
-        (("study", "tiny/grpo"), ("tiny/grpo",)),
+        (("compare", "tiny/grpo"), ("posttrain sweep",)),
         (("sae", "train", "tiny/grpo"), ("tiny/grpo",)),
         (("sae", "diff", "tiny/grpo"), ("tiny/grpo",)),
-        (("train", "compare/ppo-grpo-dpo"), ("compare",)),
+        (("train", "sweep/ppo-grpo-dpo"), ("sweep",)),
         (("evaluate", "tiny", "--task", "nonsense"), ("nonsense",)),
         (("evaluate", "tiny", "--task", ","), ("--task",)),
         (("evaluate", "tiny", "--template", "nonsense", "--task", "stories"), ("nonsense",)),
@@ -487,13 +486,13 @@ def named_run_cases(random: Random) -> list[Case]:
             ("resid.", "--site", "--layer"),
         ),
         (("activations", "tiny", "--layer", "99", "--task", "stories", "--out", "acts"), ("99", "--layer")),
-        (("compare", "mine.yaml", "--methods", "nonsense"), ("nonsense",)),
-        (("compare", "mine.yaml", "--methods", ","), ("--methods",)),
-        (("compare", "mine.yaml", "--seeds", "1000000"), ("--seeds",)),
+        (("sweep", "mine.yaml", "--rows", "nonsense"), ("nonsense",)),
+        (("sweep", "mine.yaml", "--rows", ","), ("--rows",)),
+        (("sweep", "mine.yaml", "--seeds", "1000000"), ("--seeds",)),
     ):
         cases.append(Case("words", words, names, {"mine.yaml": dump(COMPARISON)} if "mine.yaml" in words else {}))
     for name in (LONG, "a/b", "²", "", "..", "a b", "bad\\udcff", "3"):
-        for section, recipe, words in (("methods", COMPARISON, ("compare",)), ("reward_models", STUDY, ("study",))):
+        for section, recipe, words in (("rows", COMPARISON, ("sweep",)), ("rows", STUDY, ("sweep",))):
             text = (
                 dump({k: v for k, v in recipe.items() if k != section}).decode()
                 + f"{section}:\n  {name if name in ('null', '3') else chr(34) + name + chr(34)}: {{recipe: rl/grpo}}\n"
@@ -601,7 +600,7 @@ def good_cases(random: Random) -> list[Case]:
         ("serve-command", "tiny"),
         ("--version",),
         ("train", "tiny/grpo", "--dry-run"),
-        ("compare", "ppo-grpo-dpo", "--dry-run"),
+        ("sweep", "ppo-grpo-dpo", "--dry-run"),
         ("runs", "--runs-dir", "nowhere"),
         ("data", "show", "stories", "--n", "3"),
         ("train", "--help"),

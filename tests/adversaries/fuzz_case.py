@@ -42,14 +42,13 @@ COMPARISON: dict[str, Any] = {
         "train": {"steps": 1, "lr": 0.001},
         "eval": {"every": 1, "n": 2},
     },
-    "methods": {"one": {"objective": "grpo"}, "two": {"objective": "reinforce"}},
+    "rows": {"one": {"objective": "grpo"}, "two": {"objective": "reinforce"}},
     "seeds": 1,
 }
 STUDY: dict[str, Any] = {
-    "study": "best_of_n",
     "description": "which answer",
     "start": {"recipe": "tiny/sft"},
-    "reward_models": {"plain": {"recipe": "tiny/rm"}},
+    "rows": {"plain": {"recipe": "tiny/rm"}},
     "best_of_n": {"task": {"name": "stories"}, "n": 4, "samples": 2, "max_tokens": 8},
     "seeds": 1,
 }
@@ -69,8 +68,8 @@ DIFF: dict[str, Any] = {
 # Every way in which a recipe is read: the words in front of its name, and a good one.
 LOADERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "train": (("train",), RL),
-    "compare": (("compare",), COMPARISON),
-    "study": (("study",), STUDY),
+    "methods": (("sweep",), COMPARISON),
+    "best of n": (("sweep",), STUDY),
     "sae": (("sae", "train"), SAE),
     "diff": (("sae", "diff"), DIFF),
 }

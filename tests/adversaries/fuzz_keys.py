@@ -9,7 +9,6 @@ from random import Random
 from typing import Annotated, Any
 
 from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value, without
-from posttrain.sweeps.study import StudyFile
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
@@ -18,6 +17,7 @@ from posttrain.interpret.dictionaries.recipe import SaeRecipe
 from posttrain.interpret.differences.recipe import DiffRecipe
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import Word
+from posttrain.sweeps.file import SweepFile
 
 # YAML of a value, and the types that it fits; what fits nothing is bad for every key.
 POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
@@ -183,7 +183,7 @@ def _bases() -> Iterator[tuple[str, tuple[str, ...], type[BaseModel], dict[str, 
     yield "recipe", ("train",), Recipe, RL
     yield "sae recipe", ("sae", "train"), SaeRecipe, SAE
     yield "diff recipe", ("sae", "diff"), DiffRecipe, DIFF
-    yield "study", ("study",), StudyFile, STUDY
+    yield "sweep", ("sweep",), SweepFile, STUDY
 
 
 def key_cases(random: Random) -> list[Case]:

@@ -130,8 +130,7 @@ def write_recipes(folder: Path) -> list[str]:
         "model": RECIPE | {"model": {"name": HOSTILE}},
         "extends": RECIPE | {"extends": HOSTILE},
         "module": RECIPE | {"objective": f"{HOSTILE}:{HOSTILE}"},
-        "compare": {"start": HOSTILE, "base": RECIPE | {"description": HOSTILE}, "methods": {HOSTILE: HOSTILE}},
-        "study": {"study": HOSTILE, "description": HOSTILE, HOSTILE: HOSTILE},
+        "sweep": {"start": HOSTILE, "base": RECIPE | {"description": HOSTILE}, "rows": {HOSTILE: HOSTILE}},
         "dictionary": {"activations": {"folder": HOSTILE, HOSTILE: 1}, "dictionary": HOSTILE},
         "list": [HOSTILE],
     }

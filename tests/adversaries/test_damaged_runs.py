@@ -335,7 +335,7 @@ def test_an_own_database_that_was_analyzed_and_vacuumed_is_read(root: Path) -> N
 )
 def test_a_damaged_comparison_is_listed(root: Path, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "compared").mkdir()
-    (root / "compared" / "compare.yaml").write_text(plan)
+    (root / "compared" / "sweep.yaml").write_text(plan)
     assert main(["runs", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [item["state"] for item in found["comparisons"]] == ["damaged"]
@@ -410,7 +410,7 @@ def test_no_text_of_another_file_is_shown(root: Path, name: str, capsys: pytest.
 def test_the_table_of_a_comparison_is_its_own(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root.parent / "secret").write_text("hunter2\n")
     (root / "compared").mkdir()
-    (root / "compared" / "compare.yaml").write_text("methods: {a: {}}\nseeds: 1\n")
+    (root / "compared" / "sweep.yaml").write_text("rows: {a: {}}\nseeds: 1\n")
     (root / "compared" / "table.md").symlink_to(root.parent / "secret")
     assert main(["runs", "show", "compared"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -51,13 +51,12 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/extends.yaml", "--dry-run"],
         ["tiny/sft", "--model.name", "runs/evil", "--dry-run"],
     ],
-    "compare": [
+    "sweep": [
         ["own/compare.yaml", "--dry-run"],
-        ["runs/evil-compare/compare.yaml", "--dry-run"],
+        ["runs/evil-compare/sweep.yaml", "--dry-run"],
         ["own/plain-compare.yaml", "--run", "evil-compare"],
+        ["own/chain.yaml", "--dry-run"],
     ],
-    "study": [["own/study.yaml", "--dry-run"]],
-    "pipeline": [["own/pipeline.yaml", "--dry-run"]],
     "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
     "chat": [["evil", *SHORT]],
@@ -111,21 +110,18 @@ def lay_out(folder: Path, changes: dict[str, Any]) -> Path:
     base = {key: value for key, value in plain_recipe().items() if key not in ("objective", "advantage", "aggregate")}
     cell = folder / "runs" / "evil-compare" / "cells" / "grpo-seed0"
     make_evil(cell, changes, marker, with_weights=False)
-    compare = {"base": {**base, **changes}, "methods": {"grpo": {"objective": CODE}}, "seeds": 1}
-    (folder / "runs" / "evil-compare" / "compare.yaml").write_text(yaml.safe_dump(compare))
+    compare = {"base": {**base, **changes}, "rows": {"grpo": {"objective": CODE}}, "seeds": 1}
+    (folder / "runs" / "evil-compare" / "sweep.yaml").write_text(yaml.safe_dump(compare))
     own = folder / "own"
     own.mkdir()
     (own / "link.yaml").symlink_to(evil / "recipe.yaml")
     (own / "extends.yaml").write_text("extends: ../runs/evil/recipe.yaml\n")
-    plain = {"base": base, "methods": {"grpo": "rl/grpo"}, "seeds": 1}
+    plain = {"base": base, "rows": {"grpo": "rl/grpo"}, "seeds": 1}
     (own / "plain-compare.yaml").write_text(yaml.safe_dump(plain))
     (own / "compare.yaml").write_text(yaml.safe_dump({**plain, "start": "runs/evil/recipe.yaml"}))
-    study = {"study": "overoptimization", "start": "runs/evil/recipe.yaml", "reward_models": {"rm": "tiny/rm"}}
-    (own / "study.yaml").write_text(yaml.safe_dump(study))
-    judged = {"reward_models": {"rm": "tiny/rm", "judge": "tiny/rm"}, "optimize": "rm", "judge": "judge"}
-    pipeline = {"start": "runs/evil/recipe.yaml", **judged, "policies": {"a": "rl/grpo"}}
-    pipeline |= {"evaluate": {"task": "stories"}}
-    (own / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+    rows = {"rm": "tiny/rm", "judge": "tiny/rm", "a": {"recipe": "rl/grpo", "needs": "rm"}}
+    chain = {"start": "runs/evil/recipe.yaml", "rows": rows, "head_to_head": {"judge": "judge", "task": "stories"}}
+    (own / "chain.yaml").write_text(yaml.safe_dump(chain))
     return marker
 
 

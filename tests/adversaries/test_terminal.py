@@ -29,8 +29,7 @@ ENDLESS = ("--help", "--traceback", "--browser")
 HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
-    ("compare",): ["compare/ppo-grpo-dpo", "--dry-run"],
-    ("study",): ["study/over-optimization", "--dry-run"],
+    ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
     ("pipeline",): ["pipeline/tiny", "--dry-run"],
     ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
@@ -85,10 +84,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
         poison_run(Path("runs/honest"), Path("runs/evil"))
         poison_run(Path("runs/honest"), Path("runs") / f"e{HOSTILE.replace('/', '')}"[:120])
         break_run(Path("runs/honest"), Path("broken/damaged"))
-        for plan, page in (("compare.yaml", "table.md"), ("study.yaml", "table.md")):
+        for plan, page in (("sweep.yaml", "table.md"),):
             place = Path("runs") / plan.partition(".")[0]
             place.mkdir()
-            content = {"base": {}, "start": HOSTILE, "methods": {HOSTILE: HOSTILE}, "study": HOSTILE}
+            content = {"base": {}, "start": HOSTILE, "rows": {HOSTILE: HOSTILE}}
             (place / plan).write_text(safe_dump(content), encoding="utf-8")
             (place / page).write_text(HOSTILE, encoding="utf-8")
             (place / "results.json").write_text("{}", encoding="utf-8")
@@ -166,7 +165,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     for line in (*lists, ["runs", "--sort", "name"]):
         show(line)
     assert SEEN in show(["runs"])
-    for name in ("evil", named, "runs/evil", "compare", "study", "broken/damaged"):
+    for name in ("evil", named, "runs/evil", "sweep", "broken/damaged"):
         seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
         for action in (["tag"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
@@ -194,8 +193,8 @@ def test_hostile_recipes(show: Show, stage: Path) -> None:
     for path in sorted((stage / "recipes").iterdir()):
         file = str(path.relative_to(stage))
         shown = [show(["train", file, "--dry-run"])]
-        if path.stem in ("compare", "study", "dictionary", "raw", "inner_key"):
-            commands = ["compare"], ["study"], ["sae", "train"], ["recipes", "show"], ["explain"]
+        if path.stem in ("sweep", "dictionary", "raw", "inner_key"):
+            commands = ["sweep"], ["sae", "train"], ["recipes", "show"], ["explain"]
             shown += [show([*command, file]) for command in commands]
         told += any(SEEN in text for text in shown)
     assert told >= 12

@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a demo this small."""
-    monkeypatch.setattr("posttrain.commands.summary.draw_curves", lambda panels, title, path: path)
+    monkeypatch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
 
 
 def measured(label: str, accuracy: float, low: float, high: float, worked: float) -> demo.Measured:

@@ -30,7 +30,7 @@ objective: cross_entropy
 train: {steps: 3, lr: 1.0e-4, save_every: 1, keep: 9}
 eval: {every: 3, n: 3, max_tokens: 4}
 """
-COMPARE = "base: {}\nmethods: {plain: {}}\nseeds: 1\n"
+COMPARE = "base: {}\nrows: {plain: {}}\nseeds: 1\n"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def place(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     shutil.copytree(trained, tmp_path / "place", symlinks=True)
     folder = tmp_path / "place"
     shutil.copytree(folder / "runs" / "sft", folder / "runs" / "compare-x" / "cells" / "plain-seed0", symlinks=True)
-    (folder / "runs" / "compare-x" / "compare.yaml").write_text(COMPARE)
+    (folder / "runs" / "compare-x" / "sweep.yaml").write_text(COMPARE)
     (folder / "runs" / "compare-x" / "table.md").write_text("| method | right |\n| plain | 12 % |\n")
     monkeypatch.chdir(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Comparisons and studies that are killed with SIGKILL and begun again, and what is left of their processes.
+"""Sweeps that are killed with SIGKILL and begun again, and what is left of their processes.
 
 All processes that come of a command carry a mark in their environment, by which those that outlive it are found.
 """
@@ -36,13 +36,12 @@ BASE: dict[str, Any] = killing.grpo_recipe(4) | {
 }
 COMPARISON: dict[str, Any] = {
     "base": {key: value for key, value in BASE.items() if key != "objective"},
-    "methods": {"grpo": {"objective": "grpo"}, "reinforce": {"objective": "reinforce", "advantage": "centered"}},
+    "rows": {"grpo": {"objective": "grpo"}, "reinforce": {"objective": "reinforce", "advantage": "centered"}},
     "seeds": 1,
 }
 STUDY: dict[str, Any] = {
-    "study": "best_of_n",
     "start": killing.sft_recipe(4, save_every=1) | {"eval": EVALUATION},
-    "reward_models": {
+    "rows": {
         "orm": {
             "task": {"name": "stories", "split": "train", "size": 200},
             "rewards": REWARDS,
@@ -55,7 +54,7 @@ STUDY: dict[str, Any] = {
     "best_of_n": {"task": {"name": "stories", "split": "validation"}, "n": 4, "samples": 4, "max_tokens": 16},
     "seeds": 1,
 }
-FILES = {"compare": COMPARISON, "study": STUDY}
+FILES = {"methods": COMPARISON, "best of n": STUDY}
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Starter(Forking):
 
 
 class Sweep:
-    """A comparison or a study in a folder of its own."""
+    """A sweep in a folder of its own."""
 
     def __init__(self, starter: Starter, kind: str, folder: Path) -> None:
         self.starter, self.kind, self.root = starter, kind, folder
@@ -137,7 +136,7 @@ class Sweep:
         self.target, self.output = folder / "runs" / "x", folder / "output.txt"
 
     def start(self) -> int:
-        return self.starter.start([self.kind, "file.yaml", "--run", "x", "--jobs", "2"], self.root, self.output)
+        return self.starter.start(["sweep", "file.yaml", "--run", "x", "--jobs", "2"], self.root, self.output)
 
     def finish(self) -> tuple[int, float | None]:
         """The command to its end: exit code, and seconds until it said that a part began or went on, or all are."""

@@ -1,6 +1,6 @@
 """Forks a command for every line on the standard input: ``[words behind posttrain, folder, output file]`` as JSON.
 
-Answers with the process id, and with the exit code once it has ended. The parts of a comparison or a study, which
+Answers with the process id, and with the exit code once it has ended. The trials of a sweep, which
 would be new interpreters, are forked from it as well, with what a new process has of its parent: its output, its
 process group and the descriptors that are passed on, and nothing else. Their curves are not drawn: that would take
 longer than all else that they do, and nobody looks at them.
@@ -21,16 +21,16 @@ from imported_late import IMPORTED
 
 from posttrain import cli
 from posttrain.commands import summary
+from posttrain.commands import sweeps as sweep
 from posttrain.commands import train as training
 from posttrain.commands.evaluate import models as evaluation
-from posttrain.commands.sweeps import command as sweep
-from posttrain.commands.sweeps import view as sweep_view
+from posttrain.reports import sweeps as pages
 from posttrain.runs import children
-from posttrain.sweeps import best_of_n, comparison, overoptimization, runner
+from posttrain.sweeps import load, report, runner
 from posttrain.train import loop
 
-IMPORTED += (sweep, sweep_view, evaluation, training)
-IMPORTED += (best_of_n, comparison, overoptimization, runner, loop)  # before forking, which is the point
+IMPORTED += (sweep, pages, evaluation, training)
+IMPORTED += (load, report, runner, loop)  # before forking, which is the point
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -93,12 +93,12 @@ def work(words: Sequence[str], env: dict[str, str]) -> None:
 
 
 def draw_nothing(panels: Sequence[Any], title: str, path: str | Path) -> Path:
-    """In the place of ``draw_curves``."""
+    """In the place of ``draw_png``."""
     return Path(path)
 
 
 def main() -> None:
-    summary.draw_curves = draw_nothing
+    summary.draw_png = draw_nothing
     children.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
     )

@@ -1,4 +1,4 @@
-"""``kill -9`` of a comparison or a study: nothing outlives it, and the same command goes on as if nothing had been."""
+"""``kill -9`` of a sweep: nothing outlives it, and the same command goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Moment = Callable[[Sweep, float], bool]
 
 
 def first_checkpoints(sweep: Sweep, seconds: float) -> bool:
-    """A cell of a comparison has saved something; the other one is about to, so that both are at work."""
+    """A trial has saved something; the other one is about to, so that both are at work."""
     return any(sweep.target.glob("cells/*/checkpoints/step-*"))
 
 
@@ -23,13 +23,13 @@ def grading(sweep: Sweep, seconds: float) -> bool:
 
 
 def sampling(sweep: Sweep, seconds: float) -> bool:
-    """The last part of the study, an evaluation, has opened its records."""
+    """The last trial, an evaluation, has opened its records."""
     return any(sweep.target.glob("chosen/*/rollouts.db"))
 
 
 MOMENTS: dict[str, dict[str, Moment]] = {
-    "compare": {"first checkpoints": first_checkpoints, "grading": grading},
-    "study": {"sampling": sampling},
+    "methods": {"first checkpoints": first_checkpoints, "grading": grading},
+    "best of n": {"sampling": sampling},
 }
 
 

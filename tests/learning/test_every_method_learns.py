@@ -14,7 +14,8 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.compare import ComparisonPlan, load_comparison
+from posttrain.sweeps.load import load_sweep
+from posttrain.sweeps.plan import Plan
 
 SEEDS = (0, 1, 2)
 STEPS = 20
@@ -35,19 +36,19 @@ SLOW_LEARNERS = {"sdpo": (3, 0.2), "gspo": (3, 0.1), "gspo-token": (3, 0.1)}
 
 
 @cache
-def plan_of(name: str) -> ComparisonPlan:
+def plan_of(name: str) -> Plan:
     overrides = POLICY_GRADIENT if name == "all-policy-gradient" else PREFERENCE
-    plan = load_comparison(name, overrides, folder="unused")
-    for cell in plan.cells:
-        if cell.method == "rejection-sampling":  # as many answers as the others, all at once
+    plan = load_sweep(name, overrides, folder="unused")
+    for cell in plan.trainings:
+        if cell.row == "rejection-sampling":  # as many answers as the others, all at once
             cell.recipe.rollout.prompts, cell.recipe.train.minibatches = 8 * STEPS, STEPS
             cell.recipe.train.epochs = 1
-        cell.recipe.train.steps = STEPS * SLOW_LEARNERS.get(cell.method, (1, GAIN))[0]
+        cell.recipe.train.steps = STEPS * SLOW_LEARNERS.get(cell.row, (1, GAIN))[0]
     return plan
 
 
 def methods_of(name: str) -> list[str]:
-    return [method.name for method in plan_of(name).methods]
+    return [method.name for method in plan_of(name).rows]
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +60,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.folder / "checkpoints" / f"step-{result.step:06d}"
 
 
-def course_of(plan: ComparisonPlan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
+def course_of(plan: Plan, method: str, seed: int, start: Path, root: Path) -> list[dict[str, float]]:
     """The metrics of one cell, row by row."""
-    cell = next(cell for cell in plan.cells if (cell.method, cell.seed) == (method, seed))
+    cell = next(cell for cell in plan.trainings if (cell.row, cell.seed) == (method, seed))
     cell.recipe.model.name = str(start)
     result = launch(cell.recipe, root=root, name=cell.name)
     assert result.step == cell.recipe.train.steps

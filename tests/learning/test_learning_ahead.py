@@ -1,6 +1,6 @@
 """GRPO on answers sampled one batch or two ago learns as much as with fresh ones (minutes).
 
-`posttrain compare staleness` is the same with three seeds and more updates.
+`posttrain sweep staleness` is the same with three seeds and more updates.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.compare import load_comparison
+from posttrain.sweeps.load import load_sweep
 
 EVALUATION = "eval/stories/validation"
 
 
 @pytest.mark.slow
 def test_staleness_reaches_the_synchronous_accuracy(tmp_path: Path) -> None:
-    plan = load_comparison(
-        "staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.n", "200")], folder="unused"
-    )
+    plan = load_sweep("staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.n", "200")], folder="unused")
     assert plan.start is not None
     start = launch(plan.start.recipe, root=tmp_path, name="start")
     last: dict[str, dict[str, float]] = {}
     for method in ("synchronous", "one-behind", "two-behind"):
-        cell = next(cell for cell in plan.cells if (cell.method, cell.seed) == (method, 0))
+        cell = next(cell for cell in plan.trainings if (cell.row, cell.seed) == (method, 0))
         assert cell.recipe.rollout is not None
         cell.recipe.model.name = str(start.folder / "checkpoints" / f"step-{start.step:06d}")
         result = launch(cell.recipe, root=tmp_path, name=method)

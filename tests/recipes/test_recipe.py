@@ -421,8 +421,8 @@ def test_sections_are_checked(changes: dict[str, Any], message: str) -> None:
 
 def test_a_comparison_is_not_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "several.yaml"
-    path.write_text("base: tiny/grpo\nmethods: {a: rl/grpo}\n")
-    with pytest.raises(RecipeError, match=r"several\.yaml: this compares several methods; .*posttrain compare"):
+    path.write_text("base: tiny/grpo\nrows: {a: rl/grpo}\n")
+    with pytest.raises(RecipeError, match=r"several\.yaml: this is a sweep of several runs; .*posttrain sweep"):
         load_recipe(str(path))
 
 

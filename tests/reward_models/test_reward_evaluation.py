@@ -18,7 +18,8 @@ from posttrain.errors import UsageError
 from posttrain.evals.ranking import COMBINE, area_under_curve
 from posttrain.evals.statistics import logit, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
-from posttrain.reports.charts.calibration import draw_calibration
+from posttrain.reports.charts import draw_png
+from posttrain.reports.curves import calibration_panels
 from posttrain.reports.reward_model import difference_tables, shared_verdicts
 from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model
 from posttrain.reward_models.measures import vote_weights
@@ -393,7 +394,7 @@ def test_answers_to_one_problem_are_one_item_of_a_comparison() -> None:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     found = evaluated("outcome", JUDGED)
-    path = draw_calibration(found.bins, "orm", tmp_path / "calibration.png")
+    path = draw_png(calibration_panels(found.bins), "orm", tmp_path / "calibration.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     folded = evaluated("preference", [problem(i, said(i - 1.5, 1.0), said(0.0, 0.0)) for i in range(4)])
-    assert draw_calibration(folded.bins, "rm", tmp_path / "pairs.png").stat().st_size > 5000
+    assert draw_png(calibration_panels(folded.bins), "rm", tmp_path / "pairs.png").stat().st_size > 5000

@@ -84,8 +84,8 @@ def make_comparison(root: Path, name: str, methods: Sequence[str] = ("grpo", "da
     """A finished comparison with a start that every cell names."""
     folder = root / name
     make_run(folder, "start", steps=(2,), best=2)
-    content = {"base": {}, "methods": {method: {} for method in methods}, "seeds": num_seeds}
-    (folder / "compare.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    content = {"base": {}, "rows": {method: {} for method in methods}, "seeds": num_seeds}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     (folder / "table.md").write_text("| method | right |\n")
     weights = f"{root.name}/{name}/start/checkpoints/step-000002"
     for method in methods:

@@ -101,30 +101,13 @@ def test_comparisons_at_a_glance(root: Path) -> None:
 
 def test_a_comparison_counts_the_cells_that_its_file_asks_for(root: Path) -> None:
     folder = make_comparison(root, "compare-x")
-    (folder / "compare.yaml").write_text(yaml.safe_dump({"methods": {"grpo": {}, "ppo": {}}, "seeds": 2}))
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"rows": {"grpo": {}, "ppo": {}}, "seeds": 2}))
     item = summarize_comparison(root, "compare-x")
     assert (item.state, item.num_cells, item.num_finished, len(item.runs)) == ("unfinished", 4, 1, 3)
-    (folder / "compare.yaml").write_text("methods: 3")
+    (folder / "sweep.yaml").write_text("rows: 3")
     damaged = summarize_comparison(root, "compare-x")
     assert (damaged.state, damaged.num_finished) == ("damaged", 0)
-    assert "compare.yaml: damaged" in str(damaged.problem)
-
-
-def test_a_study_is_listed_like_a_comparison(root: Path) -> None:
-    """Its methods are its reward models and, where it has any, its policies."""
-    folder = make_comparison(root, "study-x")
-    content = {"study": "overoptimization", "reward_models": {"grpo": {}}, "policies": {"ppo": {}}, "seeds": 2}
-    (folder / "compare.yaml").unlink()
-    (folder / "study.yaml").write_text(yaml.safe_dump(content))
-    (found,) = list_comparisons(root)
-    assert (found.name, found.state, found.methods) == ("study-x", "unfinished", ("grpo", "ppo"))
-    assert (found.num_cells, found.num_finished) == (4, 1)
-    (folder / "study.yaml").write_text(
-        yaml.safe_dump({"study": "best_of_n", "reward_models": {"grpo": {}}, "seeds": 1})
-    )
-    assert list_comparisons(root)[0].methods == ("grpo",)
-    (folder / "study.yaml").write_text("seeds: 3")
-    assert "study.yaml: damaged" in str(list_comparisons(root)[0].problem)
+    assert "sweep.yaml: damaged" in str(damaged.problem)
 
 
 def test_disk_use_by_kind(root: Path) -> None:

@@ -91,7 +91,7 @@ def test_links_are_refused(root: Path, tmp_path: Path, name: str) -> None:
     os.symlink(outside, root / "link")
     os.symlink(outside, root / "compare-x" / "cells" / "link")
     os.symlink(tmp_path / "elsewhere", root / "linked-folder")
-    (tmp_path / "elsewhere" / "compare.yaml").write_text("methods: {}")
+    (tmp_path / "elsewhere" / "sweep.yaml").write_text("rows: {}")
     (tmp_path / "elsewhere" / "start").symlink_to(outside)
     with pytest.raises(UsageError, match=r"this is a link to another place|there is no run"):
         locate(root, name)

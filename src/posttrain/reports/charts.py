@@ -229,7 +229,7 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Settings of matplotlib: text stays text, no formulas in it, and the same picture for the same numbers."""
+    """Settings of matplotlib: text stays text without formulas, and the same numbers give the same picture."""
     import matplotlib as mpl
 
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}

@@ -1,6 +1,6 @@
 """The file of a sweep: its keys, how it is read, and what an override of the command line reaches.
 
-A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out. docs/sweeps.md has the keys.
+A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out (docs/compare.md).
 """
 
 from __future__ import annotations
