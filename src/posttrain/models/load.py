@@ -30,7 +30,6 @@ from posttrain.models.sources import (
     resolve_model_name,
 )
 from posttrain.models.stated_sizes import check_folder, check_sizes
-from posttrain.models.tokenizer import train_tokenizer
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
@@ -397,6 +396,8 @@ def _check_architecture(init: InitSection) -> None:
 
 def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
     _check_architecture(init)
+    from posttrain.models.tokenizer import train_tokenizer  # of a new model alone
+
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     try:
