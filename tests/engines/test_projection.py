@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import projection
+from posttrain.engines.native import lean
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.native.projection import Projection, multiply, rms_norm
+from posttrain.engines.native.lean import Projection, multiply, rms_norm
 from posttrain.models.forward import linear
 from posttrain.models.lora import LowRank
 
@@ -28,7 +28,7 @@ def expect(x, weight, bias, term):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_projection_in_its_three_forms(monkeypatch, least, with_bias, rows):
-    monkeypatch.setattr(projection, "ONEDNN_LEAST", least)
+    monkeypatch.setattr(lean, "ONEDNN_LEAST", least)
     monkeypatch.setattr(linear, "IS_FASTER", True)
     x, residual = draw(rows, 48), draw(rows, 80, seed=4)
     weight, bias = draw(80, 48, seed=1), draw(80, seed=2) if with_bias else None
@@ -60,7 +60,7 @@ def test_rms_norm(dtype):
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 def test_the_whole_path_by_onednn(tiny_random, monkeypatch, architecture):
     model, prompts, keys = tiny_random(architecture), [[9, 10, 11], [12]], [[1, 2, 3], [4, 5, 6]]
-    monkeypatch.setattr(projection, "ONEDNN_LEAST", 0)
+    monkeypatch.setattr(lean, "ONEDNN_LEAST", 0)
     monkeypatch.setattr(linear, "IS_FASTER", True)
     completions = NativeEngine(model, path="lean").generate(prompts, keys, Sampling(max_tokens=12))
     for prompt, group in zip(prompts, completions, strict=True):

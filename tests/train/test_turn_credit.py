@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from posttrain.train.sources.messages import read_drawn, write_drawn
 from test_turns import TEXTS, game_recipe
 
 from posttrain import registry
@@ -25,6 +24,7 @@ from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.train.build import prepare
 from posttrain.train.credit import Credit, number_turns
 from posttrain.train.sources.rollouts import pay_turns
+from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.types import Batch, Completion, Example, Rollout, Sample, Turn, collate
 from small_runs import one_layer_recipe, recorded, run
 

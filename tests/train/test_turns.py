@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from posttrain.train.sources.messages import read_drawn, write_drawn
 
 from posttrain.commands.runs.show import _last_episode
 from posttrain.consent import declare_code
@@ -15,6 +14,7 @@ from posttrain.environments.contract import EnvironmentFailed
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.train.build import prepare
 from posttrain.train.credit import Credit
+from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.train.step import accumulate
 from posttrain.types import Rollout
 from small_runs import one_layer_recipe, recorded, run, steps_of

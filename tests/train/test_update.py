@@ -23,6 +23,9 @@ from split_cases import (
 )
 
 from posttrain import registry
+from posttrain.algorithms.objectives.policy_gradient import explain_variance
+from posttrain.algorithms.objectives.preference import divide_rewards
+from posttrain.algorithms.objectives.reward import accuracy_at_the_end
 from posttrain.errors import NonFiniteLoss
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
@@ -192,14 +195,14 @@ def test_unit_mean_by_hand(model) -> None:
 # --- metrics that are no means ---
 
 
-def means_of(**values: list[float]) -> dict[str, float]:
+def means_of(derive: Any = dict, **values: list[float]) -> dict[str, float]:
     """The means of metrics that come in two micro-batches."""
     means = MeanOverBatch()
     for part in (slice(0, 1), slice(1, None)):
         for name, numbers in values.items():
             here = torch.tensor(numbers[part], dtype=torch.float64)
             means.add(name, here, None, float(len(here)))
-    return means.means()
+    return means.means(derive=derive)
 
 
 def test_effective_sample_size_by_hand() -> None:
@@ -211,29 +214,36 @@ def test_effective_sample_size_by_hand() -> None:
 def test_explained_variance_by_hand() -> None:
     """Returns 1, 2, 6 (variance 14/3), errors 1, 1, 4 (variance 2): 1 − 6/14. A constant error explains all."""
     returns = {"returns": [1, 2, 6], "returns_squared": [1, 4, 36]}
-    found = means_of(value_error=[1, 1, 4], value_error_squared=[1, 1, 16], **returns)
+    found = means_of(explain_variance, value_error=[1, 1, 4], value_error_squared=[1, 1, 16], **returns)
     assert found == {"value_explained_variance": pytest.approx(1 - 6 / 14)}
-    found = means_of(value_error=[3, 3, 3], value_error_squared=[9, 9, 9], **returns)
+    found = means_of(explain_variance, value_error=[3, 3, 3], value_error_squared=[9, 9, 9], **returns)
     assert found == {"value_explained_variance": pytest.approx(1.0)}
     equal = {"returns": [2, 2, 2], "returns_squared": [4, 4, 4]}
-    assert means_of(value_error=[1, 0, 0], value_error_squared=[1, 0, 0], **equal) == {}  # nothing to explain
+    assert (
+        means_of(explain_variance, value_error=[1, 0, 0], value_error_squared=[1, 0, 0], **equal) == {}
+    )  # nothing to explain
 
 
 def test_rewards_of_either_kind_by_hand() -> None:
     """Desirable 1 and 2, undesirable −3: means over the rows of each kind, not over all."""
     parts = {"desirable_reward_part": [1, 0, 2], "undesirable_reward_part": [0, -3, 0]}
-    found = means_of(desirable=[1, 0, 1], **parts)
+    found = means_of(divide_rewards, desirable=[1, 0, 1], **parts)
     expected = {"desirable": 2 / 3, "desirable_reward": 1.5, "undesirable_reward": -3.0, "margin": 4.5}
     assert found == pytest.approx(expected, abs=1e-12)
     one_kind = {"desirable_reward_part": [1, 1, 2], "undesirable_reward_part": [0, 0, 0]}
-    assert means_of(desirable=[1, 1, 1], **one_kind) == {"desirable": 1.0, "desirable_reward": pytest.approx(4 / 3)}
+    assert means_of(divide_rewards, desirable=[1, 1, 1], **one_kind) == {
+        "desirable": 1.0,
+        "desirable_reward": pytest.approx(4 / 3),
+    }
     other_kind = {"desirable_reward_part": [0, 0], "undesirable_reward_part": [-1, -2]}
-    assert means_of(desirable=[0, 0], **other_kind) == {"desirable": 0.0, "undesirable_reward": -1.5}
+    assert means_of(divide_rewards, desirable=[0, 0], **other_kind) == {"desirable": 0.0, "undesirable_reward": -1.5}
 
 
 def test_final_accuracy_by_hand() -> None:
     """Two answers of three tokens in all, one of them right at its end."""
-    assert means_of(final_token=[0, 1, 1], final_token_right=[0, 1, 0]) == {"final_accuracy": pytest.approx(0.5)}
+    assert means_of(accuracy_at_the_end, final_token=[0, 1, 1], final_token_right=[0, 1, 0]) == {
+        "final_accuracy": pytest.approx(0.5)
+    }
 
 
 def test_the_samplers_divergence_by_hand(model) -> None:

@@ -208,22 +208,16 @@ class RolloutRequest:
         return [derive_key(*self.key, slot, g) for g in range(self.group)]
 
 
-def collect(
-    sampler: Sampler, asked: RolloutRequest, said: Sequence[Sequence[Completion]] | None = None
-) -> tuple[list[list[Rollout]], float]:
+def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
     """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading.
 
-    ``said``: the completions of every prompt, where they were sampled before. What graders and rewards see as the text
-    of a completion of several turns is its last turn.
+    What graders and rewards see as the text of a completion of several turns is its last turn.
     """
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
     slots, indices = (numbers if chosen is None else chosen for chosen in (asked.slots, asked.prompt_indices))
     mine = sampler.world.share(numbers)
-    if said is None:
-        episodes = _play(sampler, asked, mine, [asked.keys(i) for i in mine], [slots[i] for i in mine])
-    else:
-        episodes = [[Episode(tuple(asked.prompts[i]), one) for one in said[i]] for i in mine]
+    episodes = _play(sampler, asked, mine, [asked.keys(i) for i in mine], [slots[i] for i in mine])
     started = time.perf_counter()
     played = [(i, one) for i, row in zip(mine, episodes, strict=True) for one in row]
     grades = grader.grade([_attempt(sampler, asked.examples[i], one) for i, one in played]) if played else []

@@ -23,6 +23,7 @@ from posttrain.file_kinds import kind_of_file
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.sources import (
     SCORE,
+    TINY,
     base_of,
     check_files,
     explain_loading,
@@ -31,7 +32,6 @@ from posttrain.models.sources import (
     resolve_model_name,
 )
 from posttrain.models.stated_sizes import check_folder, check_sizes
-from posttrain.models.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
@@ -184,14 +184,19 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
         raise TypeError(
             f"tokenizer_config.json: model_max_length is {shorten(repr(tokenizer.model_max_length))}, no number"
         )
-    named = tokenizer.chat_template or {}
-    for template in named.values() if isinstance(named, dict) else (named,):
-        if template != CHAT_TEMPLATE:  # our own
-            from posttrain.models.patterns import check_chat_template
-
-            check_chat_template(template, f"model.name: {source}: ")
+    if source != str(TINY) and tokenizer.chat_template:
+        _check_template(tokenizer.chat_template, source)
     tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
+
+
+def _check_template(template: Any, source: str) -> None:
+    from posttrain.models.patterns import check_chat_template
+    from posttrain.models.tokenizer import CHAT_TEMPLATE
+
+    for one in template.values() if isinstance(template, dict) else (template,):
+        if one != CHAT_TEMPLATE:  # our own
+            check_chat_template(one, f"model.name: {source}: ")
 
 
 def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
@@ -412,6 +417,8 @@ def _check_architecture(init: InitSection) -> None:
 
 def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any, Any]:
     _check_architecture(init)
+    from posttrain.models.tokenizer import train_tokenizer  # of a new model alone
+
     tokenizer = train_tokenizer(texts, init.tokenizer.vocab_size)
     ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
     try:

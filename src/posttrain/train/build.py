@@ -34,7 +34,7 @@ from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
 from posttrain.train.files import EngineSite
-from posttrain.train.machine import guarantee_on, slow_paths
+from posttrain.train.machine import choose_kernels, guarantee_on, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -126,6 +126,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
+    choose_kernels(recipe)
     base = _build_base(words, task, EngineSite(folder, world), folder, eval_tasks)
     model, heads, shards = base.loaded.model, base.heads, base.shards
     source: SupervisedSource | RolloutSource
@@ -308,6 +309,7 @@ def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
         words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
         level=words.level,
         entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+        derive=words.objective.traits.get("derive", dict),
     )
 
 

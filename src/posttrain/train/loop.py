@@ -34,7 +34,7 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import choose_kernels, threads_of_main, use_threads
+from posttrain.train.machine import threads_of_main, use_threads
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import CLAMPED, MAX_KL, accumulate, add_gradients, apply_update, learning_rate, same_weights
@@ -431,7 +431,6 @@ def train(
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
     with threads_of_main(world):
-        choose_kernels(recipe)
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):

@@ -25,6 +25,7 @@ from posttrain.world import ONE, World
 MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
 
 Objective = Callable[[Outputs, Batch], Loss]
+Derive = Callable[[dict[str, float]], dict[str, float]]
 Level = Literal["token", "row", "pair"]
 CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
 _IN_RATIOS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
@@ -35,7 +36,7 @@ class Method:
     """What is made smaller: values of an objective, under the weights of an aggregation.
 
     forward: what the objective reads, the policy's pass with a head where there is one. level: what it gives a value
-    for. entropy: whether the forward pass computes it, and with gradients.
+    for. entropy: whether the forward pass computes it, and with gradients. derive: makes metrics of means.
     """
 
     forward: Forward | ActorCritic
@@ -43,6 +44,7 @@ class Method:
     aggregate: Callable[[Tensor], Tensor]
     level: Level = "token"
     entropy: Entropy = "detached"
+    derive: Derive = dict
 
 
 @dataclass(slots=True)
@@ -60,41 +62,21 @@ class MeanOverBatch:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0.0) + count
 
-    def means(self, world: World = ONE) -> dict[str, float]:
-        """All means, of what all processes added; the one place that waits for the device."""
+    def means(self, world: World = ONE, derive: Derive = dict) -> dict[str, float]:
+        """Return all means, of what all processes added; the one place that waits for the device.
+
+        ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave, E[w]² / E[w²].
+        ``derive``: the objective's metrics that are functions of several means.
+        """
         mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
         parts = world.gather([mine], "metrics")
         names = dict.fromkeys(name for part in parts for name in part)
         both = {name: [part[name] for part in parts if name in part] for name in names}
         sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
-        return _derive({name: total / count for name, (total, count) in sums.items()})
-
-
-def _derive(means: dict[str, float]) -> dict[str, float]:
-    """Metrics that are functions of several means: they are no means themselves.
-
-    ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave,
-    E[w]² / E[w²]. ``value_explained_variance``: 1 − Var(R − V) / Var(R). ``desirable_reward`` and
-    ``undesirable_reward``: means over the rows of either kind, where there are any, with ``margin`` between them.
-    ``final_accuracy``: of outcome scores at the last token.
-    """
-    if "desirable_reward_part" in means:
-        share, right = means["desirable"], means.pop("desirable_reward_part")
-        wrong = means.pop("undesirable_reward_part")
-        means |= {"desirable_reward": right / share} if share > 0.0 else {}
-        means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
-        if 0.0 < share < 1.0:
-            means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
-    if "final_token_right" in means:
-        means["final_accuracy"] = means.pop("final_token_right") / means.pop("final_token")
-    if "weight_squared" in means:
-        means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
-    if "value_error_squared" in means:
-        error = means.pop("value_error_squared") - means.pop("value_error") ** 2
-        spread = means.pop("returns_squared") - means.pop("returns") ** 2
-        if spread > 0:
-            means["value_explained_variance"] = 1.0 - error / spread
-    return means
+        means = {name: total / count for name, (total, count) in sums.items()}
+        if "weight_squared" in means:
+            means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
+        return derive(means) if means else means
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -156,9 +138,9 @@ def accumulate(
         used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
     loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
-    metrics = means.means(world) | {"padding_share": 1.0 - used / slots}
+    metrics = means.means(world, method.derive) | {"padding_share": 1.0 - used / slots}
     for name, of_part in zip(batch.parts, of_parts, strict=True):
-        metrics |= {f"{name}:{metric}": mean for metric, mean in of_part.means(world).items()}
+        metrics |= {f"{name}:{metric}": mean for metric, mean in of_part.means(world, method.derive).items()}
     return loss, metrics
 
 

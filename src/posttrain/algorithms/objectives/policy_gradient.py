@@ -194,10 +194,20 @@ def gmpo(
     return Loss(-advantages * ratio, metrics)
 
 
+def explain_variance(means: dict[str, float]) -> dict[str, float]:
+    """Add ``value_explained_variance``, 1 − Var(R − V) / Var(R), in place of the moments that it is made of."""
+    if "returns_squared" not in means:  # of a part of a mixture loss and accuracies alone are measured
+        return means
+    error = means.pop("value_error_squared") - means.pop("value_error") ** 2
+    spread = means.pop("returns_squared") - means.pop("returns") ** 2
+    return means | ({"value_explained_variance": 1.0 - error / spread} if spread > 0 else {})
+
+
 @register(
     "objective",
     level="token",
     needs=("advantages", "old_logprobs", "returns", "old_values"),
+    derive=explain_variance,
     policy_term=True,
     head="value",
 )

@@ -345,7 +345,23 @@ def _with_metrics(
     return Loss(values, metrics)
 
 
-@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"))
+def divide_rewards(means: dict[str, float]) -> dict[str, float]:
+    """Add ``desirable_reward`` and ``undesirable_reward``: means over the rows of either kind, where there are any.
+
+    Their difference is the ``margin``.
+    """
+    if "desirable" not in means:  # of a part of a mixture loss and accuracies alone are measured
+        return means
+    share, wrong = means["desirable"], means.pop("undesirable_reward_part")
+    right = means.pop("desirable_reward_part")
+    means |= {"desirable_reward": right / share} if share > 0.0 else {}
+    means |= {"undesirable_reward": wrong / (1.0 - share)} if share < 1.0 else {}
+    if 0.0 < share < 1.0:
+        means["margin"] = means["desirable_reward"] - means["undesirable_reward"]
+    return means
+
+
+@register("objective", level="row", needs=("ref_logprobs", "labels", "kl_baseline"), derive=divide_rewards)
 def kto(
     outputs: Outputs,
     batch: Batch,

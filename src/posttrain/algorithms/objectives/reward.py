@@ -58,7 +58,13 @@ def bradley_terry(
     return Loss(values, metrics)
 
 
-@register("objective", level="token", needs=("labels",), head="score", scores="outcome")
+def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
+    """Add ``final_accuracy``, that of the scores at the answers' last tokens."""
+    right, last = means.pop("final_token_right"), means.pop("final_token")
+    return means | {"final_accuracy": right / last}
+
+
+@register("objective", level="token", needs=("labels",), head="score", scores="outcome", derive=accuracy_at_the_end)
 def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"] = "all") -> Loss:
     """Outcome reward model: at each token, the probability that the answer will turn out right.
 

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posttrain.engines.native.cache import SlotCache
-from posttrain.engines.native.decoder import pad_right
+from posttrain.engines.native.cache import SlotCache, pad_right
 from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
-from posttrain.engines.native.projection import Projection, multiply, rms_norm
-from posttrain.models.lora import low_rank_terms
+from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
+from posttrain.models.lora import LowRank, low_rank_terms
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -45,10 +45,7 @@ Attend = Callable[[int, "Layer", "Workspace"], Tensor]
 
 @dataclass(slots=True)
 class Layer:
-    """One block: its parameters by reference, and its head norms side by side.
-
-    qkv, gate_up: one product in place of those of q, k and v, and of gate and up, where there is one.
-    """
+    """One block: its parameters by reference, and its head norms side by side."""
 
     norm1: Tensor
     norm2: Tensor
@@ -62,15 +59,12 @@ class Layer:
     down: Projection
     head_norm: Tensor | None  # [query heads + key heads, head_dim]
     head_eps: float
-    qkv: Projection | None = None
-    gate_up: Projection | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """One buffer ``[N, all heads * head_dim]`` and views of it; overwritten by every block."""
 
-    whole: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
@@ -208,19 +202,12 @@ class LeanDecoder:
         """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
         x = rms_norm(hidden, layer.norm1, layer.eps)
-        if layer.qkv is None:
-            layer.q.into(x, work.q)
-            layer.k.into(x, work.k)
-            layer.v.into(x, work.v)
-        else:
-            layer.qkv.into(x, work.whole)
+        layer.q.into(x, work.q)
+        layer.k.into(x, work.k)
+        layer.v.into(x, work.v)
         hidden = layer.o.add_to(hidden, attend(index, layer, work))
         x = rms_norm(hidden, layer.norm2, layer.eps)
-        if layer.gate_up is None:
-            gated = _swiglu(layer.gate.apply(x), layer.up.apply(x))
-        else:
-            gated = _swiglu(*layer.gate_up.apply(x).chunk(2, dim=1))
-        return layer.down.add_to(hidden, gated)
+        return layer.down.add_to(hidden, _swiglu(layer.gate.apply(x), layer.up.apply(x)))
 
     def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
@@ -239,7 +226,7 @@ class LeanDecoder:
             buffer = torch.empty((rows, (rotated + self.num_keys) * dim), dtype=self.dtype, device=self.device)
             heads = buffer.view(rows, -1, dim)
             q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
-            self._work = Workspace(buffer, q, k, v, heads[:, :rotated], heads[:, rotated:])
+            self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
 
     def drop_workspace(self) -> None:
@@ -326,3 +313,83 @@ def _layer_fits(layer: Any) -> bool:
     names = [(attention, name) for name in sorted(ATTENTION_PARTS)]
     names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
     return all(low_rank_terms(getattr(parent, name, None)) is not None for parent, name in names)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + b`` for x ``[N, in]``, weight ``[out, in]``: ``[N, out]``, a new tensor."""
+    if x.shape[0] * weight.numel() >= ONEDNN_LEAST and takes_onednn(weight):
+        return onednn_product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+@dataclass(slots=True)
+class Projection:
+    """``x W^T + b`` plus the active adapters' ``scale (x A^T) B^T``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: list[LowRank]
+
+    @classmethod
+    def bind(cls, module: Any) -> Projection:
+        """The parameters of a linear layer, or of a LoRA around one, by reference."""
+        terms = low_rank_terms(module)
+        assert terms is not None, "the caller has checked that the module is plain"
+        linear, adapters = terms
+        return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach(), adapters)
+
+    @property
+    def size(self) -> int:
+        return int(self.weight.shape[0])
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """Write the product into ``out`` ``[N, size]``, which may be a part of a wider buffer."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        self._adapt(x, out)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``[N, size]``, a new tensor."""
+        out = multiply(x, self.weight, self.bias)
+        self._adapt(x, out)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual + projection(x)``, in place."""
+        if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and takes_onednn(self.weight):
+            residual.add_(multiply(x, self.weight, self.bias))
+        else:
+            residual.addmm_(x, self.weight.t())
+            if self.bias is not None:
+                residual.add_(self.bias)
+        self._adapt(x, residual)
+        return residual
+
+    def _adapt(self, x: Tensor, out: Tensor) -> None:
+        for term in self.adapters:
+            inner = torch.mm(x.to(term.down.dtype), term.down.t())
+            if term.up.dtype == out.dtype:
+                out.addmm_(inner, term.up.t(), alpha=term.scale)
+            else:  # adapters kept in fp32 over a half-precision base
+                out.copy_(out.to(term.up.dtype).addmm_(inner, term.up.t(), alpha=term.scale))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), in fp32, or in float64 where x is."""
+    if x.dtype.itemsize < 4:
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    if x.device.type == "cuda" and weight.ndim == 1 and x.dtype == weight.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)  # one kernel; of half precision the modules round in between
+    if x.device.type != "cpu" or x.dtype == torch.float64:
+        return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+    # F.rms_norm is composed of slower steps on a CPU (8.2 against 5.7 microseconds).
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(_constant(eps), size, size, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)
