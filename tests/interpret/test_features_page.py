@@ -31,7 +31,11 @@ def report_of(count: int) -> Report:
     context = {"activation": 2.0, "position": 1, "start": 0, "activations": [0.0, 2.0, None]}
     features = [
         {
-            "feature": i, "active": i + 1, "density": (i + 1) / 10_000, "mean": 1.0, "max": 2.0,
+            "feature": i,
+            "active": i + 1,
+            "density": (i + 1) / 10_000,
+            "mean": 1.0,
+            "max": 2.0,
             "histogram": {"bin_width": 0.25, "counts": [0, 3, 5]},
             "promoted": [[f"word{i}", 100 + i, 1.5]],
             "suppressed": [[" left\n", 7, -1.0]],
