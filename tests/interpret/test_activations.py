@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -195,30 +192,6 @@ def test_an_interrupted_recording_goes_on_and_is_the_same_to_the_byte(tmp_path: 
     times = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     record("tiny", documents, ["resid.2"], folder, **options)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == times  # nothing is done twice
-
-
-KILLED = """
-import os, signal, sys
-from posttrain.interpret.activations.record import Recorder
-
-def observe(done, total):
-    if done == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-documents = [[(i * j) % 700 + 1 for j in range(2, 22)] for i in range(1, 13)]
-Recorder("tiny", documents, ["resid.2"], rows_per_shard=60).write(sys.argv[1], observe)
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_and_the_same_again(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "s")], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert sum(name.startswith("shard") for name in files(tmp_path / "s")) == 2
-    documents = [[(i * j) % 700 + 1 for j in range(2, 22)] for i in range(1, 13)]
-    record("tiny", documents, ["resid.2"], tmp_path / "s", rows_per_shard=60)
-    record("tiny", documents, ["resid.2"], tmp_path / "whole", rows_per_shard=60)
-    assert files(tmp_path / "s") == files(tmp_path / "whole")
 
 
 def test_other_settings_or_documents_do_not_go_on(other: str, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def states(seed: int = 2) -> torch.Tensor:
 def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dictionary) -> None:
     x, donor = states(), states(3)
     zero = torch.zeros_like(x)
-    assert torch.equal(scale_features(made, {0: 1.0, 5: 1.0})(x, donor), zero)
+    assert torch.equal(scale_features(made, [0, 5], 1.0)(x, donor), zero)
     assert torch.equal(move_features(made, [0, 5], 0.0)(x, donor), zero)
     assert torch.equal(leave(x, donor), zero)
     assert torch.allclose(x + replace_all(x, donor), donor, atol=1e-6)
@@ -43,8 +43,8 @@ def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dict
 def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
     x = states()
     features = made.encode(x)
-    expected = -features[:, 2:3] * made.W_dec[2] + 1.5 * features[:, 6:7] * made.W_dec[6]
-    assert torch.allclose(scale_features(made, {2: 0.0, 6: 2.5})(x, x), expected, atol=1e-5)
+    expected = 1.5 * (features[:, 2:3] * made.W_dec[2] + features[:, 6:7] * made.W_dec[6])
+    assert torch.allclose(scale_features(made, [2, 6], 2.5)(x, x), expected, atol=1e-5)
     assert float(expected.abs().max()) > 0.1
 
 
@@ -61,7 +61,7 @@ def test_large_activations_stay_as_they_are(made: Dictionary) -> None:
     x, donor = states(), states(3)
     x[4] *= 1000
     donor[6] *= 1000
-    scaled = scale_features(made, dict.fromkeys(range(8), 0.0), limit=100.0)(x, donor)
+    scaled = scale_features(made, range(8), 0.0, limit=100.0)(x, donor)
     moved = move_features(made, range(8), 1.0, limit=100.0)(x, donor)
     assert not scaled[4].any()
     assert scaled[6].any()  # the donor plays no part here
@@ -85,7 +85,7 @@ def test_doses_of_changed_and_random_features_side_by_side() -> None:
     plain.W_dec.copy_(torch.eye(16))
 
     def treat(features: Any, dose: float) -> Added:
-        return scale_features(plain, dict.fromkeys(features, dose))
+        return scale_features(plain, features, dose)
 
     trial = cast(Trial, FakeTrial())
     found = try_doses(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])

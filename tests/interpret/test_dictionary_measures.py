@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from families import activations_of
-from planted import TensorRows, match
 from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.measures import in_batches, measure, recover
+from posttrain.interpret.dictionaries.measures import measure, recover
 
 
 def test_fvu_has_one_mean_for_all_rows() -> None:
@@ -42,22 +41,6 @@ def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
         dictionary.b_dec.copy_(x.float().double().mean(0))
         dictionary.W_dec.zero_()
     assert measure(dictionary, x.float().split(100)).fvu == pytest.approx(1.0, rel=1e-4)
-
-
-def test_directions_are_matched_one_to_one() -> None:
-    planted = torch.eye(3)
-    found = torch.tensor([[0.0, -2.0, 0.0], [5.0, 0.1, 0.0], [4.0, 0.0, 0.0], [0.0, 3.0, 4.0]])
-    mean, each = match(found, planted)  # the second of the two near (1, 0, 0) gets nothing
-    assert each.tolist() == pytest.approx([1.0, 1.0, 0.8])
-    assert mean == pytest.approx(2.8 / 3)
-    assert match(found[:1], planted)[0] == pytest.approx(1 / 3)
-
-
-def test_rows_come_in_their_order() -> None:
-    x = torch.arange(20.0).view(10, 2)
-    batches = list(in_batches(TensorRows(x), 3, 10, size=4))
-    assert [len(batch) for batch in batches] == [4, 3]
-    assert torch.equal(torch.cat(batches), x[3:])
 
 
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]

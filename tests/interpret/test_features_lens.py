@@ -10,7 +10,7 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.interpret.features import logit_lens
-from posttrain.interpret.features.logit_lens import build_lens, show_tokens
+from posttrain.interpret.features.logit_lens import build_lens, show_token
 from posttrain.recipes.sections import ModelSection
 
 
@@ -78,9 +78,9 @@ def test_a_backbone_has_no_lens() -> None:
         build_lens(families.build("qwen3").model)
 
 
-def test_tokens_as_text(small_tokenizer) -> None:
+def test_show_token_of_part_of_a_character_is_its_name(small_tokenizer) -> None:
     ids = small_tokenizer.encode("Eva é")
-    texts = show_tokens(small_tokenizer, [*ids, 10_000])
-    assert texts[ids[0]] in ("E", "Ev", "Eva")
-    assert all("\ufffd" not in text and text for text in texts.values())
-    assert texts[10_000] == "<10000>"
+    texts = [show_token(small_tokenizer, token) for token in ids]
+    assert texts[0] in ("E", "Ev", "Eva")
+    assert all("\ufffd" not in text and text for text in texts)
+    assert show_token(small_tokenizer, 10_000) == "<10000>"

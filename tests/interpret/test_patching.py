@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.interpret.activations.sites import pad
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, token_kl
 from posttrain.models.load import load_model
@@ -118,9 +117,3 @@ def test_some_features_are_those_of_the_whole(kind: str) -> None:
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(4))
     chosen = torch.tensor([3, 0, 22])
     assert torch.allclose(made.encode(x, chosen), made.encode(x)[:, chosen], atol=1e-5)
-
-
-def test_padding_stands_behind() -> None:
-    tokens, lengths = pad([[1, 2], [3, 4, 5]], "cpu")
-    assert tokens.tolist() == [[1, 2, 0], [3, 4, 5]]
-    assert lengths.tolist() == [2, 3]

@@ -335,7 +335,8 @@ def _tables(results: Facts) -> dict[str, TextTable]:
         "trust": _trust_table(results),
         "seeds": TextTable("", ["seeds", "changed", "found again", "of all", "mean cosine"], seeds),
     }
-    tables |= {name: _latent_table(results[name]) for name in ("difference", "crosscoder") if name in results}
+    if "difference" in results:
+        tables["difference"] = _latent_table(results["difference"])
     return tables | ({"verdicts": _verdict_table(results["causal"])} if "causal" in results else {})
 
 

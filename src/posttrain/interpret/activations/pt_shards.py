@@ -71,8 +71,10 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
     if len(widths) > 1:
         raise DataError(place, f"the files hold rows of different widths: {sorted(widths)}")
     tensors = [torch.cat(each) for each in parts]
-    dtype = "bf16" if all(tensor.dtype == torch.bfloat16 for tensor in tensors) else "fp32"
-    return write_tensors(out, {site: tensors}, documents=documents, dtype=dtype, about=place.name)
+    is_low = all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return write_tensors(
+        out, {site: tensors}, documents=documents, dtype="bf16" if is_low else "fp32", about=place.name
+    )
 
 
 def _read_documents(folder: Path) -> list[list[int]] | None:

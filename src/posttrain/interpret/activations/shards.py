@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -29,7 +28,6 @@ from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
 INDEX, DOCUMENTS = "index.json", "documents.safetensors"
-SHARD_FILE = re.compile(r"shard-\d{5,9}\.safetensors")
 FORMAT = 1
 LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
@@ -69,8 +67,8 @@ class Source:
 class ShardEntry:
     """One shard: its file, how many rows it holds, the hash of its bytes, what was dropped on the way, by reason."""
 
-    file: str
-    rows: int
+    file: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,9}\.safetensors$")]
+    rows: NonNegativeInt
     sha256: str
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -94,12 +92,12 @@ class StoreIndex:
     rows and texts together. ``norms`` by ``site@source`` is of the rows kept.
     """
 
-    widths: dict[str, int]
-    sources: list[Source]
-    dtype: str
+    widths: Annotated[dict[str, PositiveInt], Field(min_length=1)]
+    sources: Annotated[list[Source], Field(min_length=1)]
+    dtype: Literal["bf16", "fp32"]
     tokenizer: str
     data: dict[str, Any]
-    documents: int
+    documents: NonNegativeInt
     documents_sha256: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
@@ -179,15 +177,11 @@ _NO_INDEX = "this is no index of activations that can be read"
 
 def _contradictions(index: StoreIndex) -> Iterator[tuple[Any, str]]:
     """What no recording says; the index may be a stranger's."""
-    yield not index.widths or min(index.widths.values()) < 1, "widths: of no site, or of nothing"
     names = index.source_names
-    yield not names or len(set(names)) < len(names), "sources: none, or one twice"
-    yield index.dtype not in DTYPES, f"dtype: not one of {', '.join(DTYPES)}"
-    yield index.documents < 0 or any(shard.rows < 0 for shard in index.shards), "less than nothing"
+    yield len(set(names)) < len(names), "sources: one twice"
     yield index.finished and index.rows != sum(shard.rows for shard in index.shards), "rows: not those of the shards"
     yield index.finished and not index.shards, "shards: none"
     yield index.finished and set(index.norms) != set(index.columns), "norms: not those of the sites"
-    yield any(not SHARD_FILE.fullmatch(shard.file) for shard in index.shards), "shards: a file of another name"
     weights = index.settings.get("weights", ["float32"])
     known = isinstance(weights, list) and weights and all(name in ("float32", "bfloat16") for name in weights)
     yield not known, "settings.weights: no dtypes of models"
@@ -215,6 +209,8 @@ class ActivationStore:
 
     def __init__(self, folder: Path, index: StoreIndex) -> None:
         self.folder, self.index = folder, index
+        self.num_rows, self.num_documents = index.rows, index.documents
+        self.sites, self.sources = index.sites, index.source_names
         self._shards = [_map_tensors(folder / shard.file) for shard in index.shards]
         rows = [shard.rows for shard in index.shards]
         self._starts = torch.tensor([0, *np.cumsum(rows).tolist()], dtype=torch.long)
@@ -250,24 +246,6 @@ class ActivationStore:
             raise DataError(path, "this recording was interrupted; the same command again goes on with it")
         check_files(path, index, contents=verify)
         return cls(path, index)
-
-    @property
-    def num_rows(self) -> int:
-        return self.index.rows
-
-    @property
-    def num_documents(self) -> int:
-        return self.index.documents
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """As ``resid.20``."""
-        return self.index.sites
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """``("model",)``, or ``("base", "post")``."""
-        return self.index.source_names
 
     def width(self, site: str | None = None) -> int:
         """d of a site."""
@@ -436,7 +414,7 @@ def write_tensors(
     sites: Mapping[str, Tensor | Sequence[Tensor]],
     *,
     documents: Sequence[Sequence[int]] | None = None,
-    dtype: str = "fp32",
+    dtype: Literal["bf16", "fp32"] = "fp32",
     about: str = "tensors",
     rows_per_shard: int = 65536,
 ) -> ActivationStore:

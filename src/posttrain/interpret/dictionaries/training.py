@@ -87,7 +87,7 @@ def train_dictionary(
         metrics: gets a line every ``train.log_every`` steps; with ``resume``, lines past the checkpoint are dropped.
 
     Raises:
-        UsageError: too few rows, or prefixes that do not fit the number of features.
+        UsageError: too few rows.
         NonFiniteLoss: the loss is NaN or infinite; the last checkpoint is as it was.
         CheckpointError: there are checkpoints, and none verifies.
     """
@@ -267,18 +267,12 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Lightning's remarks on loaders and devices: what it is given is meant."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+    """Silence Lightning's remarks on loaders and devices: its arguments here are meant."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        yield
 
 
 # Training a dictionary as a run: from a recipe to a run directory with a dictionary in it.

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import linear_regression
 from typing import Any, Literal
 
 import torch
@@ -168,6 +169,11 @@ class Subject(Sampler):
     model: Any
     max_tokens: int
 
+    def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Return the token ids of the examples' prompts."""
+        template = self.grader.template
+        return [encode_prompt(self.tokenizer, template, each.messages, each.variables) for each in examples]
+
     def answer(
         self,
         examples: Sequence[Example],
@@ -178,12 +184,10 @@ class Subject(Sampler):
         purpose: str = "what changed",
     ) -> list[Rollout]:
         """Graded answers, those to one example together; a function of the model, the seed and the purpose."""
-        prompts = [
-            encode_prompt(self.tokenizer, self.grader.template, example.messages, example.variables)
-            for example in examples
-        ]
         sampling = self.sampling(self.max_tokens, temperature)
-        groups, _ = collect(self, RolloutRequest(examples, prompts, sampling, (seed, purpose, 0), samples))
+        groups, _ = collect(
+            self, RolloutRequest(examples, self.prompts(examples), sampling, (seed, purpose, 0), samples)
+        )
         return [rollout for group in groups for rollout in group]
 
 
@@ -201,18 +205,14 @@ def move_features(dictionary: Dictionary, features: Sequence[int], dose: float, 
     return added
 
 
-def scale_features(dictionary: Dictionary, factors: Mapping[int, float], limit: float = float("inf")) -> Added:
-    """Σⱼ (gⱼ − 1)·fⱼ(x)·dⱼ for activations [n, d]; those with a norm above ``limit`` stay as they are.
-
-    Args:
-        dictionary: of one model's raw activations.
-        factors: g by feature.
-    """
-    chosen = torch.tensor(list(factors), dtype=torch.long, device=dictionary.b_dec.device)
-    gains = torch.tensor(list(factors.values()), device=dictionary.b_dec.device) - 1.0
+def scale_features(
+    dictionary: Dictionary, features: Sequence[int], factor: float, limit: float = float("inf")
+) -> Added:
+    """Σⱼ (g − 1)·fⱼ(x)·dⱼ for activations [n, d]; those with a norm above ``limit`` stay as they are."""
+    chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
 
     def added(x: Tensor, _: Tensor) -> Tensor:
-        moved = (dictionary.encode(x, chosen) * gains) @ dictionary.W_dec[chosen]
+        moved = (dictionary.encode(x, chosen) * (factor - 1.0)) @ dictionary.W_dec[chosen]
         return moved * (x.norm(dim=-1, keepdim=True) <= limit)
 
     return added
@@ -235,10 +235,7 @@ class Trial:
         self, writer: Subject, donor: Subject | None, site: str, examples: Sequence[Example], measure: Measure
     ) -> None:
         self.writer, self.donor, self.site, self.examples, self.measure = writer, donor, site, examples, measure
-        template = writer.grader.template
-        self.prompts = [
-            encode_prompt(writer.tokenizer, template, example.messages, example.variables) for example in examples
-        ]
+        self.prompts = writer.prompts(examples)
 
     def outcomes(self, treatments: Sequence[Added]) -> list[float]:
         """For each treatment the mean reward, or the share of right answers."""
@@ -350,7 +347,7 @@ def measure_causes(
         ranked = view.changes.ranking()[:most].tolist()
         matched = [random_features(view, ranked, changes.seed + seed, 1 + draw) for draw in range(settings.draws)]
         for test in TESTS:
-            treat = partial(_scale if test == "scaled" else move_features, dictionary, limit=limit)
+            treat = partial(scale_features if test == "scaled" else move_features, dictionary, limit=limit)
             facts[test].append(try_doses(trials[test], treat, ranked, matched, plan_of(test, settings)))
         point = next(p for p in facts["given"][-1] if (p["features"], p["dose"]) == (min(settings.features, most), 1.0))
         observe(
@@ -373,10 +370,6 @@ def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
     return sorted(set(points))
 
 
-def _scale(dictionary: Dictionary, features: Sequence[int], dose: float, limit: float) -> Added:
-    return scale_features(dictionary, dict.fromkeys(features, dose), limit)
-
-
 def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """By test and point: mean, half width of the 95 % interval over seeds, whether it separates."""
     differences: dict[str, list[float]] = {}
@@ -387,14 +380,8 @@ def _verdicts(facts: Mapping[str, Any]) -> dict[str, Any]:
             differences[name] = [row[index]["difference"] for row in rows]
         same = [i for i, point in enumerate(rows[0]) if point["features"] == facts["features"]]
         if len(same) > 1:
+            doses = [point["dose"] for point in rows[0]]
             differences[f"{test}, slope"] = [
-                _slope([row[i]["dose"] for i in same], [row[i]["difference"] for i in same]) for row in rows
+                linear_regression([doses[i] for i in same], [row[i]["difference"] for i in same]).slope for row in rows
             ]
     return {name: judge(values) for name, values in differences.items()}
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The least-squares slope."""
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,6 @@ MIN_DOCUMENTS = 12
 # A change smaller than this, however sure, is not called one.
 MIN_CHANGE = 0.2
 ALPHA = 0.05
-_quantile = cache(student_t_quantile)  # many features fire in as many documents
 CHUNK_ROWS = 8192
 
 
@@ -201,7 +200,7 @@ def _judge(
     adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
     ratio = post / base
     counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
-    quantiles = torch.tensor([_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
+    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
     low, high = (ratio * torch.exp(sign * quantiles[places] * log_error) for sign in (-1, 1))
     sure = adjusted < ALPHA
     large = (ratio > 1 + min_change) | (ratio < 1 / (1 + min_change))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import Any
 
@@ -97,23 +96,14 @@ def describe_features(
     return entries
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """How far two dictionaries' changed features are the same ones.
+def overlap(
+    directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor]
+) -> dict[str, float]:
+    """Measure how far two dictionaries' changed features are the same ones.
 
     ``share``: of the first's, those whose most similar feature (by decoder cosine) of the second is one of the second's
-    and went the same way. ``by_chance``: the mean of that share for equally many features drawn at random from the
-    first. ``cosine``: the mean similarity of the first's changed features to their partners; ``count`` of them.
-    """
-
-    share: float
-    by_chance: float
-    cosine: float
-    count: int
-
-
-def overlap(directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor]) -> Overlap:
-    """The overlap of two sets of features.
+    and went the same way. ``by_chance``: that share of all features of the first. ``cosine``: the mean similarity of
+    the first's changed features to their partners; ``count`` of them.
 
     Args:
         directions: decoder rows [F, d] of both.
@@ -125,12 +115,9 @@ def overlap(directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], si
     is_chosen = torch.zeros(len(unit[1]), dtype=torch.bool, device=partner.device)
     is_chosen[chosen[1]] = True
     same = is_chosen[partner] & (cosine >= LEAST_COSINE) & ((signs[0] > 0) == (signs[1] > 0)[partner])
-    count = len(chosen[0])
-    if not count:
-        return Overlap(float("nan"), float(same.double().mean()), float("nan"), 0)
-    return Overlap(
-        float(same[chosen[0]].double().mean()), float(same.double().mean()), float(cosine[chosen[0]].mean()), count
-    )
+    share, similar = (x[chosen[0]].double().mean() for x in (same, cosine))  # of no features: nan
+    found = {"share": share, "by_chance": same.double().mean(), "cosine": similar, "count": len(chosen[0])}
+    return {name: float(value) for name, value in found.items()}
 
 
 def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -> dict[str, Any]:
@@ -143,7 +130,9 @@ def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -
             (chosen[0], chosen[1]),
             (seen[a].changes.change[1], seen[b].changes.change[1]),
         )
-        pairs.append({"first": a, "second": b, **{k: _finite(v) for k, v in asdict(shared).items()}})
+        pairs.append(
+            {"first": a, "second": b, **{k: number(v) for k, v in shared.items()}, "count": int(shared["count"])}
+        )
     shares = [pair["share"] for pair in pairs if pair["share"] is not None]
     return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": LEAST_COSINE}
 
@@ -170,7 +159,3 @@ def describe_difference(
         for index, latent in enumerate(chosen.tolist())
     ]
     return {"features": dictionary.features, "quality": quality.numbers(), "latents": latents}
-
-
-def _finite(value: Any) -> Any:
-    return number(value) if isinstance(value, float) else value

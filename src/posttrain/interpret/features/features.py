@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.logit_lens import CONVENTION, Lens, Likely, show_tokens
+from posttrain.interpret.features.logit_lens import CONVENTION, Lens, Likely, show_token
 from posttrain.store.durable import replace_file
 
 NUM_BINS = 32
@@ -30,9 +29,8 @@ MAX_ELEMENTS = 1 << 26
 ENCODED_ROWS = 1024
 
 
-@dataclass(slots=True)
 class FeatureStatistics:
-    """What a pass over ``rows`` rows found about S features.
+    """What one pass over ``rows`` rows found about S features.
 
     ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations;
     ``maximum`` float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of
@@ -43,16 +41,87 @@ class FeatureStatistics:
     where there is no token or its row was dropped.
     """
 
-    rows: int
-    before: int
-    active: Tensor
-    total: Tensor
-    maximum: Tensor
-    exponents: Tensor
-    counts: Tensor
-    top: Tensor
-    top_rows: Tensor
-    windows: Tensor
+    def __init__(
+        self, dictionary: Dictionary, source: StoreRows, chosen: Tensor, contexts: int, before: int, after: int
+    ) -> None:
+        self.dictionary, self.source, self.before, self.rows = dictionary, source, before, 0
+        self.device = device = dictionary.b_dec.device
+        self.chosen = chosen.to(device)
+        size, width = len(chosen), before + 1 + after
+        self.active, self.exponents = torch.zeros((2, size), dtype=torch.int64, device=device)
+        self.total = torch.zeros(size, dtype=torch.float64, device=device)
+        self.maximum = torch.zeros(size, device=device)
+        self.counts = torch.zeros((size, NUM_BINS), dtype=torch.int64, device=device)
+        self.keys = torch.zeros((contexts, size), dtype=torch.int64, device=device)
+        self.top = torch.zeros((contexts, size), device=device)
+        self.top_rows = torch.full((contexts, size), -1, dtype=torch.int64, device=device)
+        self.windows = torch.full((contexts, size, width), torch.nan, device=device)
+
+    def read(self, start: int, end: int) -> None:
+        """Take in the rows ``start`` … ``end``, which are whole documents."""
+        values = self._encode(torch.arange(start, end))
+        self._count(values)
+        self._keep_strongest(values, start, end)
+
+    def _encode(self, rows: Tensor) -> Tensor:
+        """float32 [n, S]."""
+        parts = (self.source.gather(part).to(self.device) for part in rows.split(ENCODED_ROWS))
+        return torch.cat([self.dictionary.encode(x)[:, self.chosen] for x in parts])
+
+    def _count(self, values: Tensor) -> None:
+        self.rows += len(values)
+        self.active += (values > 0).sum(0)
+        self.total += values.sum(0, dtype=torch.float64)
+        self.maximum = torch.maximum(self.maximum, values.amax(0))
+        self._widen(torch.frexp(self.maximum).exponent.long())
+        places, features = (values > 0).nonzero(as_tuple=True)
+        scaled = torch.ldexp(values[places, features], -self.exponents[features]) * NUM_BINS
+        slots = features * NUM_BINS + scaled.long()
+        self.counts += torch.bincount(slots, minlength=self.counts.numel()).view_as(self.counts)
+
+    def _widen(self, exponents: Tensor) -> None:
+        """Let the bins reach up to 2**exponents. Powers of two, so that bins are joined in pairs and none is split."""
+        is_empty = self.counts.sum(1) == 0
+        self.exponents = torch.where(is_empty, exponents, self.exponents)
+        while bool((grows := self.exponents < exponents).any()):
+            joined = torch.zeros_like(self.counts)
+            joined[:, : NUM_BINS // 2] = self.counts.view(-1, NUM_BINS // 2, 2).sum(2)
+            self.counts = torch.where(grows[:, None], joined, self.counts)
+            self.exponents = self.exponents + grows.long()
+
+    def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
+        size, store = len(self.top), self.source.store
+        rows = torch.arange(start, end)
+        documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
+        prefixes = [hash_prefixes(store.document_tokens(int(number))) for number in documents.tolist()]
+        first_tokens = torch.tensor([0, *map(len, prefixes)]).cumsum(0)[:-1].repeat_interleave(counts)
+        hashes = torch.cat(prefixes)[first_tokens + store.positions(rows)].to(self.device)
+        strongest = [part.max(0) for part in values.split(counts.tolist())]
+        local = torch.stack([place for _, place in strongest]) + (counts.cumsum(0) - counts).to(self.device)[:, None]
+        top = torch.cat([self.top, torch.stack([value for value, _ in strongest])])
+        keys = torch.cat([self.keys, hashes[local]])
+        kept = top.argsort(dim=0, descending=True, stable=True)
+        kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
+        self.top, self.keys = top.gather(0, kept), keys.gather(0, kept)
+        all_rows = torch.cat([self.top_rows, local + start])
+        self.top_rows = all_rows.gather(0, kept).masked_fill(self.top <= 0, -1)
+
+    def look_around(self, before: int, after: int) -> None:
+        """Fill ``windows``: read the documents of the contexts once more."""
+        store = self.source.store
+        rank, feature = (self.top_rows >= 0).nonzero(as_tuple=True)
+        rows, order = self.top_rows[rank, feature].cpu().sort()
+        documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
+        parts = zip(documents.tolist(), rows.split(counts.tolist()), order.split(counts.tolist()), strict=True)
+        for number, those, contexts in parts:
+            start, end = max(0, int(those[0]) - before), min(int(those[-1]) + after + 1, self.source.num_rows)
+            near = torch.arange(start, end)
+            near = near[store.documents(near) == number]
+            places = store.positions(near) - store.positions(those)[:, None] + before
+            which, column = ((places >= 0) & (places <= before + after)).nonzero(as_tuple=True)
+            chosen = contexts[which].to(rank.device)
+            values = self._encode(near)[column.to(rank.device), feature[chosen]]
+            self.windows[rank[chosen], feature[chosen], places[which, column].to(rank.device)] = values
 
 
 @torch.no_grad()
@@ -71,114 +140,21 @@ def find_contexts(
 
     Args:
         rows: of the site and source that the dictionary is for.
-        features: int64 [S]: which; None: all.
+        features: int64 [S]; None: all.
         contexts: K, how many of each feature.
         before, after: tokens on both sides of the strongest one whose activations are kept.
         chunk_rows: rows at a time, about; documents are not cut. The result does not depend on it.
-        observe: is told (rows done, rows in all).
+        observe: gets (rows done, rows in all).
     """
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
-    search = _Search(dictionary, rows, chosen, contexts, before, after)
+    found = FeatureStatistics(dictionary, rows, chosen, contexts, before, after)
     for start, end in rows.whole_documents(limit):
-        search.read(start, end)
+        found.read(start, end)
         if observe is not None:
             observe(end, rows.num_rows)
-    search.look_around(before, after)
-    return search.statistics
-
-
-class _Search:
-    """The state of one pass."""
-
-    def __init__(
-        self, dictionary: Dictionary, rows: StoreRows, chosen: Tensor, contexts: int, before: int, after: int
-    ) -> None:
-        self.dictionary, self.rows = dictionary, rows
-        self.device = dictionary.b_dec.device
-        self.chosen = chosen.to(self.device)
-        size, width = len(chosen), before + 1 + after
-        self.keys = torch.zeros((contexts, size), dtype=torch.int64, device=self.device)
-        self.statistics = FeatureStatistics(
-            rows=0,
-            before=before,
-            active=torch.zeros(size, dtype=torch.int64, device=self.device),
-            total=torch.zeros(size, dtype=torch.float64, device=self.device),
-            maximum=torch.zeros(size, device=self.device),
-            exponents=torch.zeros(size, dtype=torch.int64, device=self.device),
-            counts=torch.zeros((size, NUM_BINS), dtype=torch.int64, device=self.device),
-            top=torch.zeros((contexts, size), device=self.device),
-            top_rows=torch.full((contexts, size), -1, dtype=torch.int64, device=self.device),
-            windows=torch.full((contexts, size, width), torch.nan, device=self.device),
-        )
-
-    def read(self, start: int, end: int) -> None:
-        """Take in the rows ``start`` … ``end``, which are whole documents."""
-        values = self._encode(torch.arange(start, end))
-        self._count(values)
-        self._keep_strongest(values, start, end)
-
-    def _encode(self, rows: Tensor) -> Tensor:
-        """float32 [n, S]."""
-        parts = (self.rows.gather(part).to(self.device) for part in rows.split(ENCODED_ROWS))
-        return torch.cat([self.dictionary.encode(x)[:, self.chosen] for x in parts])
-
-    def _count(self, values: Tensor) -> None:
-        statistics = self.statistics
-        statistics.rows += len(values)
-        statistics.active += (values > 0).sum(0)
-        statistics.total += values.sum(0, dtype=torch.float64)
-        statistics.maximum = torch.maximum(statistics.maximum, values.amax(0))
-        self._widen(torch.frexp(statistics.maximum).exponent.long())
-        places, features = (values > 0).nonzero(as_tuple=True)
-        scaled = torch.ldexp(values[places, features], -statistics.exponents[features]) * NUM_BINS
-        slots = features * NUM_BINS + scaled.long()
-        statistics.counts += torch.bincount(slots, minlength=statistics.counts.numel()).view_as(statistics.counts)
-
-    def _widen(self, exponents: Tensor) -> None:
-        """Let the bins reach up to 2**exponents. Powers of two, so that bins are joined in pairs and none is split."""
-        statistics = self.statistics
-        is_empty = statistics.counts.sum(1) == 0
-        statistics.exponents = torch.where(is_empty, exponents, statistics.exponents)
-        while bool((grows := statistics.exponents < exponents).any()):
-            joined = torch.zeros_like(statistics.counts)
-            joined[:, : NUM_BINS // 2] = statistics.counts.view(-1, NUM_BINS // 2, 2).sum(2)
-            statistics.counts = torch.where(grows[:, None], joined, statistics.counts)
-            statistics.exponents = statistics.exponents + grows.long()
-
-    def _keep_strongest(self, values: Tensor, start: int, end: int) -> None:
-        statistics, size, store = self.statistics, len(self.statistics.top), self.rows.store
-        rows = torch.arange(start, end)
-        documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
-        prefixes = [hash_prefixes(store.document_tokens(int(number))) for number in documents.tolist()]
-        first_tokens = torch.tensor([0, *map(len, prefixes)]).cumsum(0)[:-1].repeat_interleave(counts)
-        hashes = torch.cat(prefixes)[first_tokens + store.positions(rows)].to(self.device)
-        strongest = [part.max(0) for part in values.split(counts.tolist())]
-        local = torch.stack([place for _, place in strongest]) + (counts.cumsum(0) - counts).to(self.device)[:, None]
-        top = torch.cat([statistics.top, torch.stack([value for value, _ in strongest])])
-        keys = torch.cat([self.keys, hashes[local]])
-        kept = top.argsort(dim=0, descending=True, stable=True)
-        kept = kept.gather(0, _later_twins(keys.gather(0, kept)).long().argsort(dim=0, stable=True))[:size]
-        statistics.top, self.keys = top.gather(0, kept), keys.gather(0, kept)
-        all_rows = torch.cat([statistics.top_rows, local + start])
-        statistics.top_rows = all_rows.gather(0, kept).masked_fill(statistics.top <= 0, -1)
-
-    def look_around(self, before: int, after: int) -> None:
-        """Fill ``windows``: read the documents of the contexts once more."""
-        statistics, store = self.statistics, self.rows.store
-        rank, feature = (statistics.top_rows >= 0).nonzero(as_tuple=True)
-        rows, order = statistics.top_rows[rank, feature].cpu().sort()
-        documents, counts = store.documents(rows).unique_consecutive(return_counts=True)
-        parts = zip(documents.tolist(), rows.split(counts.tolist()), order.split(counts.tolist()), strict=True)
-        for number, those, contexts in parts:
-            start, end = max(0, int(those[0]) - before), min(int(those[-1]) + after + 1, self.rows.num_rows)
-            near = torch.arange(start, end)
-            near = near[store.documents(near) == number]
-            places = store.positions(near) - store.positions(those)[:, None] + before
-            which, column = ((places >= 0) & (places <= before + after)).nonzero(as_tuple=True)
-            chosen = contexts[which].to(rank.device)
-            values = self._encode(near)[column.to(rank.device), feature[chosen]]
-            statistics.windows[rank[chosen], feature[chosen], places[which, column].to(rank.device)] = values
+    found.look_around(before, after)
+    return found
 
 
 def hash_prefixes(ids: list[int]) -> Tensor:
@@ -297,7 +273,7 @@ def _describe(
     contexts = _contexts(statistics, store)
     ids = [token for each in contexts for context in each for token in context["tokens"]]
     ids += [token for side in ends or () for each in side for token, _ in each]
-    texts = {i: f"<{i}>" for i in ids} if tokenizer is None else show_tokens(tokenizer, ids)
+    texts = {i: f"<{i}>" for i in ids} if tokenizer is None else {i: show_token(tokenizer, i) for i in set(ids)}
     for context in (context for each in contexts for context in each):
         context["tokens"] = [texts[token] for token in context["tokens"]]
     likely = [

@@ -10,7 +10,6 @@ nostalgebraist's logit lens (2020) for one direction.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,15 +122,12 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
     return plain * centred.square().mean().sqrt() / centred, centres
 
 
-def show_tokens(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
-    """The text of each token by itself; where it is part of a character, or nothing, the tokenizer's name for it."""
-    texts = {}
-    for index in dict.fromkeys(ids):
-        text = str(tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if not text or "\ufffd" in text:
-            text = str(tokenizer.convert_ids_to_tokens(index) or f"<{index}>")
-        texts[index] = text
-    return texts
+def show_token(tokenizer: Any, token: int) -> str:
+    """Return a token as text; where it is part of a character, or nothing, the tokenizer's name for it."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if not text or "\ufffd" in text:
+        text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
+    return text
 
 
 @torch.no_grad()
@@ -146,16 +142,8 @@ def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int 
     if not len(directions):
         return []
     up, down = build_lens(model).extremes(directions, count)
-    return [
-        {"up": _texts(rising, tokenizer), "down": _texts(falling, tokenizer)}
-        for rising, falling in zip(up, down, strict=True)
-    ]
 
+    def texts(likely: list[Likely]) -> list[list[Any]]:
+        return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
 
-def show_token(tokenizer: Any, token: int) -> str:
-    """A token as text."""
-    return str(tokenizer.decode([token], skip_special_tokens=False))
-
-
-def _texts(likely: list[tuple[int, float]], tokenizer: Any) -> list[list[Any]]:
-    return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
+    return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]
