@@ -29,7 +29,6 @@ class World:
 
     rank = 0
     size = 1
-    starts_servers = False  # no process starts one for another
 
     @property
     def is_main(self) -> bool:

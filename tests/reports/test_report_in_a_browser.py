@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from posttrain.reports.charts.panels import Panel, Series
 
+from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 
