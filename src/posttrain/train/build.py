@@ -399,7 +399,7 @@ def _build_ahead(words: Words, source: RolloutSource, world: World) -> Ahead | N
     if steps is None:
         assert recipe.train.passes is not None, "a recipe says steps or passes"
         steps, _ = source.length_of(recipe.train.passes)
-    elsewhere = bool(words.engine.traits.get("takes_weights")) and not words.engine_options.get("colocate")
+    elsewhere = bool(words.engine.traits.get("takes_weights"))
     num_batches = -(-steps // source.updates)
     return Ahead(source, recipe.rollout.staleness, num_batches, world=world, in_thread=elsewhere)
 
