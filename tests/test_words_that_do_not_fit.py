@@ -78,7 +78,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--eval.engine vllm --eval.engine.retries -1", "eval.engine.retries: -1; give 0 or more"),
         (
             "--rollout.engine vllm --rollout.engine.colocate true",
-            "rollout.engine.colocate: this option was removed. Use a server on the trainer's own GPU",
+            "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU",
         ),
         (
             "--rollout.engine vllm --rollout.engine.servers 2 --rollout.engine.url http://127.0.0.1:9",

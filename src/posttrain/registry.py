@@ -173,7 +173,7 @@ class Entry:
         """
         for key in options:
             if gone := GONE.get(f"{self.name}.{key}"):
-                raise RecipeError(f"{where or self.kind}.{key}: this option was removed. Use {gone}")
+                raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
         model = self.options_model()
         try:
             checked = model.model_validate(dict(options), context={"where": where or self.kind})
@@ -347,7 +347,7 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
         if item["type"] == "extra_forbidden" and key in GONE:
-            lines.append(f"{key}: this key was removed. Use {GONE[key]}")
+            lines.append(f"{key}: this key was removed. Use {GONE[key]}.")
         elif item["type"] == "extra_forbidden":
             last = str(item["loc"][-1])
             names = list(known)

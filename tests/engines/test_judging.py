@@ -410,7 +410,7 @@ def test_options_are_checked_before_anything_is_sampled() -> None:
         build_grader([RewardWord(name="judge", weight=1.0)], plain())
     with pytest.raises(UsageError, match="no judge answers there"):
         grade("http://127.0.0.1:9", [])
-    with pytest.raises(RecipeError, match=r"template: this option was removed. Use a judge behind a server"):
+    with pytest.raises(RecipeError, match=r"template: this key was removed. Use a judge behind a server"):
         build_grader([RewardWord(name="judge", weight=1.0, template="chat")], plain())
     with pytest.raises(RecipeError, match="the lowest score, then the highest"):
         grade("http://127.0.0.1:9", [], scale=[5, 5])

@@ -504,7 +504,7 @@ def test_the_word_in_a_recipe(tiny_random):
     assert engine.slots == 3
     assert engine.generate([], [], Sampling(max_tokens=3)) == []
     assert engine.generate([[9]], [[]], Sampling(max_tokens=3)) == [[]]
-    with pytest.raises(UsageError, match=r"engine.path: this option was removed. Use the defaults"):
+    with pytest.raises(UsageError, match=r"engine.path: this key was removed. Use the defaults"):
         registry.find("engine", "native").bind({"path": "lean"})
     with pytest.raises(UsageError, match="slots: 0"):
         registry.find("engine", "native").bind({"slots": 0})(model, None)

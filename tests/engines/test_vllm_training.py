@@ -319,9 +319,9 @@ TWO = ["http://127.0.0.1:8000", "http://localhost:8000/"]
         ({"gpus": [-1]}, "rollout.engine.gpus: .*counted from 0"),
         ({"concurrency": 0}, "rollout.engine.concurrency: 0; give 1 or more"),
         ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds: 0"),
-        ({"colocate": True}, "rollout.engine.colocate: this option was removed. Use a server on the trainer's own GPU"),
-        ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this option was removed. Use gpu_memory_utilization"),
-        ({"restarts": 1}, "rollout.engine.restarts: this option was removed. Use --resume"),
+        ({"colocate": True}, "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU"),
+        ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this key was removed. Use gpu_memory_utilization"),
+        ({"restarts": 1}, "rollout.engine.restarts: this key was removed. Use --resume"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
