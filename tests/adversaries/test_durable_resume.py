@@ -15,7 +15,6 @@ from posttrain.cli import main
 from posttrain.recipes.document import decisive, fingerprint_of
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
@@ -88,15 +87,6 @@ def cut_first_line(folder: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
 
 
-def change_state(folder: Path, **changes: str) -> None:
-    """As if the run had begun where another library multiplies or decodes, or as a stranger would say."""
-    place = folder / "checkpoints" / "step-000002"
-    state = json.loads((place / "state.json").read_text())
-    (place / "state.json").write_text(json.dumps(state | changes))
-    (place / "manifest.json").unlink()
-    seal(place, 2)
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
     "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
@@ -112,10 +102,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
     "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),
     "no rollouts": (lambda f: (f / "rollouts.db").unlink(), "rollouts.db: 8 of 8 rollouts up to step 2 are missing"),
-    "other products": (
-        lambda f: change_state(f, products="cu\x1b[2Jda"),
-        r"library of products: 'cu\x1b[2Jda' then, which is not to be had here; now ",
-    ),
     "cut rollouts": (cut_rollouts, "rollouts.db: 4 of 8 rollouts up to step 2 are missing"),
 }
 

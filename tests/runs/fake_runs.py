@@ -98,7 +98,7 @@ def snapshot(root: Path) -> dict[str, Any]:
     """Every file, folder and link under ``root`` with its content and time of change, but for locks."""
     found: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
-        if path.name != ".lock":
+        if not path.name.startswith(".lock"):
             content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
             found[str(path.relative_to(root))] = (content, path.lstat().st_mtime_ns if path.is_file() else 0)
     return found

@@ -130,8 +130,8 @@ def check_schema(db: sqlite3.Connection, path: Path) -> bool:
     db.execute("BEGIN")  # both questions of one state, whoever is writing
     try:
         version = _version_of(db)
-        query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
-        there = {sql for (sql,) in db.execute(query)} - _STATISTICS
+        query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"
+        there = {sql: f"{kind} {str(name)[:60]!r}" for sql, kind, name in db.execute(query) if sql not in _STATISTICS}
     finally:
         db.execute("ROLLBACK")
     if 0 < version != SCHEMA_VERSION and there:
@@ -141,9 +141,9 @@ def check_schema(db: sqlite3.Connection, path: Path) -> bool:
             f"{age} posttrain wrote this file (schema version {version}, this one reads {SCHEMA_VERSION}); use that "
             "version to read it. Nothing was changed",
         )
-    if version < 0 or there != (set(_SCHEMA) if version else set()):
-        strange = sorted(map(str, there - set(_SCHEMA)))
-        what = f"it holds {strange[0][:60]!r}" if strange else "something is missing"
+    if version < 0 or there.keys() != (set(_SCHEMA) if version else set()):
+        strange = sorted(what for sql, what in there.items() if sql not in _SCHEMA)
+        what = f"it holds {strange[0]}" if strange else "something is missing"
         raise DataError(path, f"not a rollout database as posttrain writes it ({what}); move it away and try again")
     return version != 0
 

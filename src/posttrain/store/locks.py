@@ -13,13 +13,17 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from posttrain.file_kinds import kind_of_file
 
 _REFUSALS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+# Newer versions of filelock would take the lock file itself for a claim, where ``flock`` is missing.
+_OPTIONS: dict[str, Any] = {"fallback_to_soft": False} if "fallback_to_soft" in signature(FileLock).parameters else {}
 _NAME = re.compile(r"pid [0-9]{1,18} on [A-Za-z0-9._-]+")
 
 
@@ -64,10 +68,10 @@ def holder(path: Path) -> str | None:
 
 def _acquire(path: Path, patience_seconds: float) -> BaseFileLock:
     """The lock, held; by a claim where the file system has no locks."""
-    lock: BaseFileLock = FileLock(path, timeout=patience_seconds, mode=0o666)
+    lock: BaseFileLock = FileLock(path, timeout=patience_seconds, mode=0o666, **_OPTIONS)
     try:
         lock.acquire(poll_interval=0.05)
-    except NotImplementedError:  # how filelock says ENOSYS
+    except NotImplementedError:  # how older versions of filelock say ENOSYS
         pass
     except OSError as error:
         if isinstance(error, Timeout) or error.errno not in _REFUSALS:
