@@ -17,7 +17,6 @@ from posttrain.errors import DataError
 from posttrain.evals import plan as app
 from posttrain.evals.files import is_evaluation, read_finished
 from posttrain.evals.items import read_items
-from posttrain.store.rollouts import RolloutStore
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def test_files_of_one_evaluation(
     assert [item.answer for item in items] == ["1", "2", "3", "4", "5", "6"]
     assert [item.num_right for item in items] == [0, 0, 1, 0, 0, 0]
     assert items[2].question == "What is 2 + 1?"
-    rows = RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")
-    assert [row.completion for row in rows] == ["The answer is 3."] * 6
+    assert [sample["text"] for sample in _samples(out)] == ["The answer is 3."] * 6
+    assert sorted(path.name for path in out.iterdir()) == ["items.jsonl", "results.json", "summary.md"]
     assert "# jsonl/test: tiny" in (out / "summary.md").read_text()
 
 
@@ -87,8 +86,7 @@ def test_the_same_again_replaces_and_says_the_same(
     first = (tmp_path / "out" / "items.jsonl").read_text()
     assert evaluate(*arguments, texts=texts) == 0
     assert (tmp_path / "out" / "items.jsonl").read_text() == first
-    rows = RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations("jsonl/test")
-    assert len(rows) == 18
+    assert len(_samples(tmp_path / "out")) == 18
     assert evaluate(*arguments, "--seed", "1", texts=texts) == 0
     assert (tmp_path / "out" / "items.jsonl").read_text() != first
 
@@ -194,13 +192,12 @@ def test_an_interrupted_evaluation_goes_on(
     assert "continue with the same command" in capsys.readouterr().err
     out = tmp_path / "out"
     assert not (out / "results.json").exists()
-    assert len(RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")) == 8
+    assert len((out / "unfinished.jsonl").read_text().splitlines()) == 1 + 4
     used = interrupt(-1)
     assert evaluate(*arguments, texts=texts) == 0
     assert "goes on after 4 items" in capsys.readouterr().out
     assert [len(prompts) for prompts, _, _ in used[-1].calls] == [2]  # the last two items alone
     assert (out / "items.jsonl").read_text() == (tmp_path / "whole" / "items.jsonl").read_text()
-    assert len(RolloutStore(out / "rollouts.db", read_only=True).evaluations("jsonl/test")) == 12
 
 
 def test_other_settings_begin_anew(
@@ -212,7 +209,7 @@ def test_other_settings_begin_anew(
     used = interrupt(-1)
     assert evaluate(*arguments, "--seed", "1") == 0
     assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
-    assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 12
+    assert len(_samples(tmp_path / "out")) == 12
 
 
 def test_what_was_asked_otherwise_is_kept_beside_it(
@@ -223,15 +220,15 @@ def test_what_was_asked_otherwise_is_kept_beside_it(
     command += ["--engine", "scripted", "--engine.texts", '["3"]']
     for n in ("6", "4", "4", "6"):
         assert main([*command, "--n", n]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluations/")]
-    first = "evaluations/tiny-jsonl-test-plain"
-    assert lines == [f"{first}: an evaluation that was asked otherwise stays there; this one is {first}-2"] * 2
+    shown = [line.rsplit("/")[-1] for line in capsys.readouterr().out.splitlines() if "every answer: " in line]
+    first = "tiny-jsonl-test-plain"
+    assert shown == [first, f"{first}-2", f"{first}-2", first]
     there = sorted((tmp_path / "evaluations").iterdir())
     assert [(folder.name, read_finished(folder).results["n"]) for folder in there] == [
         ("tiny-jsonl-test-plain", 6.0),
         ("tiny-jsonl-test-plain-2", 4.0),
     ]
-    assert len(RolloutStore(there[1] / "rollouts.db", read_only=True).evaluations()) == 4
+    assert len(_samples(there[1])) == 4
 
 
 def test_other_data_under_the_same_path_begin_anew(
@@ -251,7 +248,6 @@ def test_other_data_under_the_same_path_begin_anew(
     assert evaluate(*arguments) == 0
     assert "differs in data (other questions or gold answers); it is replaced" in capsys.readouterr().out
     assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
-    assert len(RolloutStore(tmp_path / "out" / "rollouts.db", read_only=True).evaluations()) == 6
 
 
 def test_a_table_on_other_data_keeps_no_cell(
@@ -343,8 +339,3 @@ def test_a_malformed_line_is_named(
         file.write("{not json\n")
     assert evaluate() == 2
     assert f"{problems}:7:" in capsys.readouterr().err
-
-
-def test_many_settings_are_not_all_named() -> None:
-    assert app.tell_names(["n", "data"]) == "n, data (other questions or gold answers)"
-    assert app.tell_names(list("abcdef")) == "a, b, c, d and 2 other settings"

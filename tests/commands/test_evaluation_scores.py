@@ -42,8 +42,8 @@ def read(folder: Path) -> tuple[dict, list[dict]]:
     ("name", "view", "n", "measured"),
     [
         ("rm", "pairs", 8, {"accuracy", "gain_over_length", "log_loss", "calibration_error"}),
-        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "majority", "weighted_majority", "oracle"}),
-        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc", "top_one_min", "auc_product"}),
+        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "random_one", "oracle"}),
+        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc"}),
     ],
 )
 def test_a_reward_model_is_measured_on_its_own_task(
@@ -184,26 +184,3 @@ def test_two_folders_of_reward_models_are_no_comparison_of_answers(
     said = " ".join(capsys.readouterr().err.split())
     assert "a/results.json: these are the results of a reward model (pairs)" in said
     assert "`posttrain evaluate RM_A RM_B` tests the difference of two reward models" in said
-
-
-def test_probes_stand_beside_length_and_style(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, pairs = tmp_path / "out", tmp_path / "pairs.jsonl"
-    rows = [
-        {"prompt": f"What is {i}?", "chosen": f"It is {i}." * (1 + i % 3), "rejected": "No idea."} for i in range(9)
-    ]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["--task", "preferences", "--task.path", str(pairs), "--task.split", "test", "--out", str(out)]
-    assert evaluate(runs, "rm", "--probes", *given) == 0
-    shown = capsys.readouterr().out
-    assert "preferences/test, length and style" in shown
-    assert "preferences/test, answers that say nothing, scored above the chosen one" in shown
-    results = read(out)[0]["results"]
-    assert all(
-        0.0 <= results[f"probe_{name}"] <= 1.0 for name in ("empty", "repeated", "copied", "flattery", "another")
-    )
-    assert results["probe_empty_n"] == 8.0
-    assert -1.0 <= results["length_correlation_low"] <= results["length_correlation"] <= 1.0
-    assert evaluate(runs, "orm", "--probes", "--out", str(out)) == 2
-    assert "--probes: they stand beside the chosen answers of pairs" in capsys.readouterr().err
-    assert evaluate(runs, "tiny", "--probes", "--task", "stories") == 2
-    assert "--probes: they are for reward models" in capsys.readouterr().err

@@ -181,7 +181,7 @@ def test_batches_are_recorded_and_told_as_they_come(tokenizer, grader) -> None:
     evaluation, _ = drawn(
         tokenizer, grader, make_task(5, long=(4,)), CHOICES, batch=2, record=recorded.append, observe=told.append
     )
-    assert [[r.prompt_index for r in batch] for batch in recorded] == [[0, 1], [2, 3]]
+    assert [[item.index for item in batch] for batch in recorded] == [[0, 1], [2, 3]]
     assert evaluation.rollouts == []  # they are not kept as well
     assert [(a.phase, a.num_done, a.num_items) for a in told] == [("sampling", 3, 5), ("sampling", 5, 5)]
     assert told[-1].num_right == sum(item.share for item in evaluation.items)

@@ -6,8 +6,7 @@ import itertools
 import math
 import random
 import statistics
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,10 +15,8 @@ from posttrain.evals.ranking import (
     area_under_curve,
     best_of_n,
     first_error,
-    harmonic_mean,
     pair_wins,
     score_first_errors,
-    vote,
 )
 
 
@@ -51,7 +48,6 @@ def test_a_score_that_is_no_number_is_refused() -> None:
         lambda: pair_wins([0.0], [math.nan]),
         lambda: area_under_curve([0.0], [math.nan]),
         lambda: best_of_n([0.0, math.nan], [1.0, 0.0], 1),
-        lambda: vote(["a"], [1.0], [math.nan]),
     ):
         with pytest.raises(ValueError, match="NaN"):
             call()
@@ -133,35 +129,6 @@ def test_more_answers_than_there_are_cannot_be_chosen_from(k: int) -> None:
         best_of_n([0.0, 1.0], [0.0, 1.0], k)
 
 
-# --- votes ---
-
-
-def plain_vote(answers: Sequence[Hashable], right: Sequence[float]) -> float:
-    counts = Counter(a for a in answers if a is not None)
-    best = [a for a, n in counts.items() if n == max(counts.values())]
-    of_answer = {a: [r for b, r in zip(answers, right, strict=True) if b == a] for a in best}
-    return statistics.fmean(statistics.fmean(rs) for rs in of_answer.values()) if best else 0.0
-
-
-def test_votes_by_hand() -> None:
-    assert vote(["5", "6", "5"], [1.0, 0.0, 1.0]) == 1.0
-    assert vote(["5", "6"], [1.0, 0.0]) == 0.5  # tied answers share
-    assert vote(["5", "6", "6", None, None, None], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]) == 0.0  # None casts no vote
-    assert vote([None, None], [0.0, 0.0]) == 0.0
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.9, 0.3, 0.3]) == 1.0
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.6, 0.3, 0.3]) == 0.5
-    # a tie up to rounding: 0.1 + 0.2 is not 0.3
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.3, 0.1, 0.2]) == 0.5
-
-
-def test_weights_of_one_are_a_plain_vote() -> None:
-    rng = random.Random(4)
-    for _ in range(50):
-        answers = [rng.choice(["a", "b", "c", None]) for _ in range(6)]
-        right = [float(a == "b") for a in answers]
-        assert vote(answers, right) == vote(answers, right, [1.0] * 6) == pytest.approx(plain_vote(answers, right))
-
-
 # --- steps ---
 
 
@@ -203,4 +170,3 @@ def test_rates_over_nothing_are_left_out() -> None:
 def test_never_crying_wolf_does_not_pay() -> None:
     actual = [0, None, None, None]
     assert score_first_errors([None] * 4, actual)["error_f1"] == 0.0
-    assert harmonic_mean(0.0, 0.0) == 0.0

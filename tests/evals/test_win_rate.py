@@ -135,18 +135,18 @@ def test_divergences_against_a_slow_reference(tiny_random) -> None:
         (forwards[::-1], (other, own)),
     ):
         expected = [slow_kl(rollout, slow_first, slow_second) for rollout in answers]
-        found = measure_kl(answers, first, second, tokens_per_micro=1 << 14)
+        found = measure_kl(answers, first, second)
         assert found == pytest.approx(expected, rel=1e-3)
-        assert measure_kl(answers, first, second, tokens_per_micro=5) == pytest.approx(found, rel=1e-4)
+        assert measure_kl(answers, first, second, max_tokens=5) == pytest.approx(found, rel=1e-4)
         assert min(expected) > 0.1
-    assert measure_kl(answers, forwards[0], forwards[0], tokens_per_micro=1 << 14) == [0.0] * 5
+    assert measure_kl(answers, forwards[0], forwards[0]) == [0.0] * 5
 
 
 def test_a_vocabulary_that_lacks_a_token_is_refused(tiny_random) -> None:
     large, small = tiny_random("qwen3"), tiny_random("qwen3", vocab_size=290)
     answers = [answer(0, ids=[7, 8])]
     with pytest.raises(UsageError, match="none of the other's 290"):
-        measure_kl(answers, Forward(large, 1.0), Forward(small, 1.0), tokens_per_micro=100)
+        measure_kl(answers, Forward(large, 1.0), Forward(small, 1.0))
 
 
 def test_the_summary_of_divergences_by_hand() -> None:
@@ -176,8 +176,7 @@ def test_the_page_shows_what_was_measured() -> None:
     assert ["better / equally good / worse", "100.0% / 0.0% / 0.0%", "–"] in table.lines
     assert ["KL(mine ‖ theirs), nats per answer", "1.5", "1.5 – 1.5"] in table.lines
     assert not any("lengths alike" in line[0] or "right" in line[0] for line in table.lines)
-    found.items[0] |= {"question": "What is it?", "answer": "2"}
     page = write_contest_page(table, ["no KL the other way"], {"seed": 0}, found.items)
     assert "- no KL the other way\n" in page
-    assert "What is it?\n```\n\ngold answer: `2`\n" in page
+    assert "What is it?\n```\n\ngold answer: `5`\n" in page
     assert "A: wrong, score 2\n\n````\n2 ``` x\n````" in page  # a fence in the text does not end its block
