@@ -60,8 +60,7 @@ def test_a_sample_keeps_text_verdict_and_length(sampler) -> None:
     assert sample.is_right
     assert (sample.transcript, sample.response_ids) == (None, None)
     assert not sample_of(make_rollout("x", ids, parts={"xml_format": 0.0}), sampler).in_format
-    plain = replace(sampler, grader=build_grader([RewardWord(name="correct")], sampler.grader.template))
-    assert sample_of(make_rollout("x", ids), plain).in_format is None
+    assert sample_of(make_rollout("x", ids, parts={"correct": 1.0}), sampler).in_format is None
 
 
 def test_a_sample_carries_its_ids_where_the_text_encodes_to_others(sampler, tmp_path: Path) -> None:
