@@ -91,17 +91,6 @@ def test_the_same_again_replaces_and_says_the_same(
     assert (tmp_path / "out" / "items.jsonl").read_text() != first
 
 
-def test_several_answers_to_each(evaluate: Callable[..., int], tmp_path: Path) -> None:
-    assert evaluate("--template", "plain", "--samples", "4", "--k", "1,4", texts=("It is 3.", "It is 2.")) == 0
-    results = read(tmp_path / "out" / "results.json")["results"]
-    items = read_items(tmp_path / "out" / "items.jsonl")
-    assert results["samples"] == 4.0
-    assert results["pass@4"] == sum(item.num_right > 0 for item in items) / 6
-    assert results["accuracy"] == results["pass@1"] == pytest.approx(sum(item.num_right for item in items) / 24)
-    assert 0 < results["accuracy"] < 1
-    assert "pass@2" not in results
-
-
 def test_templates_side_by_side(
     evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,26 +112,6 @@ def test_templates_side_by_side(
     assert read_finished(out / "boxed").results["parse_failures"] == 1.0
     with pytest.raises(DataError, match=r"these are several evaluations; name one of them: .*plain"):
         read_finished(out)
-
-
-def test_kinds_of_items(evaluate: Callable[..., int], tmp_path: Path) -> None:
-    assert evaluate("--template", "plain") == 0
-    kinds = read(tmp_path / "out" / "results.json")["kinds"]
-    found = {value: (kind["n"], kind["accuracy"]) for value, kind in kinds["level"].items()}
-    assert found == {"0": (3.0, pytest.approx(1 / 3)), "1": (3.0, 0.0)}
-    assert "## By level" in (tmp_path / "out" / "summary.md").read_text()
-
-
-def test_a_task_without_gold_has_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "free.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Tell me of {a}."}) + "\n" for a in range(4)))
-    arguments = ["--task", "jsonl", "--task.path", str(path), "--task.answer_key", '""', "--template", "plain"]
-    engine = ["--engine", "scripted", "--engine.texts", '["Well."]', "--out", str(tmp_path / "out")]
-    assert main(["evaluate", "tiny", *arguments, *engine]) == 0
-    assert "nothing was graded, as the items have no gold answer" in capsys.readouterr().out
-    results = read(tmp_path / "out" / "results.json")["results"]
-    assert results["num_graded"] == 0.0
-    assert {"accuracy", "accuracy_low"} & results.keys() == set()
 
 
 class Interrupting(ScriptedEngine):
@@ -250,17 +219,6 @@ def test_other_data_under_the_same_path_begin_anew(
     assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
 
 
-def test_a_table_on_other_data_keeps_no_cell(
-    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], problems: Path
-) -> None:
-    interrupt(1)
-    assert evaluate("--template", "plain,boxed") == 130  # the first is finished
-    problems.write_text(problems.read_text().replace('"answer": "3"', '"answer": "4"'))
-    used = interrupt(-1)
-    assert evaluate("--template", "plain,boxed") == 0
-    assert len(used[-1].calls) == 2
-
-
 def test_an_interrupted_table_keeps_what_is_finished(
     evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
 ) -> None:
@@ -330,12 +288,3 @@ def test_what_a_folder_is(evaluate: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "out" / "results.json").write_text('{"run": "x"}')
     with pytest.raises(DataError, match=r"not the results of an evaluation \(evaluation: Field required\)"):
         read_finished(tmp_path / "out")
-
-
-def test_a_malformed_line_is_named(
-    evaluate: Callable[..., int], problems: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with problems.open("a") as file:
-        file.write("{not json\n")
-    assert evaluate() == 2
-    assert f"{problems}:7:" in capsys.readouterr().err

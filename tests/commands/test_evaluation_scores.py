@@ -73,20 +73,6 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert items[0]["id"] in page
 
 
-def test_again_it_is_the_same_and_quiet_prints_nothing(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    contents = []
-    for _ in range(2):
-        assert evaluate(runs, "rm", "--out", str(out), "--quiet") == 0
-        content, items = read(out)
-        content["results"].pop("seconds")
-        contents.append((content["results"], items))
-    assert capsys.readouterr().out == ""
-    assert contents[0] == contents[1]
-
-
 def test_several_models_stand_in_one_table(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     given = ["rm", "orm", "--task", "stories", "--task.responses", "judged", "--out", str(out)]
@@ -152,16 +138,6 @@ def test_what_cannot_be_measured_is_refused(
         arguments = [str(runs / arguments[0])]
     assert evaluate(runs, *arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_checkpoint_without_its_head_is_refused(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *SMALL]) == 0
-    head = tmp_path / "rm" / "checkpoints" / "step-000002" / "heads.safetensors"
-    head.unlink()
-    assert evaluate(tmp_path, "rm") == 1
-    assert "heads.safetensors is missing. Other steps there: none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("models", [["rm"], ["rm", "orm"]])

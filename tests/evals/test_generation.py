@@ -110,15 +110,6 @@ def test_a_prompt_needs_room_for_one_token(tokenizer, grader) -> None:
         measure(tokenizer, grader, task, {}, context_tokens=length)
 
 
-def test_the_items_do_not_depend_on_seed_or_step(tokenizer, grader) -> None:
-    asked = []
-    for options in ({"seed": 0, "step": 0}, {"seed": 5, "step": 9}):
-        _, engine = measure(tokenizer, grader, make_task(40), {}, n=6, **options)
-        asked.append(engine.calls[0][0])
-    assert asked[0] == asked[1]
-    assert len(asked[0]) == 6
-
-
 def test_an_empty_task_is_refused(tokenizer, grader) -> None:
     with pytest.raises(UsageError, match="task 'sums', split 'test': no example"):
         measure(tokenizer, grader, make_task(0), {})
@@ -213,13 +204,3 @@ def test_a_scorer_is_asked_about_every_answer(tokenizer, grader) -> None:
     assert evaluation.results["unscored"] == unscored / 12
     assert {"best_of@1", "best_of@3", "best_of@3_low"} <= set(evaluation.results)
     assert "scoring_seconds" in evaluation.timing
-
-
-def test_nothing_to_grade_against_is_said(tokenizer, grader) -> None:
-    examples = [Example(f"free/{i}", (Message("user", f"Tell me of {i}."),)) for i in range(3)]
-    evaluation, _ = drawn(tokenizer, grader, Task("free", "test", examples), CHOICES)
-    results = evaluation.results
-    assert (results["n"], results["num_graded"]) == (3.0, 0.0)
-    assert {"accuracy", "accuracy_low", "accuracy_high"} & results.keys() == set()
-    assert results["parse_failures"] == 0.0
-    assert results["format"] == 1.0

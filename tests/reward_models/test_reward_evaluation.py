@@ -7,7 +7,6 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from posttrain.errors import UsageError
 from posttrain.evals.ranking import area_under_curve
 from posttrain.evals.statistics import logit, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
-from posttrain.reports.charts.calibration import draw_calibration
 from posttrain.reports.reward_model import difference_tables, shared_verdicts
 from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model
 from posttrain.reward_models.measures import View, add_area, add_calibration, add_share, break_down, effective_number
@@ -110,20 +108,6 @@ def test_pairs_by_hand() -> None:
     }
     assert {value: row["n"] for value, row in found.kinds["level"].items()} == {"1": 3.0, "2": 1.0}
     json.dumps(found.items, allow_nan=False)
-
-
-def test_the_negative_of_a_score_has_the_complement_of_its_accuracy() -> None:
-    rng = random.Random(0)
-    draws = [(rng.randint(0, 3), rng.randint(0, 3)) for _ in range(60)]
-    forward, backward = (
-        evaluated("preference", [problem(i, said(s * c, 1.0), said(s * r, 0.0)) for i, (c, r) in enumerate(draws)])
-        for s in (1.0, -1.0)
-    )
-    assert forward.results["accuracy"] + backward.results["accuracy"] == pytest.approx(1.0)
-    assert forward.results["margin"] == -backward.results["margin"]
-    # all texts of the forward scores are of one length
-    assert forward.results["longer_accuracy"] == 0.5
-    assert forward.results["gain_over_length"] == pytest.approx(forward.results["accuracy"] - 0.5)
 
 
 def test_a_probability_of_steps_is_no_log_odds() -> None:
@@ -246,14 +230,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         evaluated("outcome", [])
 
 
-def test_the_items_are_those_of_every_evaluation() -> None:
-    examples = [problem(i, said(1.0, 1.0), said(0.0, 0.0)) for i in range(30)]
-    few = [item["id"] for item in evaluated("preference", examples, n=7).items]
-    assert len(few) == 7
-    assert few == [item["id"] for item in evaluated("preference", examples, n=7).items]
-    assert few != [f"p/{i}" for i in range(7)]
-
-
 # --- intervals ---
 
 
@@ -350,11 +326,3 @@ def test_answers_to_one_problem_are_one_item_of_a_comparison() -> None:
 
 
 # --- the picture ---
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    found = evaluated("outcome", JUDGED)
-    path = draw_calibration(found.bins, "orm", tmp_path / "calibration.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    folded = evaluated("preference", [problem(i, said(i - 1.5, 1.0), said(0.0, 0.0)) for i in range(4)])
-    assert draw_calibration(folded.bins, "rm", tmp_path / "pairs.png").stat().st_size > 5000

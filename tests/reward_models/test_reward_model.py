@@ -12,7 +12,6 @@ from reward_runs import make_recipe, make_run, open_run, save_step
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evals.statistics import sigmoid
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.render import encode_plain, encode_prompt, end_id
@@ -308,18 +307,6 @@ def test_splitting_takes_time_linear_in_the_text() -> None:
 
 
 # --- what a score says ---
-
-
-def test_probabilities_that_scores_state(models) -> None:
-    assert models["pair"].probability(1.5) is None
-    assert models["judged"].probability(1.5) == sigmoid(1.5)
-    assert models["steps"].probability(0.25) == 0.25
-    assert [models[name].kind for name in ("pair", "judged", "three")] == ["preference", "outcome", "process"]
-
-
-def test_whole_answers_have_no_steps(models) -> None:
-    with pytest.raises(UsageError, match="kind 'preference' scores whole answers, not steps"):
-        models["pair"].score_steps([], [])
 
 
 # --- which checkpoint ---
