@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.evals.items import meta_of
-from posttrain.evals.measures import MAX_KINDS, Kinds, show_kind
+from posttrain.evals.measures import Kinds, by_kind
 from posttrain.evals.ranking import (
     area_under_curve,
     best_of_n,
@@ -116,22 +116,17 @@ def add_calibration(view: View, logits: Sequence[float], outcomes: Sequence[floa
 
 
 def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
-    """Accuracy (of ``right``) by kind of item: for each key of ``meta`` with a few different values, n and interval.
-
-    A key counts that has 2 to ``MAX_KINDS`` values, at most half as many as there are items with a verdict.
-    """
+    """Accuracy (of ``right``) by kind of item (``evals.measures.by_kind``), of the items with a verdict."""
     judged = [item for item in items if item["right"] is not None]
-    kinds: Kinds = {}
-    for key in dict.fromkeys(key for item in judged for key in item["meta"]):
-        groups: dict[str, list[tuple[float, str]]] = {}
-        for item in judged:
-            right = float(item["right"]), item.get("problem", item["id"])
-            groups.setdefault(show_kind(item["meta"].get(key)), []).append(right)
-        if 2 <= len(groups) <= min(MAX_KINDS, len(judged) // 2):
-            kinds[key] = {value: {"n": float(len(groups[value]))} for value in sorted(groups)}
-            for value, results in kinds[key].items():
-                add_share(results, "accuracy", *map(list, zip(*groups[value], strict=True)))
-    return kinds
+
+    def measure(places: Sequence[int]) -> dict[str, float]:
+        own = [judged[place] for place in places]
+        results = {"n": float(len(own))}
+        clusters = [item.get("problem", item["id"]) for item in own]
+        add_share(results, "accuracy", [float(item["right"]) for item in own], clusters)
+        return results
+
+    return by_kind([item["meta"] for item in judged], measure)
 
 
 def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from safetensors.torch import load_file
@@ -35,7 +35,7 @@ from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_s
 from posttrain.types import Example, Response, Sample, collate
 
 Kind = Literal["preference", "outcome", "process"]
-KINDS: tuple[Kind, ...] = ("preference", "outcome", "process")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADS = "heads.safetensors"
 TOKENS_PER_MICRO = 1 << 14
 # A step ends with the white space behind a sentence; what follows belongs to the next.
@@ -193,9 +193,10 @@ def load_reward_model(
     entry = registry.find("objective", recipe.objective.name, "objective")
     kind = entry.traits.get("scores")
     if entry.traits.get("head") != "score":
+        scoring = [name for name, one in registry.entries("objective").items() if one.traits.get("scores") in KINDS]
         raise UsageError(
             f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
-            f"reward model, such as one of {', '.join(_scoring_objectives())}"
+            f"reward model, such as one of {', '.join(scoring)}"
         )
     if kind not in KINDS:
         raise UsageError(
@@ -311,7 +312,3 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
             "training has written, not an export of the model alone"
         )
     return folder, chosen
-
-
-def _scoring_objectives() -> list[str]:
-    return [name for name, entry in registry.entries("objective").items() if entry.traits.get("scores") in KINDS]
