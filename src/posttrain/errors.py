@@ -79,6 +79,8 @@ GONE = {
     "posttrain evaluate --probes": "`posttrain evaluate RM` on a file of yours, with such answers as the rejected ones",
     "posttrain evaluate --with": "`python contrib/lm_eval_harness.py MODEL --tasks A,B`",
     "posttrain evaluate --task-folder": "`python contrib/lm_eval_harness.py MODEL --tasks A,B --task-folder DIR`",
+    "reward_model.combine": "nothing in its place: the lowest probability of a step is the score",
+    "reward_model.clip": "normalize: true, or a reward of your own that calls it",
     "posttrain runs note": "`posttrain runs tag NAME +TAG`, and a file of your own for sentences",
     "jumprelu": "batchtopk, which is stored as JumpReLU",
     "dictionary.skip": "`posttrain sae features` on the residual stream; transcoders are gone",

@@ -169,18 +169,6 @@ def test_an_interrupted_evaluation_goes_on(
     assert (out / "items.jsonl").read_text() == (tmp_path / "whole" / "items.jsonl").read_text()
 
 
-def test_other_settings_begin_anew(
-    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
-) -> None:
-    arguments = ("--template", "plain", "--samples", "2", "--batch", "4")
-    interrupt(1)
-    assert evaluate(*arguments) == 130
-    used = interrupt(-1)
-    assert evaluate(*arguments, "--seed", "1") == 0
-    assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
-    assert len(_samples(tmp_path / "out")) == 12
-
-
 def test_what_was_asked_otherwise_is_kept_beside_it(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,25 +186,6 @@ def test_what_was_asked_otherwise_is_kept_beside_it(
         ("tiny-jsonl-test-plain-2", 4.0),
     ]
     assert len(_samples(there[1])) == 4
-
-
-def test_other_data_under_the_same_path_begin_anew(
-    evaluate: Callable[..., int],
-    interrupt: Callable[[int], list[ScriptedEngine]],
-    problems: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Ids say which row of a file an example is; the rows may have changed."""
-    arguments = ("--template", "plain", "--batch", "4")
-    interrupt(1)
-    assert evaluate(*arguments) == 130
-    capsys.readouterr()
-    problems.write_text(problems.read_text().replace("+ 1?", "+ 2?"))
-    used = interrupt(-1)
-    assert evaluate(*arguments) == 0
-    assert "differs in data (other questions or gold answers); it is replaced" in capsys.readouterr().out
-    assert sum(len(prompts) for prompts, _, _ in used[-1].calls) == 6
 
 
 def test_an_interrupted_table_keeps_what_is_finished(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import pytest
 
 from posttrain.evals.ranking import (
-    COMBINE,
     area_under_curve,
     best_of_n,
     first_error,
@@ -112,17 +111,6 @@ def test_more_answers_than_there_are_cannot_be_chosen_from(k: int) -> None:
 
 
 # --- steps ---
-
-
-def test_ways_to_combine_by_hand() -> None:
-    steps = [0.9, 0.5, 0.8]
-    found = {name: combine(steps) for name, combine in COMBINE.items()}
-    assert found == {
-        "min": 0.5,
-        "product": pytest.approx(0.36),
-        "last": 0.8,
-        "mean": pytest.approx(2.2 / 3),
-    }
 
 
 def test_the_first_error_is_the_first_below_one_half() -> None:

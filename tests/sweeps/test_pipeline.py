@@ -77,11 +77,11 @@ def test_every_part_begins_with_the_start_and_policies_that_sample_are_rewarded_
 
 
 def test_a_reward_model_among_other_rewards_keeps_its_options(tmp_path: Path) -> None:
-    rewards = "[{name: reward_model, run: runs/x, clip: 3, weight: 0.5}, {name: xml_format, weight: 0.1}]"
+    rewards = "[{name: reward_model, run: runs/x, normalize: true, weight: 0.5}, {name: xml_format, weight: 0.1}]"
     plan = plan_of(tmp_path, FILE.replace("grpo: rl/grpo", f"grpo: {{recipe: rl/grpo, rewards: {rewards}}}"))
     grpo = next(part for part in plan.parts if part.name == "grpo-seed0")
     model, form = grpo.recipe.rewards
-    assert (model.options["clip"], model.weight) == (3, 0.5)
+    assert (model.options["normalize"], model.weight) == (True, 0.5)
     assert model.options["run"].endswith("cells/proxy-seed0")
     assert (form.name, form.weight) == ("xml_format", 0.1)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
-from typing import Literal
 
 from posttrain.evals.statistics import Z_95
 from posttrain.graders.answers import clean_answer, parse_quantity
@@ -104,15 +103,6 @@ def _worth_by_top(votes: Sequence[Vote], most: int, k: int) -> dict[tuple[int, i
                 following[key] = (before_ways + ways * combinations, before_worth + gained * combinations)
         state = following
     return {key: worth for key, (_, worth) in state.items()}
-
-
-Combine = Literal["min", "product", "last", "mean"]
-COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "product": math.prod,
-    "last": lambda probabilities: probabilities[-1],
-    "mean": statistics.fmean,
-}
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:

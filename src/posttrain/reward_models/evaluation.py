@@ -123,7 +123,6 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
             "step": model.step,
             "weights": weights_mark(resolve_model_name(source.path)),
             "kind": model.kind,
-            "combine": model.combine if model.kind == "process" else None,
             "task": word.model_dump(),
             "template": model.template.name,
             "n": asked.drawing.n,
