@@ -14,10 +14,9 @@ from posttrain.evals.files import folder_of_its_own, refuse_other, weights_mark,
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EvaluationRequest, place_of, slug, tell_apart
-from posttrain.evals.statistics import Bin
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
-from posttrain.reward_models.measures import break_down, evaluate_judged, evaluate_pairs, evaluate_steps
+from posttrain.reward_models.measures import View, break_down, evaluate_judged, evaluate_pairs, evaluate_steps
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.store.environment import describe_environment
 from posttrain.tasks.base import Task, build_task, choose_task
@@ -27,20 +26,15 @@ from posttrain.types import Example
 VIEWS = {"pairs": evaluate_pairs, "judged answers": evaluate_judged, "labelled steps": evaluate_steps}
 
 
-@dataclass(frozen=True, slots=True)
-class RewardEvaluation:
+@dataclass(slots=True, kw_only=True)
+class RewardEvaluation(View):
     """``results`` by name (``accuracy`` is the mean of ``right`` over ``items``, where these have it).
 
-    ``view``: a key of ``VIEWS``. ``dropped``: how many could not be measured, by reason.
-    ``kinds``: by a fact of the items and its values, n and accuracy.
+    ``view``: a key of ``VIEWS``. ``kinds``: by a fact of the items and its values, n and accuracy.
     """
 
     name: str
     view: str
-    results: dict[str, float]
-    items: list[dict[str, Any]]
-    bins: list[Bin] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
     kinds: Kinds = field(default_factory=dict)
 
 
@@ -66,10 +60,11 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     view = VIEWS[name](model, examples)
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
-    seconds = time.perf_counter() - started
-    results = view.results | {"dropped": float(sum(view.dropped.values())), "seconds": seconds}
+    view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
     kinds = break_down(view.items)
-    return RewardEvaluation(task_label(task), name, results, view.items, view.bins, dict(view.dropped), kinds)
+    return RewardEvaluation(
+        view.results, view.items, view.bins, view.dropped, name=task_label(task), view=name, kinds=kinds
+    )
 
 
 def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
