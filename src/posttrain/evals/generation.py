@@ -140,23 +140,9 @@ def evaluate(
     size = len(left) if asked.batch is None else max(1, asked.batch // asked.samples)
     for start in range(0, len(left), max(1, size)):
         slots = left[start : start + size]
-        before = time.perf_counter()
-        request = RolloutRequest(
-            [examples[slot] for slot in slots],
-            [prompts[slot] for slot in slots],
-            asked.sampling,
-            key=(asked.seed, f"evaluation {task.name}", 0),
-            group=asked.samples,
-            step=asked.step,
-            prompt_indices=slots,
-            slots=slots,
-        )
-        groups, grading_seconds = collect(sampler, request)
-        timing["sampling_seconds"] += time.perf_counter() - before - grading_seconds
-        timing["grading_seconds"] += grading_seconds
+        groups = _ask(sampler, asked, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
             items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
-            timing["generated_tokens"] += sum(rollout.completion.num_own for rollout in group)
         if record is None:
             rollouts += [rollout for group in groups for rollout in group]
         else:
@@ -168,16 +154,33 @@ def evaluate(
         timing["scoring_seconds"] = time.perf_counter() - before
     if timing["sampling_seconds"] > 0:
         timing["generated_tokens_per_second"] = timing["generated_tokens"] / timing["sampling_seconds"]
-    results = summarize(
-        items,
-        samples=asked.samples,
-        ks=asked.ks,
-        worked=task.worked,
-        own_parts=("correct", sampler.grader.format_part or ""),
-        shares=task.shares(items) if task.shares is not None else None,
-    )
+    shares = task.shares(items) if task.shares is not None else None
+    own_parts, samples = ("correct", sampler.grader.format_part or ""), asked.samples
+    results = summarize(items, samples=samples, ks=asked.ks, worked=task.worked, own_parts=own_parts, shares=shares)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
-    return Evaluation(task_label(task), results, rollouts, items, break_down(items, asked.samples), timing)
+    return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
+
+
+def _ask(
+    sampler: Sampler, asked: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
+) -> list[list[Rollout]]:
+    """The graded answers to the items of a batch, examples with prompts by place; ``timing`` is added to."""
+    before, slots = time.perf_counter(), list(batch)
+    request = RolloutRequest(
+        [example for example, _ in batch.values()],
+        [prompt for _, prompt in batch.values()],
+        asked.sampling,
+        key=(asked.seed, f"evaluation {asked.task.name}", 0),
+        group=asked.samples,
+        step=asked.step,
+        prompt_indices=slots,
+        slots=slots,
+    )
+    groups, grading_seconds = collect(sampler, request)
+    timing["sampling_seconds"] += time.perf_counter() - before - grading_seconds
+    timing["grading_seconds"] += grading_seconds
+    timing["generated_tokens"] += sum(rollout.completion.num_own for group in groups for rollout in group)
+    return groups
 
 
 def _read_questions(sampler: Sampler, asked: Questions) -> tuple[list[Example], dict[int, list[int]]]:
