@@ -162,6 +162,8 @@ def test_what_is_known_is_not_asked_again(tokenizer, grader) -> None:
     assert rest.items == whole.items
     assert rest.results["accuracy"] == whole.results["accuracy"]
     assert rest.timing["generated_tokens"] < whole.timing["generated_tokens"]  # of this call alone
+    other = {0: whole.items[1], 2: replace(whole.items[2], samples=whole.items[2].samples[:1]), 99: whole.items[0]}
+    assert drawn(tokenizer, grader, task, CHOICES, samples=2, known=other)[0].items == whole.items  # none is used
     done, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=dict(enumerate(whole.items)))
     assert engine.calls == []
     assert done.items == whole.items

@@ -126,7 +126,10 @@ def evaluate(
     started, task = time.perf_counter(), asked.task
     examples, prompts = _read_questions(sampler, asked)
     num_too_long = len(examples) - len(prompts)
-    items = [(known or {}).get(i) or item_of(example, i) for i, example in enumerate(examples)]
+    items = [item_of(example, i) for i, example in enumerate(examples)]
+    for i, item in (known or {}).items():
+        if 0 <= i < len(items) and item.id == items[i].id and len(item.samples) == asked.samples:
+            items[i] = item
     rollouts: list[Rollout] = []
     timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
 
