@@ -227,7 +227,10 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     tasks = {key: build_task(task, "--task") for key, task in {_key(task): task for _, task, _ in combinations}.items()}
     folder, names = _choose_folders(asked.out, combinations, tasks)
     refuse_other(folder)
-    data = {key: data_mark(task, drawing.n) for key, task in tasks.items()}
+    data = {
+        key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
+        for key, task in tasks.items()
+    }
     cells = [
         Cell(
             source,
@@ -256,11 +259,6 @@ def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
     """
     own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
     return [own[-1]] if own and len({task.name for task in own}) == 1 else [None]
-
-
-def data_mark(task: Task, n: int) -> str:
-    """The digest of the examples that an evaluation asks."""
-    return digest_of([task.examples[i] for i in held_out_indices(len(task.examples), n)])
 
 
 class EvaluationProgress:

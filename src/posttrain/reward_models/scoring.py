@@ -115,12 +115,8 @@ class RewardModel:
 
         With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
         error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
-
-        Raises:
-            UsageError: the model judges no steps.
         """
-        if self.kind != "process":
-            raise UsageError(f"{self.label}: a reward model of the kind {self.kind!r} scores whole answers, not steps")
+        assert self.kind == "process", "a model of steps alone has probabilities of steps"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
         return [None if s is None else _good(s) for s in self.read(self._rows(examples, responses, "steps"))]
 
