@@ -16,9 +16,10 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.evals.items import read_items
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
-from posttrain.recipes.sections import ModelSection, Word
+from posttrain.recipes.sections import ModelSection
 from posttrain.render import encode_prompt
 from posttrain.render.template import build_template
+from posttrain.runs.models import find_source
 from posttrain.types import Message
 
 pytestmark = pytest.mark.slow
@@ -140,7 +141,8 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
     assert main(["evaluate", str(checkpoint), *options, "--device", "cpu", "--out", str(tmp_path / "own")]) == 0
     items = read_items(tmp_path / "own" / "items.jsonl")
     assert len(items) == 6
-    tokenizer, template = load_tokenizer(str(TINY)), build_template(Word(name="r1_zero"))
+    tokenizer = load_tokenizer(str(TINY))
+    template = build_template(find_source(str(checkpoint), "runs").template)
     asked = [item.question for item in items]
     if not templated:
         asked = [tokenizer.decode(encode_prompt(tokenizer, template, [Message("user", text)])) for text in asked]
