@@ -125,11 +125,7 @@ def evaluate(
     """
     started, task = time.perf_counter(), asked.task
     examples, prompts = _read_questions(sampler, asked)
-    num_too_long = len(examples) - len(prompts)
-    items = [item_of(example, i) for i, example in enumerate(examples)]
-    for i, item in (known or {}).items():
-        if 0 <= i < len(items) and item.id == items[i].id and len(item.samples) == asked.samples:
-            items[i] = item
+    num_too_long, items = len(examples) - len(prompts), _with_known(examples, known or {}, asked.samples)
     rollouts: list[Rollout] = []
     timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
 
@@ -162,6 +158,15 @@ def evaluate(
     results = summarize(items, samples=samples, ks=asked.ks, worked=task.worked, own_parts=own_parts, shares=shares)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
+
+
+def _with_known(examples: Sequence[Example], known: Mapping[int, Item], samples: int) -> list[Item]:
+    """The items of the examples, those answered that are known with so many samples."""
+    items = [item_of(example, i) for i, example in enumerate(examples)]
+    return [
+        known[i] if i in known and known[i].id == item.id and len(known[i].samples) == samples else item
+        for i, item in enumerate(items)
+    ]
 
 
 def _ask(
