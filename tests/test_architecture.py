@@ -62,7 +62,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "rich": ("commands/",),
     "gradio": ("commands/chat/",),
     "starlette": ("commands/serve/",),
-    "lm_eval": ("commands/evaluate/",),
+    "lm_eval": (),  # contrib/ asks through it
     "uvicorn": ("commands/serve/",),
     "fastapi": ("commands/chat/",),  # what gradio is mounted on
     "matplotlib": ("reports/charts.py",),

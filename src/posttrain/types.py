@@ -55,6 +55,7 @@ class Response:
     judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (one class index per
     step, None where a step has no label) are for process supervision; ``text`` is then the steps joined. With an
     ``answer``, ``text`` is the reasoning alone, and the template writes both as it writes a demonstration.
+    ``ids``: the sampled tokens, where the text encodes to others; used where they decode to the text.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Response:
     steps: tuple[str, ...] = ()
     step_labels: tuple[int | None, ...] = ()
     answer: str | None = None
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,13 +48,6 @@ def test_options_alone_are_of_the_models_own_word() -> None:
     assert words("--engine.slots", "5")["engine"] == [Word(name="native", slots=5)]
 
 
-def test_lists_and_repeated_options_are_the_same() -> None:
-    expected = [Word(name="stories"), Word(name="gsm8k")]
-    assert words("--task", "stories,gsm8k")["task"] == expected
-    assert words("--task", "stories", "--task", "gsm8k")["task"] == expected
-    assert words("--task", "stories, gsm8k,stories")["task"] == expected
-
-
 def test_with_several_words_an_option_says_whose_it_is() -> None:
     found = words("--task", "stories,gsm8k", "--task.stories.size", "5", "--task.gsm8k.path", "a.b.jsonl")
     assert found["task"] == [Word(name="stories", size=5), Word(name="gsm8k", path="a.b.jsonl")]
@@ -107,16 +100,6 @@ def test_what_cannot_be_is_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--n", "0"], ["--samples", "x"], ["--k", "0,1"], ["--top-p", "1.5"], ["--device", "gpu"]]
-)
-def test_what_is_no_number_or_choice_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["evaluate", "tiny", *arguments])
-    assert done.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_models_times_tasks_times_templates(tmp_path: Path) -> None:
     problems = tmp_path / "p.jsonl"
     problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
@@ -148,12 +131,6 @@ def test_where_files_go(tmp_path: Path) -> None:
     assert slug("../..") == "evaluation"
 
 
-def test_a_runs_own_folder_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("task: stories\n")
-    with pytest.raises(UsageError, match="that is the folder of a run"):
-        plan("tiny", "--out", str(tmp_path))
-
-
 def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path) -> None:
     for length in (300, 200):
         recipe = load_recipe("tiny/sft", [("eval.max_tokens", str(length))]).resolve()
@@ -163,16 +140,6 @@ def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path
     assert [cell.max_tokens for cell in plan(*models).cells] == [200, 300]
     assert [cell.max_tokens for cell in plan(*models, "--compare").cells] == [300, 300]
     assert [cell.max_tokens for cell in plan(*models, "--compare", "--max-tokens", "9").cells] == [9, 9]
-
-
-def test_the_engine_is_one_word_with_options() -> None:
-    found = plan("tiny", "--engine", "native", "--engine.slots", "3", "--dtype", "bfloat16", "--device", "cpu")
-    assert found.asked.engine == Word(name="native", slots=3)
-    assert (found.asked.dtype, found.asked.device) == ("bfloat16", "cpu")
-    settings = found.settings(found.cells[0])
-    assert settings["engine"] == {"name": "native", "slots": 3}
-    assert settings["max_tokens"] == 256
-    assert "best_of" not in settings
 
 
 def test_the_weights_of_the_reward_model_are_marked(tmp_path: Path) -> None:

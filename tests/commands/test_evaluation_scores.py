@@ -42,8 +42,8 @@ def read(folder: Path) -> tuple[dict, list[dict]]:
     ("name", "view", "n", "measured"),
     [
         ("rm", "pairs", 8, {"accuracy", "gain_over_length", "log_loss", "calibration_error"}),
-        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "majority", "weighted_majority", "oracle"}),
-        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc", "top_one_min", "auc_product"}),
+        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "random_one", "oracle"}),
+        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc"}),
     ],
 )
 def test_a_reward_model_is_measured_on_its_own_task(
@@ -71,20 +71,6 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert page.startswith(f"# stories/test: {name}\n")
     assert "![predicted against what came true](calibration.png)" in page
     assert items[0]["id"] in page
-
-
-def test_again_it_is_the_same_and_quiet_prints_nothing(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    contents = []
-    for _ in range(2):
-        assert evaluate(runs, "rm", "--out", str(out), "--quiet") == 0
-        content, items = read(out)
-        content["results"].pop("seconds")
-        contents.append((content["results"], items))
-    assert capsys.readouterr().out == ""
-    assert contents[0] == contents[1]
 
 
 def test_several_models_stand_in_one_table(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,16 +140,6 @@ def test_what_cannot_be_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_its_head_is_refused(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *SMALL]) == 0
-    head = tmp_path / "rm" / "checkpoints" / "step-000002" / "heads.safetensors"
-    head.unlink()
-    assert evaluate(tmp_path, "rm") == 1
-    assert "heads.safetensors is missing. Other steps there: none" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("models", [["rm"], ["rm", "orm"]])
 def test_the_files_of_a_run_are_kept(
     runs: Path, models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -184,26 +160,3 @@ def test_two_folders_of_reward_models_are_no_comparison_of_answers(
     said = " ".join(capsys.readouterr().err.split())
     assert "a/results.json: these are the results of a reward model (pairs)" in said
     assert "`posttrain evaluate RM_A RM_B` tests the difference of two reward models" in said
-
-
-def test_probes_stand_beside_length_and_style(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, pairs = tmp_path / "out", tmp_path / "pairs.jsonl"
-    rows = [
-        {"prompt": f"What is {i}?", "chosen": f"It is {i}." * (1 + i % 3), "rejected": "No idea."} for i in range(9)
-    ]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["--task", "preferences", "--task.path", str(pairs), "--task.split", "test", "--out", str(out)]
-    assert evaluate(runs, "rm", "--probes", *given) == 0
-    shown = capsys.readouterr().out
-    assert "preferences/test, length and style" in shown
-    assert "preferences/test, answers that say nothing, scored above the chosen one" in shown
-    results = read(out)[0]["results"]
-    assert all(
-        0.0 <= results[f"probe_{name}"] <= 1.0 for name in ("empty", "repeated", "copied", "flattery", "another")
-    )
-    assert results["probe_empty_n"] == 8.0
-    assert -1.0 <= results["length_correlation_low"] <= results["length_correlation"] <= 1.0
-    assert evaluate(runs, "orm", "--probes", "--out", str(out)) == 2
-    assert "--probes: they stand beside the chosen answers of pairs" in capsys.readouterr().err
-    assert evaluate(runs, "tiny", "--probes", "--task", "stories") == 2
-    assert "--probes: they are for reward models" in capsys.readouterr().err

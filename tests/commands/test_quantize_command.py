@@ -17,7 +17,6 @@ from posttrain.cli import main
 from posttrain.errors import install_command
 from posttrain.models.load import load_model, quantized_bits
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.models import find_source
 
@@ -145,12 +144,6 @@ def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
     assert main(["quantize", "tiny", "--bits", "4"]) == 2
     assert install_command("quantize") in capsys.readouterr().err
-
-
-def test_the_recipes_key_is_explained(capsys: Any) -> None:
-    assert load_recipe("tiny/sft", [("model.load_bits", "4"), ("model.adapter.rank", "4")]).model.load_bits == 4
-    assert main(["explain", "model"]) == 0
-    assert "load_bits" in capsys.readouterr().out
 
 
 def test_quantize_that_does_not_save_the_quantized_model_is_refused(

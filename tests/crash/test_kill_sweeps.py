@@ -24,7 +24,7 @@ def grading(sweep: Sweep, seconds: float) -> bool:
 
 def sampling(sweep: Sweep, seconds: float) -> bool:
     """The last trial, an evaluation, has opened its records."""
-    return any(sweep.target.glob("chosen/*/rollouts.db"))
+    return any(sweep.target.glob("chosen/*/unfinished.jsonl"))
 
 
 MOMENTS: dict[str, dict[str, Moment]] = {

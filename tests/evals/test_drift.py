@@ -78,7 +78,7 @@ def measure(
     engine: Engine, tokenizer: Any, grader: Any, task: Task, policy: Any, start: Reference, **changes: Any
 ) -> dict[str, float]:
     sampling = {"max_tokens": 12, "temperature": TEMPERATURE, "stop_ids": stop_ids(tokenizer, grader.template)}
-    settings = {"n": 24, "context_tokens": 200, "seed": 0, "tokens_per_micro": 1 << 14} | changes
+    settings = {"n": 8, "context_tokens": 200, "seed": 0, "tokens_per_micro": 1 << 14} | changes
     sampling |= {"max_tokens": settings.pop("max_tokens", 12)}
     return measure_drift(
         Sampler(engine, tokenizer, grader, settings["context_tokens"]),
@@ -105,15 +105,7 @@ def slow_drift(rows: list[tuple[tuple[int, ...], Completion]], policy: Any, star
     return kl / len(rows), entropy / tokens
 
 
-def test_a_policy_that_did_not_move_has_no_drift(tokenizer, grader) -> None:
-    model = tiny()
-    start = Reference(Forward(model, TEMPERATURE))
-    found = measure(native(model, tokenizer), tokenizer, grader, sums(40), model, start)
-    assert found["kl_from_start"] == 0.0
-    assert found["entropy"] > 0.01
-
-
-def test_against_a_slow_reference(tokenizer, grader) -> None:
+def test_drift_against_a_slow_reference_whatever_the_split(tokenizer, grader) -> None:
     model = tiny()
     start = Reference(Forward(model, TEMPERATURE))
     perturb(model)
@@ -125,25 +117,15 @@ def test_against_a_slow_reference(tokenizer, grader) -> None:
     # fp32 against float64
     assert found["kl_from_start"] == pytest.approx(kl, rel=1e-3)
     assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
-    assert found["sampled_num_tokens"] == sum(len(c.ids) for _, c in engine.rows) / 24
-    items = [task.examples[i] for i in held_out_indices(40, 24)]
-    assert [p for p, _ in engine.rows] == [
-        tuple(encode_prompt(tokenizer, grader.template, item.messages)) for item in items
-    ]
-
-
-def test_the_answers_are_a_function_of_the_seed_and_the_split_changes_nothing(tokenizer, grader) -> None:
-    model = tiny()
-    start = Reference(Forward(model, TEMPERATURE))
-    perturb(model)
-    engine = Recorder(native(model, tokenizer))
-    whole = measure(engine, tokenizer, grader, sums(40), model, start)
-    pieces = measure(engine, tokenizer, grader, sums(40), model, start, tokens_per_micro=60)
-    assert engine.rows[24:] == engine.rows[:24]
-    assert pieces == pytest.approx(whole, rel=1e-4)
-    other = measure(engine, tokenizer, grader, sums(40), model, start, seed=1)
-    assert [c for _, c in engine.rows[48:]] != [c for _, c in engine.rows[:24]]
-    assert other["kl_from_start"] != whole["kl_from_start"]
+    assert found["sampled_num_tokens"] == sum(len(c.ids) for _, c in engine.rows) / 8
+    items = [task.examples[i] for i in held_out_indices(40, 8)]
+    prompts = [tuple(encode_prompt(tokenizer, grader.template, item.messages)) for item in items]
+    assert [p for p, _ in engine.rows] == prompts
+    pieces = measure(engine, tokenizer, grader, task, model, start, tokens_per_micro=60)
+    assert engine.rows[8:] == engine.rows[:8]
+    assert pieces == pytest.approx(found, rel=1e-4)
+    measure(engine, tokenizer, grader, task, model, start, seed=1)
+    assert [c for _, c in engine.rows[16:]] != [c for _, c in engine.rows[:8]]
 
 
 def test_an_adapter_is_on_where_the_policy_speaks_and_off_at_the_start(tokenizer, grader) -> None:
@@ -188,25 +170,6 @@ def test_of_one_token_it_is_the_exact_divergence(tokenizer, grader, monkeypatch,
     assert found["sampled_num_tokens"] == 1.0
 
 
-def test_shares_by_hand(tokenizer, grader) -> None:
-    """Answers from a script: two of six are right; a prompt without room is left out."""
-    task = sums(7)
-    task.examples[3] = Example("s/3", (Message("user", "word " * 200),), "4")
-    scripts, lengths = {}, []
-    for i, item in enumerate(task.examples):
-        text = f" so. </think> <answer> {i + 1} </answer>" if i in (1, 5) else f" {i}"
-        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-        scripts[tuple(encode_prompt(tokenizer, grader.template, item.messages))] = [ids]
-        lengths.append(len(ids))
-    model = tiny()
-    engine = ScriptedEngine(scripts, logprob=-1.0)
-    start = Reference(Forward(model, TEMPERATURE))
-    found = measure(engine, tokenizer, grader, task, model, start, n=100, max_tokens=40)
-    assert found["sampled_accuracy"] == pytest.approx(2 / 6)
-    assert found["sampled_num_tokens"] == pytest.approx((sum(lengths) - lengths[3]) / 6)
-    assert found["kl_from_start"] == 0.0  # whatever the engine says about its tokens
-
-
 def digits(text: str) -> float:
     """A reward of its own: how many characters of an answer are digits."""
     return float(sum(c.isdigit() for c in text))
@@ -214,8 +177,9 @@ def digits(text: str) -> float:
 
 def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
     """Two parts and their weighted sum, by hand: gold and proxy of the very answers whose KL is measured."""
-    task, model = sums(4), tiny()
-    scripts = {}
+    task, model = sums(5), tiny()
+    task.examples[4] = Example("s/4", (Message("user", "word " * 200),), "5")  # without room: it is left out
+    scripts, lengths = {}, []
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
     words = [RewardWord(name="correct", weight=0.0), RewardWord(name=f"{__name__}:digits", weight=2.0)]
     declare_code(words[1].name)
@@ -224,8 +188,11 @@ def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
         text = f" so. </think> <answer> {i + 1 if i < 3 else 77} </answer>"
         ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
         scripts[tuple(encode_prompt(tokenizer, template, item.messages))] = [ids]
+        lengths.append(len(ids))
     start = Reference(Forward(model, TEMPERATURE))
-    found = measure(ScriptedEngine(scripts, logprob=-1.0), tokenizer, own, task, model, start, n=4, max_tokens=40)
+    found = measure(ScriptedEngine(scripts, logprob=-1.0), tokenizer, own, task, model, start, n=5, max_tokens=40)
+    assert found["kl_from_start"] == 0.0  # whatever the engine says about its tokens
+    assert found["sampled_num_tokens"] == sum(lengths[:4]) / 4
     assert found["sampled_accuracy"] == 0.75
     assert found[f"sampled_{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
     assert found["sampled_reward"] == 2 * (1 + 1 + 1 + 2) / 4

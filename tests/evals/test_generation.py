@@ -110,15 +110,6 @@ def test_a_prompt_needs_room_for_one_token(tokenizer, grader) -> None:
         measure(tokenizer, grader, task, {}, context_tokens=length)
 
 
-def test_the_items_do_not_depend_on_seed_or_step(tokenizer, grader) -> None:
-    asked = []
-    for options in ({"seed": 0, "step": 0}, {"seed": 5, "step": 9}):
-        _, engine = measure(tokenizer, grader, make_task(40), {}, n=6, **options)
-        asked.append(engine.calls[0][0])
-    assert asked[0] == asked[1]
-    assert len(asked[0]) == 6
-
-
 def test_an_empty_task_is_refused(tokenizer, grader) -> None:
     with pytest.raises(UsageError, match="task 'sums', split 'test': no example"):
         measure(tokenizer, grader, make_task(0), {})
@@ -171,6 +162,8 @@ def test_what_is_known_is_not_asked_again(tokenizer, grader) -> None:
     assert rest.items == whole.items
     assert rest.results["accuracy"] == whole.results["accuracy"]
     assert rest.timing["generated_tokens"] < whole.timing["generated_tokens"]  # of this call alone
+    other = {0: whole.items[1], 2: replace(whole.items[2], samples=whole.items[2].samples[:1]), 99: whole.items[0]}
+    assert drawn(tokenizer, grader, task, CHOICES, samples=2, known=other)[0].items == whole.items  # none is used
     done, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=dict(enumerate(whole.items)))
     assert engine.calls == []
     assert done.items == whole.items
@@ -181,7 +174,7 @@ def test_batches_are_recorded_and_told_as_they_come(tokenizer, grader) -> None:
     evaluation, _ = drawn(
         tokenizer, grader, make_task(5, long=(4,)), CHOICES, batch=2, record=recorded.append, observe=told.append
     )
-    assert [[r.prompt_index for r in batch] for batch in recorded] == [[0, 1], [2, 3]]
+    assert [[item.index for item in batch] for batch in recorded] == [[0, 1], [2, 3]]
     assert evaluation.rollouts == []  # they are not kept as well
     assert [(a.phase, a.num_done, a.num_items) for a in told] == [("sampling", 3, 5), ("sampling", 5, 5)]
     assert told[-1].num_right == sum(item.share for item in evaluation.items)
@@ -213,13 +206,3 @@ def test_a_scorer_is_asked_about_every_answer(tokenizer, grader) -> None:
     assert evaluation.results["unscored"] == unscored / 12
     assert {"best_of@1", "best_of@3", "best_of@3_low"} <= set(evaluation.results)
     assert "scoring_seconds" in evaluation.timing
-
-
-def test_nothing_to_grade_against_is_said(tokenizer, grader) -> None:
-    examples = [Example(f"free/{i}", (Message("user", f"Tell me of {i}."),)) for i in range(3)]
-    evaluation, _ = drawn(tokenizer, grader, Task("free", "test", examples), CHOICES)
-    results = evaluation.results
-    assert (results["n"], results["num_graded"]) == (3.0, 0.0)
-    assert {"accuracy", "accuracy_low", "accuracy_high"} & results.keys() == set()
-    assert results["parse_failures"] == 0.0
-    assert results["format"] == 1.0

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from made_up_items import make_item, make_sample
+from posttrain import registry
+from posttrain.engines.rollout import Sampler, build_grader
+from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import DataError
 from posttrain.evals.items import Item, digest_of, item_of, read_items, sample_of, with_scores, write_items
-from posttrain.store.rollouts import RolloutStore
+from posttrain.recipes.sections import RewardWord
 from posttrain.types import Completion, Example, Message, Rollout
 
 
@@ -25,12 +28,12 @@ def test_an_item_keeps_plain_facts_of_its_example() -> None:
     assert (item.share, item.is_ungraded) == (0.0, False)
 
 
-def make_rollout(**changes) -> Rollout:
+def make_rollout(text: str, ids: list[int], **changes) -> Rollout:
     rollout = Rollout(
         example=Example("sums/4", (Message("user", "1 + 1?"),), "2"),
         prompt_ids=(1, 2),
-        completion=Completion((5, 6, 0), (-1.0, -1.0, -1.0), "stop"),
-        text="<think> two </think> <answer> 2 </answer>",
+        completion=Completion(tuple(ids), (-1.0,) * len(ids), "stop"),
+        text=text,
         parts={"correct": 1.0, "xml_format": 0.5, "strict": 0.25},
         reward=1.25,
         step=0,
@@ -43,17 +46,38 @@ def make_rollout(**changes) -> Rollout:
     return replace(rollout, **changes)
 
 
-def test_a_sample_is_the_same_from_the_engine_and_from_the_database(tmp_path: Path) -> None:
-    rollout = make_rollout()
-    sample = sample_of(rollout, "xml_format")
-    assert (sample.num_tokens, sample.finish, sample.reward, sample.in_format) == (3, "stop", 1.25, True)
+@pytest.fixture
+def sampler(tokenizer) -> Sampler:
+    template = registry.find("template", "r1_zero").bind({"preamble": ""})()
+    grader = build_grader([RewardWord(name="correct"), RewardWord(name="xml_format")], template)
+    return Sampler(ScriptedEngine([]), tokenizer, grader, 128)
+
+
+def test_a_sample_keeps_text_verdict_and_length(sampler) -> None:
+    ids = [*sampler.tokenizer.encode(" two </think> <answer> 2 </answer>"), sampler.tokenizer.eos_token_id]
+    sample = sample_of(make_rollout("<think> two </think> <answer> 2 </answer>", ids), sampler)
+    assert (sample.num_tokens, sample.finish, sample.reward, sample.in_format) == (len(ids), "stop", 1.25, True)
     assert sample.is_right
-    assert not sample_of(make_rollout(parts={"xml_format": 0.0}), "xml_format").in_format
-    assert sample_of(rollout, None).in_format is None
-    with RolloutStore(tmp_path / "rollouts.db") as store:
-        store.record([rollout], evaluation="sums/test")
-        (row,) = store.evaluations("sums/test")
-    assert sample_of(row, "xml_format") == sample
+    assert (sample.transcript, sample.response_ids) == (None, None)
+    assert not sample_of(make_rollout("x", ids, parts={"xml_format": 0.0}), sampler).in_format
+    assert sample_of(make_rollout("x", ids, parts={"correct": 1.0}), sampler).in_format is None
+
+
+def test_a_sample_carries_its_ids_where_the_text_encodes_to_others(sampler, tmp_path: Path) -> None:
+    tokenizer = sampler.tokenizer
+    whole = tokenizer.encode(" hello")
+    apart = [token for letter in " hello" for token in tokenizer.encode(letter)]
+    assert whole != apart
+    samples = [
+        sample_of(make_rollout("<think> hello", [*ids, tokenizer.eos_token_id]), sampler) for ids in (whole, apart)
+    ]
+    assert [sample.response_ids for sample in samples] == [None, tuple(apart)]
+    items = [replace(make_item(0, "r"), samples=tuple(samples))]
+    write_items(items, tmp_path / "items.jsonl")
+    assert read_items(tmp_path / "items.jsonl") == items
+    first, second = json.loads((tmp_path / "items.jsonl").read_text())["samples"]
+    assert "response_ids" not in first
+    assert second["response_ids"] == apart
 
 
 def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -6,20 +6,16 @@ import itertools
 import math
 import random
 import statistics
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from posttrain.evals.ranking import (
-    COMBINE,
     area_under_curve,
     best_of_n,
     first_error,
-    harmonic_mean,
     pair_wins,
     score_first_errors,
-    vote,
 )
 
 
@@ -35,23 +31,12 @@ def test_pairs_by_hand() -> None:
     assert pair_wins([2.0, 1.0, 0.5, -3.0], [1.0, 2.0, 0.5, -math.inf]) == [1.0, 0.0, 0.5, 1.0]
 
 
-def test_accuracies_of_scores_and_of_their_negatives_sum_to_one() -> None:
-    rng = random.Random(0)
-    chosen, rejected = rough_scores(rng, 200), rough_scores(rng, 200)
-    forward = statistics.fmean(pair_wins(chosen, rejected))
-    backward = statistics.fmean(pair_wins([-x for x in chosen], [-x for x in rejected]))
-    assert forward + backward == 1.0
-    assert 0.0 < forward < 1.0
-    assert pair_wins(chosen, chosen) == [0.5] * 200
-
-
 def test_a_score_that_is_no_number_is_refused() -> None:
     for call in (
         lambda: pair_wins([math.nan], [0.0]),
         lambda: pair_wins([0.0], [math.nan]),
         lambda: area_under_curve([0.0], [math.nan]),
         lambda: best_of_n([0.0, math.nan], [1.0, 0.0], 1),
-        lambda: vote(["a"], [1.0], [math.nan]),
     ):
         with pytest.raises(ValueError, match="NaN"):
             call()
@@ -109,14 +94,6 @@ def test_best_of_n_equals_the_mean_over_all_subsets() -> None:
             assert best_of_n(scores, right, k) == pytest.approx(brute_best(scores, right, k), abs=1e-12)
 
 
-def test_best_of_n_under_a_perfect_score_is_pass_at_k_and_without_one_the_mean() -> None:
-    right = [1.0] * 3 + [0.0] * 5
-    for k in range(1, 9):
-        assert best_of_n(right, right, k) == pytest.approx(1.0 - math.comb(5, k) / math.comb(8, k))
-        assert best_of_n([7.0] * 8, right, k) == pytest.approx(3 / 8)
-        assert best_of_n([-x for x in right], right, k) == pytest.approx(math.comb(3, k) / math.comb(8, k))
-
-
 def test_best_of_many_neither_overflows_nor_depends_on_the_order() -> None:
     rng = random.Random(3)
     scores, right = rough_scores(rng, 2000), [float(rng.random() < 0.4) for _ in range(2000)]
@@ -133,47 +110,7 @@ def test_more_answers_than_there_are_cannot_be_chosen_from(k: int) -> None:
         best_of_n([0.0, 1.0], [0.0, 1.0], k)
 
 
-# --- votes ---
-
-
-def plain_vote(answers: Sequence[Hashable], right: Sequence[float]) -> float:
-    counts = Counter(a for a in answers if a is not None)
-    best = [a for a, n in counts.items() if n == max(counts.values())]
-    of_answer = {a: [r for b, r in zip(answers, right, strict=True) if b == a] for a in best}
-    return statistics.fmean(statistics.fmean(rs) for rs in of_answer.values()) if best else 0.0
-
-
-def test_votes_by_hand() -> None:
-    assert vote(["5", "6", "5"], [1.0, 0.0, 1.0]) == 1.0
-    assert vote(["5", "6"], [1.0, 0.0]) == 0.5  # tied answers share
-    assert vote(["5", "6", "6", None, None, None], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]) == 0.0  # None casts no vote
-    assert vote([None, None], [0.0, 0.0]) == 0.0
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.9, 0.3, 0.3]) == 1.0
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.6, 0.3, 0.3]) == 0.5
-    # a tie up to rounding: 0.1 + 0.2 is not 0.3
-    assert vote(["5", "6", "6"], [1.0, 0.0, 0.0], [0.3, 0.1, 0.2]) == 0.5
-
-
-def test_weights_of_one_are_a_plain_vote() -> None:
-    rng = random.Random(4)
-    for _ in range(50):
-        answers = [rng.choice(["a", "b", "c", None]) for _ in range(6)]
-        right = [float(a == "b") for a in answers]
-        assert vote(answers, right) == vote(answers, right, [1.0] * 6) == pytest.approx(plain_vote(answers, right))
-
-
 # --- steps ---
-
-
-def test_ways_to_combine_by_hand() -> None:
-    steps = [0.9, 0.5, 0.8]
-    found = {name: combine(steps) for name, combine in COMBINE.items()}
-    assert found == {
-        "min": 0.5,
-        "product": pytest.approx(0.36),
-        "last": 0.8,
-        "mean": pytest.approx(2.2 / 3),
-    }
 
 
 def test_the_first_error_is_the_first_below_one_half() -> None:
@@ -198,9 +135,3 @@ def test_rates_over_nothing_are_left_out() -> None:
     assert score_first_errors([None], [0]) == {"first_error_accuracy": 0.0, "accuracy_erroneous": 0.0}
     with pytest.raises(ValueError, match="no solution"):
         score_first_errors([], [])
-
-
-def test_never_crying_wolf_does_not_pay() -> None:
-    actual = [0, None, None, None]
-    assert score_first_errors([None] * 4, actual)["error_f1"] == 0.0
-    assert harmonic_mean(0.0, 0.0) == 0.0

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
-import torch
 
 from posttrain.errors import UsageError
+from posttrain.evals.drift import answers_as_batch, kl_of_states
 from posttrain.evals.statistics import item_interval
 from posttrain.evals.win_rate import (
     Contest,
@@ -112,41 +111,25 @@ def test_by_the_tasks_grader_right_beats_wrong() -> None:
 # --- divergence ---
 
 
-def sampled(size: int = 5) -> list[Rollout]:
+def test_divergences_are_those_of_each_answer_alone(tiny_random) -> None:
+    """``test_drift.py`` holds the divergence of one token against a slow reference."""
     rng = random.Random(1)
-    return [answer(i, ids=[rng.randrange(300) for _ in range(1 + 2 * i)]) for i in range(size)]
-
-
-@torch.no_grad()
-def slow_kl(rollout: Rollout, own: Any, other: Any) -> float:
-    """One answer alone through the models' own forward passes in float64."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion.ids]])
-    tables = [(copy.deepcopy(m).double()(ids).logits[0] / TEMPERATURE).log_softmax(-1) for m in (own, other)]
-    places = range(len(rollout.prompt_ids) - 1, ids.shape[1] - 1)
-    return sum(float((tables[0][t].exp() * (tables[0][t] - tables[1][t])).sum()) for t in places)
-
-
-def test_divergences_against_a_slow_reference(tiny_random) -> None:
-    own, other = tiny_random("qwen3"), tiny_random("qwen3", seed=1)
-    answers = sampled()
-    forwards = [Forward(model, TEMPERATURE) for model in (own, other)]
-    for (first, second), (slow_first, slow_second) in (
-        (forwards, (own, other)),
-        (forwards[::-1], (other, own)),
-    ):
-        expected = [slow_kl(rollout, slow_first, slow_second) for rollout in answers]
-        found = measure_kl(answers, first, second, tokens_per_micro=1 << 14)
-        assert found == pytest.approx(expected, rel=1e-3)
-        assert measure_kl(answers, first, second, tokens_per_micro=5) == pytest.approx(found, rel=1e-4)
-        assert min(expected) > 0.1
-    assert measure_kl(answers, forwards[0], forwards[0], tokens_per_micro=1 << 14) == [0.0] * 5
+    answers = [answer(i, ids=[rng.randrange(300) for _ in range(1 + 2 * i)]) for i in range(5)]
+    forwards = [Forward(tiny_random("qwen3", seed=seed), TEMPERATURE) for seed in (0, 1)]
+    for own, other in (forwards, forwards[::-1]):
+        found = measure_kl(answers, own, other)
+        alone = [float(kl_of_states(answers_as_batch([one]), own, nullcontext(other)).sum()) for one in answers]
+        assert found == pytest.approx(alone, rel=1e-4)
+        assert measure_kl(answers, own, other, max_tokens=5) == pytest.approx(found, rel=1e-4)
+        assert min(found) > 0.1
+    assert measure_kl(answers, forwards[0], forwards[0]) == [0.0] * 5
 
 
 def test_a_vocabulary_that_lacks_a_token_is_refused(tiny_random) -> None:
     large, small = tiny_random("qwen3"), tiny_random("qwen3", vocab_size=290)
     answers = [answer(0, ids=[7, 8])]
     with pytest.raises(UsageError, match="none of the other's 290"):
-        measure_kl(answers, Forward(large, 1.0), Forward(small, 1.0), tokens_per_micro=100)
+        measure_kl(answers, Forward(large, 1.0), Forward(small, 1.0))
 
 
 def test_the_summary_of_divergences_by_hand() -> None:
@@ -176,8 +159,7 @@ def test_the_page_shows_what_was_measured() -> None:
     assert ["better / equally good / worse", "100.0% / 0.0% / 0.0%", "–"] in table.lines
     assert ["KL(mine ‖ theirs), nats per answer", "1.5", "1.5 – 1.5"] in table.lines
     assert not any("lengths alike" in line[0] or "right" in line[0] for line in table.lines)
-    found.items[0] |= {"question": "What is it?", "answer": "2"}
     page = write_contest_page(table, ["no KL the other way"], {"seed": 0}, found.items)
     assert "- no KL the other way\n" in page
-    assert "What is it?\n```\n\ngold answer: `2`\n" in page
+    assert "What is it?\n```\n\ngold answer: `5`\n" in page
     assert "A: wrong, score 2\n\n````\n2 ``` x\n````" in page  # a fence in the text does not end its block

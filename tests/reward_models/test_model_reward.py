@@ -59,7 +59,7 @@ def test_what_cannot_be_scored_gets_the_lowest_score_and_is_counted(judge: str) 
 
 
 def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(judge: str) -> None:
-    scale = module.held_out_scale(judge, "min")
+    scale = module.held_out_scale(judge)
     model = module.open_run(judge)
     task = registry.find("task", "small_runs:judged_sums").bind({}, "task")()
     scores = [s for e in task.examples for s in model.score_responses([e, e], e.responses)]
@@ -67,22 +67,6 @@ def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(j
     assert statistics.stdev(map(scale, scores)) == pytest.approx(1.0, abs=1e-5)
     plain, normal = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], normalize=True)
     assert normal == pytest.approx([(s - scale.mean) / scale.std for s in plain])
-
-
-def test_the_scale_is_that_of_the_way_in_which_steps_are_combined(judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for a process model, whose score of an answer depends on it."""
-
-    class Judge:
-        def __init__(self, combine: str = "min") -> None:
-            self.combine = combine
-
-        def score_responses(self, examples, responses):
-            return [{"min": 1.0, "last": 10.0}[self.combine] * i for i in range(len(responses))]
-
-    monkeypatch.setattr(module, "open_run", lambda run, bits=None: Judge())
-    monkeypatch.setattr(module, "replace", lambda model, combine: Judge(combine))
-    plain, last = (module.held_out_scale.__wrapped__(judge, combine) for combine in ("min", "last"))
-    assert (last.mean, last.std) == (pytest.approx(10 * plain.mean), pytest.approx(10 * plain.std))
 
 
 def test_the_quantized_copy_scores_almost_alike(judge: str, capsys: pytest.CaptureFixture) -> None:
@@ -103,12 +87,6 @@ def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ende
     assert all(abs(a - b) > 1e-6 for a, b in zip(ended, cut, strict=True))
     for finish in ("ended", "out_of_turns", "tool_failed", "environment_failed"):
         assert values(judge, TEXTS[:2], finish) == ended
-
-
-def test_clipped_scores_stay_within(judge: str) -> None:
-    plain = values(judge, TEXTS[:2])
-    limit = min(map(abs, plain)) / 2
-    assert values(judge, TEXTS[:2], clip=limit) == [limit if score > 0 else -limit for score in plain]
 
 
 def test_a_policy_trains_against_it_and_a_better_judge_is_not_slipped_in(judge: str, tmp_path: Path) -> None:

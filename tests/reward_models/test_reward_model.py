@@ -12,7 +12,6 @@ from reward_runs import make_recipe, make_run, open_run, save_step
 
 from posttrain import registry
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evals.statistics import sigmoid
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.render import encode_plain, encode_prompt, end_id
@@ -96,18 +95,6 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     assert found.dropped == {}
 
 
-def test_a_score_is_read_at_the_end_token(runs, models) -> None:
-    for name in ("pair", "adapter"):
-        _, _, parts = runs[name]
-        model = models[name]
-        example = Example("e", (Message("user", "What is 2 plus 3?"),))
-        (score,) = model.score_responses([example], [Response("It is 5.", 0.0)])
-        prompt = encode_prompt(model.tokenizer, model.template, example.messages)
-        ids = [*prompt, *encode_plain(model.tokenizer, "It is 5."), end_id(model.tokenizer, model.template)]
-        assert score == pytest.approx(float(at_the_end(parts, ids)), abs=1e-4)
-        assert abs(score or 0.0) > 1e-3
-
-
 def test_an_answer_that_was_cut_off_is_not_shown_as_one_that_ended(runs, models) -> None:
     for name in ("pair", "judged", "adapter"):
         parts, model = runs[name][2], models[name]
@@ -139,10 +126,7 @@ def test_a_step_is_read_at_its_last_token(runs, models, name: str) -> None:
         expected.append(1.0 - float(negative))
     assert found == pytest.approx(expected, abs=1e-5)
     assert len({round(p, 3) for p in expected}) == 2
-    for combine, value in (("min", min(expected)), ("product", expected[0] * expected[1]), ("last", expected[1])):
-        other = replace(model, combine=combine)
-        assert other.score_responses([example], [Response("", 0.0, steps)]) == [pytest.approx(value, abs=1e-5)]
-        assert other.combined(None) is None
+    assert model.score_responses([example], [Response("", 0.0, steps)]) == [pytest.approx(min(expected), abs=1e-5)]
 
 
 # --- what stands beside a row changes nothing ---
@@ -308,18 +292,6 @@ def test_splitting_takes_time_linear_in_the_text() -> None:
 
 
 # --- what a score says ---
-
-
-def test_probabilities_that_scores_state(models) -> None:
-    assert models["pair"].probability(1.5) is None
-    assert models["judged"].probability(1.5) == sigmoid(1.5)
-    assert models["steps"].probability(0.25) == 0.25
-    assert [models[name].kind for name in ("pair", "judged", "three")] == ["preference", "outcome", "process"]
-
-
-def test_whole_answers_have_no_steps(models) -> None:
-    with pytest.raises(UsageError, match="kind 'preference' scores whole answers, not steps"):
-        models["pair"].score_steps([], [])
 
 
 # --- which checkpoint ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from posttrain.cli import main
 from posttrain.errors import DataError
 from posttrain.evals.items import Item, ItemSample, write_items
 from posttrain.recipes.sections import Word
+from posttrain.render import end_id
+from posttrain.render.rows import rows_of
+from posttrain.render.template import build_template
 from posttrain.tasks.base import build_task
 from posttrain.tasks.preferences.task import preferences
 from posttrain.tasks.steps.judged_solutions import judged_solutions
@@ -36,6 +40,19 @@ def items_file(folder: Path) -> str:
     ]
     write_items(items, folder / "items.jsonl")
     return str(folder / "items.jsonl")
+
+
+def test_an_answer_is_read_back_with_the_tokens_that_were_sampled(tmp_path: Path, tokenizer) -> None:
+    template = build_template(Word(name="plain"))
+    whole = tokenizer.encode("four")
+    apart = [token for letter in "four" for token in tokenizer.encode(letter)]
+    assert whole != apart
+    samples = tuple(replace(answered("four", "right"), response_ids=ids) for ids in (None, tuple(apart), (1, 2)))
+    write_items([Item("q/1", 0, "2+2?", "4", {}, samples)], tmp_path / "items.jsonl")
+    (example,) = judged_solutions(path=str(tmp_path / "items.jsonl"), split="test").examples
+    rows = [unit[0] for unit in rows_of(tokenizer, template, example, "judged")]
+    end = end_id(tokenizer, template)  # ids of another tokenizer decode to another text, and are not used
+    assert [row.ids[row.prompt_length :] for row in rows] == [[*ids, end] for ids in (whole, apart, whole)]
 
 
 def test_answers_are_judged_by_the_graders_word(tmp_path: Path) -> None:

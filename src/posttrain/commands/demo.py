@@ -23,7 +23,7 @@ from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
 from posttrain.engines.models import ModelSource, open_model
 from posttrain.errors import INTERRUPTED
-from posttrain.evals.files import write_evaluation
+from posttrain.evals.files import EvaluationStore
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.plan import Drawing, measure
 from posttrain.evals.tables import Row, results_table
@@ -264,7 +264,7 @@ def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, labe
     settings = about | {"temperature": 0.0, "max_tokens": max_tokens}
     if model.source.run is not None:
         folder = model.source.run / "evaluation" / f"{task.name}-{task.split}"
-        write_evaluation(folder, evaluation, settings, write_page)
+        EvaluationStore(folder, settings).finish(evaluation, write_page)
     r = evaluation.results
     interval = f"95 % interval {r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}"
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""

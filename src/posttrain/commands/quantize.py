@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from posttrain.commands.options.argument_types import natural, new_place, positive, seed
@@ -72,29 +71,23 @@ def run_quantize(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: dict[str, Any], place: str) -> None:
-    from rich.table import Table
+    from posttrain.commands.console import open_console, print_table, say
+    from posttrain.evals.tables import TextTable
 
-    from posttrain.commands.console import Text, open_console
-
-    console = open_console()
-    title = f"{report['model']}, {report['num_parameters']:,} parameters, linear layers in {report['bits']} bits"
-    console.print(Text(title))
-    table = Table()
-    table.add_column("")
-    for column in ("before", "after", "ratio"):
-        table.add_column(column, justify="right")
-    for kept in ("disk", "memory"):
+    console, lines = open_console(), []
+    for kept, label in (("disk", "weights on disk"), ("memory", "weights in memory")):
         before, now = report[f"{kept}_bytes_before"], report[f"{kept}_bytes_after"]
-        ratio = "–" if not before else f"{now / before:.2f}"
-        table.add_row(f"weights {'on disk' if kept == 'disk' else 'in memory'}", _size(before), _size(now), ratio)
-    console.print(table)
+        lines.append([label, _size(before), _size(now), "–" if not before else f"{now / before:.2f}"])
+    title = f"{report['model']}, {report['num_parameters']:,} parameters, linear layers in {report['bits']} bits"
+    print_table(console, TextTable(title, ["", "before", "after", "ratio"], lines))
     results = report.get("results")
     if results is None:
-        console.print("what was lost was not measured; name a task: --task NAME")
+        say(console, "what was lost was not measured; name a task: --task NAME")
     else:
-        lines = LINES["accuracy_before" in results](results)
-        console.print("\n".join([f"on {report['task']['name']}:", *(f"  {line}" for line in lines)]))
-    console.print(Text(place))
+        say(console, f"on {report['task']['name']}:")
+        for line in (_scorer_lines if "accuracy_before" in results else _policy_lines)(results):
+            say(console, f"  {line}")
+    say(console, place)
 
 
 def _policy_lines(results: dict[str, float]) -> list[str]:
@@ -113,9 +106,6 @@ def _scorer_lines(results: dict[str, float]) -> list[str]:
         f"change: {_interval(results, 'change')}, same verdict on {results['same_verdict']:.1%} "
         f"of {results['num_items']:.0f}",
     ]
-
-
-LINES: dict[bool, Callable[[dict[str, float]], list[str]]] = {False: _policy_lines, True: _scorer_lines}
 
 
 def _interval(results: dict[str, float], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Drift: how far a model has moved from where it started, and how much chance is left in it."""
+"""KL of a policy from its start, and its entropy, on fixed held-out prompts."""
 
 from __future__ import annotations
 
@@ -67,15 +67,12 @@ def measure_drift(
         "sampled_num_tokens": statistics.fmean(r.completion.num_own for r in rollouts),
         "sampled_reward": statistics.fmean(r.reward for r in rollouts),
     }
-    facts |= {f"sampled_{part}": statistics.fmean(r.parts[part] for r in rollouts) for part in _shared_parts(rollouts)}
+    for name in rollouts[0].parts:  # those that every answer has; the mean of ``correct`` has a name of its own
+        if name != "correct" and all(name in r.parts for r in rollouts):
+            facts[f"sampled_{name}"] = statistics.fmean(r.parts[name] for r in rollouts)
     if any(rollout.outcome != "ungraded" for rollout in rollouts):
         facts["sampled_accuracy"] = statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts)
     return facts
-
-
-def _shared_parts(rollouts: Sequence[Rollout]) -> list[str]:
-    """The parts that every answer has, without ``correct``, whose mean has a name of its own."""
-    return [name for name in rollouts[0].parts if name != "correct" and all(name in r.parts for r in rollouts)]
 
 
 def answers_as_batch(rollouts: Sequence[Rollout]) -> Batch:

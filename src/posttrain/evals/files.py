@@ -1,34 +1,33 @@
-"""The files of an evaluation: written as it goes, continued where it was interrupted, read again to be compared.
+"""The folder of an evaluation.
 
-A folder holds ``rollouts.db`` (every batch once it is graded), and when all is done ``items.jsonl``, ``summary.md``
-and, last, ``results.json``. A folder without ``results.json`` is of an interrupted evaluation.
+``unfinished.jsonl`` is written batch by batch: the settings, then a line for each answered item. When all is done it
+is replaced by ``items.jsonl``, ``summary.md`` and, last, ``results.json``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
 
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
-from posttrain.evals.items import Item, item_of, read_items, sample_of, write_items
+from posttrain.evals.items import Item, item_line, parse_item, read_items, write_items
 from posttrain.evals.measures import Kinds
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
+from posttrain.store.metrics import MAX_BYTES
 from posttrain.store.reading import read_record
-from posttrain.store.rollouts import RolloutStore
-from posttrain.types import Example, Rollout
 from posttrain.untrusted import first_fault, harmless
 
-ROLLOUTS, ITEMS, RESULTS, SUMMARY = "rollouts.db", "items.jsonl", "results.json", "summary.md"
-_SETTINGS, _MARK = "settings", "settings_mark"
-# Of which weights, and how they were named: not what was asked of them.
+ITEMS, RESULTS, SUMMARY, UNFINISHED = "items.jsonl", "results.json", "summary.md", "unfinished.jsonl"
+# Settings that say which weights were asked and how they were named.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
 # ``summary.md`` of an evaluation, from it, its settings and its environment (``reports.evaluation.write_page``).
@@ -37,7 +36,7 @@ WritePage = Callable[[Evaluation, Mapping[str, Any], Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Finished:
-    """An evaluation as its folder tells it."""
+    """A finished evaluation, read from its folder."""
 
     folder: Path
     evaluation: str
@@ -48,7 +47,7 @@ class Finished:
 
     @property
     def label(self) -> str:
-        """What its model is called."""
+        """The name of its model."""
         return str(self.settings.get("label") or self.settings.get("model") or self.folder.name)
 
     @property
@@ -80,7 +79,7 @@ class _Settings(_Strict):
 
 
 class _Written(_Strict):
-    """What ``results.json`` says that is read again; a stranger's may say anything."""
+    """The keys of ``results.json`` that are read again; an untrusted file may hold anything."""
 
     evaluation: str
     results: dict[str, FiniteFloat | None]
@@ -90,59 +89,39 @@ class _Written(_Strict):
 
 
 class EvaluationStore:
-    """The recorder of one evaluation. ``known``: items that an interrupted one with the same settings has answered.
+    """The recorder of one evaluation. ``known``: by index, the items that an interrupted one has answered.
 
     Args:
-        folder: made if missing; what an evaluation with other settings, or a finished one, has left is replaced.
-        name: the evaluation's name.
+        folder: made if missing; the files of a finished evaluation, or of one with other settings, are replaced.
         settings: all that decides about the answers.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
 
-    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        self.folder, self.name, self.settings = folder, name, settings
-        mark = resume_mark(settings)
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder, self.settings = folder, settings
         refuse_links(folder)
+        before, items = _read_unfinished(folder) if not (folder / RESULTS).exists() else (None, [])
+        is_same = before is not None and _deciding(before) == _deciding(settings)
+        self.known = {item.index: item for item in items} if is_same else {}
         with storage_errors("evaluation", folder):
             folder.mkdir(parents=True, exist_ok=True)
-            interrupted = (folder / ROLLOUTS).is_file() and not (folder / RESULTS).exists()
-            before = RolloutStore(folder / ROLLOUTS)
-            self.continues = interrupted and before.about().get(_MARK) == mark
-            if not self.continues:  # before the new mark is written: no old answer may ever stand under it
-                before.trim(-1)
             for left in (RESULTS, SUMMARY, ITEMS):
                 (folder / left).unlink(missing_ok=True)
-        about = {_MARK: mark, _SETTINGS: json.dumps(settings, default=str)}
-        self.store = RolloutStore(folder / ROLLOUTS, about=about)
+        head = json.dumps({"settings": dict(settings)}, default=str).encode() + b"\n"
+        replace_file(folder / UNFINISHED, head + b"".join(map(item_line, self.known.values())))
 
-    def __enter__(self) -> Self:
-        self.store.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.store.__exit__(*error)
-
-    def known(self, examples: Mapping[int, Example], format_part: str | None, samples: int) -> dict[int, Item]:
-        """Items by index whose samples are all there already; ``examples`` by index."""
-        recorded: dict[int, dict[int, Any]] = {}
-        for row in self.store.evaluations(self.name):
-            recorded.setdefault(row.prompt_index, {})[row.rollout_index] = row
-        return {
-            index: item_of(examples[index], index, [sample_of(rows[i], format_part) for i in range(samples)])
-            for index, rows in recorded.items()
-            if set(rows) == set(range(samples)) and index in examples and rows[0].example_id == examples[index].id
-        }
-
-    def record(self, rollouts: list[Rollout]) -> None:
+    def record(self, items: Sequence[Item]) -> None:
         """Write a batch; it is on the disk when this returns."""
-        self.store.record(rollouts, evaluation=self.name)
-        self.store.flush()
+        path = self.folder / UNFINISHED
+        with storage_errors("evaluation", path), open(path, "ab") as file:
+            file.write(b"".join(map(item_line, items)))
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self, evaluation: Evaluation, write_page: WritePage) -> None:
-        """Write what is computed from the rollouts; ``results.json`` comes last."""
-        self.store.close()
+        """Write the items, the page and the results."""
         environment = describe_environment()
         content = {
             "evaluation": evaluation.name,
@@ -152,28 +131,11 @@ class EvaluationStore:
             "timing": evaluation.timing,
             "environment": environment,
         }
-        write_records(
-            self.folder, evaluation.items, lambda: write_page(evaluation, self.settings, environment), content
-        )
-
-
-def write_evaluation(folder: Path, evaluation: Evaluation, settings: Mapping[str, Any], write_page: WritePage) -> None:
-    """All files of an evaluation that is in memory, rollouts included; those of an earlier one are replaced.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    recorder = EvaluationStore(folder, evaluation.name, settings)
-    recorder.store.trim(-1)
-    recorder.record(evaluation.rollouts)
-    recorder.finish(evaluation, write_page)
+        write_records(self.folder, evaluation.items, write_page(evaluation, self.settings, environment), content)
 
 
 def write_records(
-    folder: Path,
-    items: Sequence[Item | Mapping[str, Any]],
-    write_page: Callable[[], str],
-    content: Mapping[str, Any],
+    folder: Path, items: Sequence[Item | Mapping[str, Any]], page: str, content: Mapping[str, Any]
 ) -> None:
     """``items.jsonl``, ``summary.md`` and, last, ``results.json``; those of an earlier evaluation are replaced.
 
@@ -184,12 +146,14 @@ def write_records(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).unlink(missing_ok=True)
     write_items(items, folder / ITEMS)
-    replace_file(folder / SUMMARY, harmless(write_page()).encode())
+    replace_file(folder / SUMMARY, harmless(page).encode())
     replace_file(folder / RESULTS, json.dumps(content, indent=1).encode() + b"\n")
+    with storage_errors("evaluation", folder):
+        (folder / UNFINISHED).unlink(missing_ok=True)
 
 
 def read_finished(folder: str | Path) -> Finished:
-    """What an evaluation has written to ``folder``.
+    """The finished evaluation in ``folder``.
 
     Raises:
         DataError: it is the folder of no evaluation, of an interrupted one, or of several.
@@ -215,8 +179,19 @@ def _content(path: Path) -> Any:
         raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
 
 
+def _read_unfinished(folder: Path) -> tuple[dict[str, Any] | None, list[Item]]:
+    """The settings and the items of an interrupted evaluation; None where there is none, or its file is damaged."""
+    try:
+        head, *lines = read_record(folder / UNFINISHED, MAX_BYTES).split(b"\n")
+        return dict(json.loads(head)["settings"]), [parse_item(line) for line in lines[:-1]]  # the last may be torn
+    except FileNotFoundError:
+        return None, []
+    except (DataError, ValueError, KeyError, TypeError, RecursionError):
+        return None, []
+
+
 def _refuse_other_kind(path: Path, content: Any) -> None:
-    """Raises ``DataError`` for results that are not of answers to items: a reward model's, a contest's."""
+    """Raises ``DataError`` for results of something else: several evaluations, a reward model, ``--against``."""
     if not isinstance(content, dict):
         return
     if isinstance(content.get("cells"), list):
@@ -234,44 +209,44 @@ def is_evaluation(folder: str | Path) -> bool:
     """Whether a folder is of an evaluation, finished or not, and not of a model or a run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
-    return not is_other and any((path / name).is_file() for name in (RESULTS, ROLLOUTS))
+    return not is_other and any((path / name).is_file() for name in (RESULTS, UNFINISHED))
 
 
 def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | None:
-    """A cell of an interrupted table that was finished with the same settings, or None."""
+    """The evaluation in a folder, if it was finished with the same settings; else None."""
     if not (folder / RESULTS).is_file():
         return None
     finished = read_finished(folder)
-    return finished if resume_mark(finished.settings) == resume_mark(settings) else None
+    return finished if _deciding(finished.settings) == _deciding(settings) else None
 
 
 def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """In which settings an evaluation, finished or interrupted, that was left in ``folder`` differs from this one.
+    """The settings in which an evaluation in ``folder``, finished or interrupted, differs from this one.
 
-    Empty where there is none, where it does not tell, and where it differs in none.
+    Empty where there is none, where its settings cannot be read, and where none differs.
     """
     before: Any = None
-    try:
-        if (folder / RESULTS).is_file():
-            written = _content(folder / RESULTS)
-            before = written.get(_SETTINGS) if isinstance(written, dict) else None
-        elif (folder / ROLLOUTS).is_file():
-            before = json.loads(RolloutStore(folder / ROLLOUTS, read_only=True).about().get(_SETTINGS, "null"))
-    except (DataError, ValueError):
-        return []
+    if (folder / RESULTS).is_file():
+        try:
+            content = _content(folder / RESULTS)
+        except DataError:
+            return []
+        before = content.get("settings") if isinstance(content, dict) else None
+    else:
+        before, _ = _read_unfinished(folder)
     if not isinstance(before, dict):
         return []
-    one, other = (_deciding(json.loads(json.dumps(options, default=str))) for options in (before, settings))
+    one, other = _deciding(before), _deciding(settings)
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> Path:
-    """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... where no evaluation lies that was asked otherwise.
+    """``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... without an evaluation of another question.
 
-    The same model's newer weights are not asked otherwise: what they give replaces what the older ones gave.
+    Newer weights of the same model are the same question: their results replace the older ones.
 
     Args:
-        asked: settings by the name of a folder below that for everything; the empty name is itself.
+        asked: settings by the name of a folder below; the empty name is the folder itself.
     """
     folder, number = wanted, 1
     while any(set(settings_replaced(folder / name, own)) - _OF_WEIGHTS for name, own in asked.items()):
@@ -281,21 +256,13 @@ def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> P
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without the place of a server: the same model answers the same wherever it is served."""
-    engine = settings.get("engine")
-    if not isinstance(engine, Mapping):
-        return dict(settings)
-    return {**settings, "engine": {key: value for key, value in engine.items() if key != "url"}}
+    """The settings that must be the same for an evaluation to go on, as JSON has them.
 
-
-def resume_mark(settings: Mapping[str, Any]) -> str:
-    """The fingerprint of all settings that must be the same for an evaluation to go on."""
-    return fingerprint(_deciding(settings))
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 (16 hex digits) of settings: answers under another one are other answers."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    Without the address of a server: the same model answers the same wherever it is served.
+    """
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    engine = plain.get("engine")
+    return plain | ({"engine": {k: v for k, v in engine.items() if k != "url"}} if isinstance(engine, dict) else {})
 
 
 def weights_mark(path: str) -> str | None:
@@ -304,7 +271,8 @@ def weights_mark(path: str) -> str | None:
     if not folder.is_dir():
         return None
     files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
-    return fingerprint({name: [stat.st_size, stat.st_mtime_ns] for name, stat in files})
+    marks = json.dumps({name: [stat.st_size, stat.st_mtime_ns] for name, stat in files}, sort_keys=True)
+    return hashlib.sha256(marks.encode()).hexdigest()[:16]
 
 
 def refuse_other(folder: Path) -> None:
@@ -318,10 +286,3 @@ def refuse_other(folder: Path) -> None:
             raise UsageError(
                 f"--out {folder}: that is the folder of {what}; give another, such as {folder}/evaluation/a"
             )
-
-
-def discard(folder: Path) -> None:
-    """Take away what makes a folder that of an evaluation, so that the next one there begins anew."""
-    with storage_errors("evaluation", folder):
-        for name in (RESULTS, ROLLOUTS, f"{ROLLOUTS}-wal", f"{ROLLOUTS}-shm"):
-            (folder / name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""What an evaluation keeps of each held-out item: every answer that was sampled, and what the grader said.
+"""Each held-out item of an evaluation with its graded answers.
 
-``items.jsonl`` holds one per line. It is what results are computed from and what two evaluations are compared by.
+``items.jsonl`` holds one item per line. Results are computed from it, and two evaluations are compared by it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import DataError
+from posttrain.render import stop_ids
+from posttrain.render.assistant import encode_answer
 from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MAX_BYTES
 from posttrain.store.reading import read_record
-from posttrain.store.rollouts import RecordedRollout, prompt_text
+from posttrain.store.rollouts import prompt_text, show_turns
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import first_fault
 
 Scalar = str | int | float | bool | None
+_OPTIONAL = ("transcript", "response_ids")  # fields of a sample that are written only where there is something
 
 
 @dataclass(frozen=True, slots=True)
 class ItemSample:
     """One sampled answer to an item, graded.
 
-    ``text`` is what was graded (``Rollout.text``), ``extracted`` the answer in it, ``outcome`` the grader's word.
-    ``in_format``: the template's format was kept; None of a template without one. ``parts`` are the unweighted rewards
-    and the grader's facts.
-    ``score``: that of a reward model, where one was asked.
+    ``text``: the graded text (``Rollout.text``). ``extracted``: the answer in it. ``outcome``: the grader's verdict.
+    ``in_format``: the template's format was kept; None for a template without one. ``parts``: the unweighted rewards
+    and the grader's facts. ``score``: that of a reward model (``--best-of``). ``transcript``: all turns, of an answer
+    with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to others.
     """
 
     text: str
@@ -44,6 +48,8 @@ class ItemSample:
     in_format: bool | None
     parts: dict[str, float]
     score: FiniteFloat | None = None
+    transcript: str | None = None
+    response_ids: tuple[int, ...] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -54,9 +60,8 @@ class ItemSample:
 class Item:
     """One held-out example with its answers, in the order in which they were sampled.
 
-    ``id`` is the example's, ``index`` its place among the items of the evaluation. ``meta`` are the facts of the
-    example that are plain values (subject, level, ...). No samples: its prompt did not fit into the model's
-    context.
+    ``index``: its place among the items of the evaluation. ``meta``: the facts of the example that are plain values
+    (subject, level, ...). No samples: its prompt did not fit into the model's context.
     """
 
     id: str
@@ -81,52 +86,63 @@ class Item:
         return bool(self.samples) and all(sample.outcome == "ungraded" for sample in self.samples)
 
 
+_ITEM = TypeAdapter(Item)
+
+
 def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) -> Item:
     """The item of an example."""
     return Item(example.id, index, prompt_text(example), example.answer, meta_of(example), tuple(samples))
 
 
 def meta_of(example: Example) -> dict[str, Scalar]:
-    """The facts of an example that are plain values, as its items keep them."""
+    """The facts of an example that are plain values."""
     return {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
 
 
 def digest_of(examples: Sequence[Example]) -> str:
-    """SHA-256 (16 hex digits) of what is asked and what is right: messages, gold answer, grader and its facts.
-
-    An id says which row of a file an example was; this says whether the row is still the same.
-    """
+    """SHA-256 (16 hex digits) of messages, gold answers, graders and facts: are these rows still the same?"""
     digest = hashlib.sha256()
     for example in examples:
-        asked = [[message.role, message.content] for message in example.messages]
-        content = [example.id, asked, example.answer, example.grader, example.meta]
+        messages = [[message.role, message.content] for message in example.messages]
+        content = [example.id, messages, example.answer, example.grader, example.meta]
         digest.update(json.dumps(content, default=_plain).encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, in a form that is the same in every process."""
+    """A value that JSON does not know, in a form that is the same in every process."""
     if isinstance(value, Mapping):
         return dict(value)
     return sorted(map(repr, value)) if isinstance(value, Set) else repr(value)
 
 
-def sample_of(rollout: Rollout | RecordedRollout, format_part: str | None) -> ItemSample:
-    """What an item keeps of a rollout, whether it comes from the engine or out of ``rollouts.db``."""
-    if isinstance(rollout, RecordedRollout):
-        text, num_tokens, finish = rollout.completion, rollout.num_own, rollout.finish
-    else:
-        text, num_tokens, finish = rollout.text, rollout.completion.num_own, rollout.completion.finish
+def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
+    """The record of a graded answer."""
+    part = sampler.grader.format_part
     return ItemSample(
-        text=text,
+        text=rollout.text,
         extracted=rollout.extracted,
         outcome=rollout.outcome,
-        num_tokens=num_tokens,
-        finish=finish,
+        num_tokens=rollout.completion.num_own,
+        finish=rollout.completion.finish,
         reward=rollout.reward,
-        in_format=rollout.parts[format_part] > 0 if format_part in rollout.parts else None,
+        in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
         parts=dict(rollout.parts),
+        transcript=show_turns(rollout.turns, rollout.failures) or None,
+        response_ids=_ids_unlike_text(rollout, sampler),
     )
+
+
+def _ids_unlike_text(rollout: Rollout, sampler: Sampler) -> tuple[int, ...] | None:
+    """The sampled ids without the end token, where the text of an answer of one turn encodes to others."""
+    if rollout.turns:
+        return None
+    tokenizer, template = sampler.tokenizer, sampler.grader.template
+    ids = tuple(rollout.completion.ids)
+    if ids and ids[-1] in stop_ids(tokenizer, template):
+        ids = ids[:-1]
+    encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
+    return None if tuple(encoded) == ids else ids
 
 
 def with_scores(items: Sequence[Item], scores: Sequence[Sequence[float | None]]) -> list[Item]:
@@ -137,14 +153,33 @@ def with_scores(items: Sequence[Item], scores: Sequence[Sequence[float | None]])
     ]
 
 
+def item_line(item: Item | Mapping[str, Any]) -> bytes:
+    """The line of an item; items of other kinds of evaluations are plain data."""
+    if isinstance(item, Item):
+        item = asdict(item)
+        for sample in item["samples"]:
+            for name in _OPTIONAL:
+                if sample[name] is None:
+                    del sample[name]
+    return json.dumps(item).encode() + b"\n"
+
+
+def parse_item(line: bytes | str) -> Item:
+    """The item of a line.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    return _ITEM.validate_json(line, strict=True)
+
+
 def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
-    """``items.jsonl``, in one step; items of other kinds of evaluations are plain data.
+    """``items.jsonl``, in one step.
 
     Raises:
         StorageError: the disk is full or not writable.
     """
-    plain = (asdict(item) if isinstance(item, Item) else item for item in items)
-    replace_file(path, b"".join(json.dumps(item).encode() + b"\n" for item in plain))
+    replace_file(path, b"".join(map(item_line, items)))
 
 
 def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
@@ -160,10 +195,10 @@ def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
         lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
-    items, kind = [], TypeAdapter(Item)
+    items = []
     for number, line in enumerate(lines, 1):
         try:
-            items.append(kind.validate_json(line, strict=True))
+            items.append(parse_item(line))
         except ValidationError as error:
             what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
             raise DataError(path, what, number) from None

@@ -130,24 +130,16 @@ def item_values(items: Sequence[Item], name: str) -> list[float]:
     kind, _, k = name.partition("@")
     if kind == "accuracy":
         return [item.share for item in items]
-    measure = _AT_K[kind]
-    return [measure(item, int(k)) if item.samples else 0.0 for item in items]
+    return [_at_k(kind, item, int(k)) if item.samples else 0.0 for item in items]
 
 
-def _pass(item: Item, k: int) -> float:
-    return pass_at_k(len(item.samples), item.num_right, k)
-
-
-def _majority(item: Item, k: int) -> float:
-    return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], k)
-
-
-def _best_of(item: Item, k: int) -> float:
+def _at_k(kind: str, item: Item, k: int) -> float:
+    if kind == "pass":
+        return pass_at_k(len(item.samples), item.num_right, k)
+    if kind == "majority":
+        return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], k)
     scores = [-math.inf if s.score is None else s.score for s in item.samples]
     return best_of_n(scores, [float(s.is_right) for s in item.samples], k)
-
-
-_AT_K: Mapping[str, Callable[[Item, int], float]] = {"pass": _pass, "majority": _majority, "best_of": _best_of}
 
 
 def with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
@@ -169,38 +161,38 @@ def _mean_parts(
 
 
 def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
-    """Accuracy by kind of item: for each key of ``meta`` with a few different values, each value's n and interval.
+    """Accuracy by kind of item, of the graded items: each kind's n, and its accuracy with the interval."""
+    graded = graded_items(items)
+
+    def measure(places: Sequence[int]) -> dict[str, float]:
+        values = [graded[place].share for place in places]
+        return {"n": float(len(values)), **with_interval("accuracy", values, samples)}
+
+    return by_kind([item.meta for item in graded], measure)
+
+
+def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:
+    """What ``measure`` finds for each kind of item, given the places of its items, for each key of ``meta``.
 
     Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
-    ``MAX_KINDS`` kinds, at most half as many as there are graded items, and cuts them otherwise than the keys before.
+    ``MAX_KINDS`` kinds, at most half as many as there are items, and cuts them otherwise than the keys before.
     """
-    graded = graded_items(items)
-    keys = dict.fromkeys(key for item in graded for key in item.meta)
     kinds: Kinds = {}
     cuts: set[frozenset[tuple[int, ...]]] = set()
-    for key in keys:
-        groups: dict[str, list[Item]] = {}
+    for key in dict.fromkeys(key for meta in metas for key in meta):
+        groups: dict[str, list[int]] = {}
         values: dict[Scalar, str] = {}  # 1 and 1.0 are one value, called by how it is written first
-        for item in graded:
-            value = item.meta.get(key)
-            groups.setdefault(values.setdefault(value, show_kind(value)), []).append(item)
-        cut = frozenset(tuple(item.index for item in group) for group in groups.values())
-        if 2 <= len(groups) <= min(MAX_KINDS, len(graded) // 2) and cut not in cuts:
+        for place, meta in enumerate(metas):
+            value = meta.get(key)
+            groups.setdefault(values.setdefault(value, NONE if value is None else str(value)), []).append(place)
+        cut = frozenset(map(tuple, groups.values()))
+        if 2 <= len(groups) <= min(MAX_KINDS, len(metas) // 2) and cut not in cuts:
             cuts.add(cut)
             ordered = dict.fromkeys(values[value] for value in sorted(values, key=_in_order))
-            kinds[key] = {kind: _kind(groups[kind], samples) for kind in ordered}
+            kinds[key] = {kind: measure(groups[kind]) for kind in ordered}
     return kinds
-
-
-def _kind(items: Sequence[Item], samples: int) -> dict[str, float]:
-    return {"n": float(len(items)), **with_interval("accuracy", item_values(items, "accuracy"), samples)}
 
 
 def _in_order(value: Scalar) -> tuple[bool, bool, str | float]:
     """Numbers, then texts, then none."""
     return value is None, isinstance(value, str), value if isinstance(value, str) else float(value or 0)
-
-
-def show_kind(value: Scalar) -> str:
-    """A value of ``meta`` as the key of a breakdown."""
-    return NONE if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Two evaluations of the same items, one beside the other: is the difference more than chance?"""
+"""Two evaluations of the same items: the test of their difference."""
 
 from __future__ import annotations
 
@@ -14,27 +14,35 @@ from posttrain.evals.files import Finished
 from posttrain.evals.items import Item
 from posttrain.evals.measures import graded_items, item_values, measure_names
 from posttrain.evals.statistics import Difference, mcnemar_p, paired_bootstrap
+from posttrain.evals.tables import TextTable
 from posttrain.store.durable import replace_file, storage_errors
 
 COMPARISON = "comparison.json"
 # Settings in which two evaluations must agree: else more than the model would differ.
 ALIKE = ("samples", "max_tokens", "temperature", "top_k", "top_p", "best_of")
-# Settings in which they may differ, which is then told.
-TOLD = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
-NUM_FLIPS = 3
+# Settings in which they may differ; the differences are reported.
+MAY_DIFFER = ("model", "checkpoint", "template", "task", "engine", "dtype", "seed")
 ALPHA = 0.05
-MIN_ITEMS = 30  # below, resampled items tell little of the items that there might have been
+MIN_ITEMS = 30  # below, resampled items say little about other items
+TABLE_WORDS = {
+    "both": "both right",
+    "only_a": "only A right",
+    "only_b": "only B right",
+    "neither": "neither right",
+    "a_higher": "A right more often",
+    "b_higher": "B right more often",
+    "alike": "equally often",
+}
 
 
 @dataclass(frozen=True)
 class Paired:
-    """What a comparison found. ``a`` and ``b`` are what the two are called.
+    """The outcome of a comparison. ``a`` and ``b`` are the names of the two.
 
     ``differences`` by measure: ``accuracy`` first, then pass@k and its like, format, and length over the items that
-    both answered (left out where there is none). ``table``: of items
-    with one answer each, how many both, only A, only B and neither got right; with several answers, on how many
-    A has the higher share, B has, or neither. ``gained`` and ``lost``: items on which B is right and A is not, and
-    the other way round (with several samples, those where the shares differ most), the first few.
+    both answered (left out where there is none). ``table``: of items with one answer each, how many both, only A,
+    only B and neither got right; with several answers, on how many A has the higher share, B has, or neither.
+    ``gained`` and ``lost``: ids of the items on which B has the higher share of right answers, and the lower.
     """
 
     a: str
@@ -43,8 +51,8 @@ class Paired:
     differences: dict[str, Difference]
     table: dict[str, int]
     mcnemar: float | None
-    gained: list[tuple[Item, Item]]
-    lost: list[tuple[Item, Item]]
+    gained: list[str]
+    lost: list[str]
 
     def in_words(self) -> str:
         """The outcome in one sentence. It may be chance unless the bootstrap and McNemar's test both say no."""
@@ -53,8 +61,8 @@ class Paired:
         low, high = sorted((accuracy.low * sign, accuracy.high * sign))
         is_inside = accuracy.low <= 0 <= accuracy.high
         exact = self.mcnemar if self.mcnemar is not None and self.mcnemar >= ALPHA and not is_inside else None
-        told = show_p(accuracy.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
-        facts = f"[{low:.1f}, {high:.1f}], {told}, on {accuracy.n} items"
+        tests = show_p(accuracy.p) + (f" (McNemar's exact test: {show_p(exact)})" if exact is not None else "")
+        facts = f"[{low:.1f}, {high:.1f}], {tests}, on {accuracy.n} items"
         if accuracy.difference == 0:
             return f"{self.b} and {self.a} are right equally often, {facts}"
         way = "better" if accuracy.difference > 0 else "worse"
@@ -75,14 +83,38 @@ class Paired:
             notes.append(f"{accuracy.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
         return notes
 
+    def counts(self) -> str:
+        """The table of items in one line, with McNemar's test."""
+        counts = " · ".join(f"{TABLE_WORDS[name]} {count}" for name, count in self.table.items())
+        return counts + (f" · McNemar's exact test: {show_p(self.mcnemar)}" if self.mcnemar is not None else "")
+
 
 def show_p(p: float) -> str:
     """``p = 0.02``, ``p < 0.001``."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.995 else "p = 1"
 
 
+def differences_table(paired: Paired) -> TextTable:
+    """Each measure of both, and their difference."""
+    lines = []
+    for name, gap in paired.differences.items():
+        unit, form, percent = (1.0, ".2f", "") if name == "num_tokens" else (100.0, ".1f", "%")
+        label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
+        lines.append(
+            [
+                label if gap.n == paired.n else f"{label}, of {gap.n} items that both answered",
+                f"{gap.a * unit:{form}}{percent}",
+                f"{gap.b * unit:{form}}{percent}",
+                f"{gap.difference * unit:+{form}}",
+                f"{gap.low * unit:+{form}} to {gap.high * unit:+{form}}",
+                f"{gap.p:.2g}" if gap.p >= 0.001 else "< 0.001",
+            ]
+        )
+    return TextTable(f"n = {paired.n}", ["", "A", "B", "B − A", "95 % interval", "p"], lines)
+
+
 def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
-    """The items of two evaluations side by side, by their ids.
+    """The items of two evaluations, joined by their ids.
 
     Raises:
         UsageError: they are not of the same items, or not the same questions with the same gold answers.
@@ -106,7 +138,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
 
 
 def settings_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """In which of the settings that may differ two evaluations do.
+    """The settings that may differ, and do.
 
     Raises:
         UsageError: they differ in how answers were drawn, so that their difference would not be the model's.
@@ -114,7 +146,7 @@ def settings_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tupl
     wrong = [f"{name}: {a.get(name)} and {b.get(name)}" for name in ALIKE if a.get(name) != b.get(name)]
     if wrong:
         raise UsageError(f"the two were not measured alike ({'; '.join(wrong)}); evaluate both with the same options")
-    return {name: (a.get(name), b.get(name)) for name in TOLD if a.get(name) != b.get(name)}
+    return {name: (a.get(name), b.get(name)) for name in MAY_DIFFER if a.get(name) != b.get(name)}
 
 
 def compare_items(
@@ -141,19 +173,19 @@ def compare_items(
     differences = {
         name: paired_bootstrap(item_values(left, name), item_values(right, name), seed=seed) for name in names
     }
-    answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # what was not asked has no length
+    answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # an unanswered item has no length
     formatted = [] if any(s.in_format is None for i in (*left, *right) for s in i.samples) else pairs
     for name, value, own in (("format", _in_format, formatted), ("num_tokens", _mean_tokens, answered)):
         if own:
             differences[name] = paired_bootstrap([value(x) for x, _ in own], [value(y) for _, y in own], seed=seed)
-    table, mcnemar = _table(pairs, samples)
-    return Paired(*labels, len(pairs), differences, table, mcnemar, _farthest(pairs, 1), _farthest(pairs, -1))
-
-
-def _farthest(pairs: Sequence[tuple[Item, Item]], sign: int) -> list[tuple[Item, Item]]:
-    """The items on which B is ahead (or behind, with sign −1), the farthest first; ties in the items' order."""
-    ahead = [(sign * (y.share - x.share), (x, y)) for x, y in pairs]
-    return [pair for lead, pair in sorted(ahead, key=lambda entry: -entry[0]) if lead > 0][:NUM_FLIPS]
+    gained, lost = ([x.id for x, y in pairs if sign * (y.share - x.share) > 0] for sign in (1, -1))
+    if samples > 1:
+        table = {"a_higher": len(lost), "b_higher": len(gained), "alike": len(pairs) - len(gained) - len(lost)}
+        return Paired(*labels, len(pairs), differences, table, None, gained, lost)
+    num_both = sum(x.num_right > 0 and y.num_right > 0 for x, y in pairs)
+    table = {"both": num_both, "only_a": len(lost), "only_b": len(gained)}
+    table["neither"] = len(pairs) - sum(table.values())
+    return Paired(*labels, len(pairs), differences, table, mcnemar_p(len(lost), len(gained)), gained, lost)
 
 
 def _in_format(item: Item) -> float:
@@ -162,16 +194,6 @@ def _in_format(item: Item) -> float:
 
 def _mean_tokens(item: Item) -> float:
     return statistics.fmean(sample.num_tokens for sample in item.samples)
-
-
-def _table(pairs: Sequence[tuple[Item, Item]], samples: int) -> tuple[dict[str, int], float | None]:
-    if samples > 1:
-        higher_a, higher_b = (sum(sign * (y.share - x.share) > 0 for x, y in pairs) for sign in (-1, 1))
-        return {"a_higher": higher_a, "b_higher": higher_b, "alike": len(pairs) - higher_a - higher_b}, None
-    right = [(bool(x.num_right), bool(y.num_right)) for x, y in pairs]
-    cells = {"both": (True, True), "only_a": (True, False), "only_b": (False, True), "neither": (False, False)}
-    table = {name: right.count(cell) for name, cell in cells.items()}
-    return table, mcnemar_p(table["only_a"], table["only_b"])
 
 
 def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[Any, Any]]]:
@@ -183,18 +205,11 @@ def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, d
     if a.evaluation != b.evaluation:
         raise UsageError(f"{a.folder} is of {a.evaluation} and {b.folder} of {b.evaluation}: not the same task")
     apart = settings_apart(a.settings, b.settings)
-    labels = _labels(a, b)
+    named = ((a.label, b.label), (a.template, b.template), (str(a.folder), str(b.folder)))
+    labels = next((pair for pair in named if pair[0] != pair[1]), named[-1])
     ks = [k for k in a.settings.get("ks", ()) if k in b.settings.get("ks", ())]
     samples = int(a.settings.get("samples", 1))
     return compare_items(a.items(), b.items(), labels=labels, samples=samples, ks=ks, seed=seed), apart
-
-
-def _labels(a: Finished, b: Finished) -> tuple[str, str]:
-    """What the two are called: by their models, their templates, or else their folders."""
-    for left, right in ((a.label, b.label), (a.template, b.template)):
-        if left != right:
-            return left, right
-    return str(a.folder), str(b.folder)
 
 
 def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
@@ -214,8 +229,8 @@ def write_comparison(out: Path, a: Finished, b: Finished, paired: Paired, apart:
         "table": paired.table,
         "mcnemar_p": paired.mcnemar,
         "settings_apart": {name: list(values) for name, values in apart.items()},
-        "gained": [x.id for x, _ in paired.gained],
-        "lost": [x.id for x, _ in paired.lost],
+        "gained": paired.gained,
+        "lost": paired.lost,
     }
     with storage_errors("comparison", out):
         out.mkdir(parents=True, exist_ok=True)

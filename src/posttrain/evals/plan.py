@@ -1,6 +1,6 @@
-"""An evaluation as asked for: models × tasks × templates as cells, carried out with files that can be continued.
+"""Models × tasks × templates as single evaluations (cells), and how they are carried out.
 
-What stands above this room is handed in: models found by name, the reward model that chooses, who writes the pages.
+Callers hand in what higher layers know: models found by name, the reward model that chooses, and who writes pages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from posttrain import registry
 from posttrain.engines.base import SMALLEST_TEMPERATURE
@@ -32,7 +32,6 @@ from posttrain.evals.files import (
     EvaluationStore,
     Finished,
     WritePage,
-    discard,
     finished_before,
     folder_of_its_own,
     read_finished,
@@ -41,20 +40,19 @@ from posttrain.evals.files import (
     weights_mark,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
-from posttrain.evals.items import Item, digest_of
+from posttrain.evals.items import digest_of
 from posttrain.evals.measures import default_ks
 from posttrain.evals.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import TURN_DEFAULTS, Word
 from posttrain.render import encode_prompt
 from posttrain.render.template import build_template
-from posttrain.store.durable import replace_file
+from posttrain.store.durable import replace_file, storage_errors
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.untrusted import harmless
 
 EVALUATIONS = "evaluations"
 MAX_NAME_CHARS = 100
-MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -152,16 +150,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells, by model and task and template in the order asked for; ``folder`` holds them.
-
-    ``kept``: where they would lie, had not an evaluation that was asked otherwise been there before.
-    """
+    """All cells, by model and task and template in the order of the request; ``folder`` holds them."""
 
     cells: list[Cell]
     folder: Path
     asked: EvaluationRequest
     best_of_weights: str | None = None
-    kept: Path | None = None
 
     @property
     def is_table(self) -> bool:
@@ -230,10 +224,13 @@ def make_plan(asked: EvaluationRequest) -> Plan:
                 f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
                 "template; name a run that was trained in one, or another task"
             )
-    tasks = _build_tasks([task for _, task, _ in combinations])
+    tasks = {key: build_task(task, "--task") for key, task in {_key(task): task for _, task, _ in combinations}.items()}
     folder, names = _choose_folders(asked.out, combinations, tasks)
     refuse_other(folder)
-    data = {key: _digest(task, drawing.n) for key, task in tasks.items()}
+    data = {
+        key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
+        for key, task in tasks.items()
+    }
     cells = [
         Cell(
             source,
@@ -248,19 +245,15 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     ]
     best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
     plan = Plan(cells, folder, asked, best_of_weights)
-    return plan if asked.out or not folder.exists() else _beside_others(plan, names)
-
-
-def _beside_others(plan: Plan, names: Sequence[str]) -> Plan:
-    """The plan in a folder of its own, if another evaluation lies in the one where it would go by default."""
-    settings = {name: plan.settings(cell) for name, cell in zip(names, plan.cells, strict=True)}
-    folder = folder_of_its_own(plan.folder, settings)
-    cells = [replace(cell, folder=folder / name) for name, cell in zip(names, plan.cells, strict=True)]
-    return replace(plan, cells=cells, folder=folder, kept=plan.folder if folder != plan.folder else None)
+    if asked.out is None and folder.exists():  # beside evaluations of other questions
+        settings = {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)}
+        folder = folder_of_its_own(folder, settings)
+        cells = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
+    return replace(plan, cells=cells, folder=folder)
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
-    """On what models are compared where no task is named: the own task of the last that is a run.
+    """The task on which models are compared where none is named: the own task of the last that is a run.
 
     None, and each has its own, where their runs learnt different tasks; runs of one task may differ in its options.
     """
@@ -269,7 +262,13 @@ def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
 
 
 class EvaluationProgress:
-    """Told how an evaluation goes on; this one keeps it to itself. One cell after the other is begun and observed."""
+    """Called as an evaluation goes on; this one shows nothing. One cell after the other is begun and observed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def begin(self, title: str, num_known: int = 0) -> None:
         """A cell begins; ``num_known`` of its items were answered before it was interrupted."""
@@ -278,41 +277,33 @@ class EvaluationProgress:
         """See ``evals.generation.evaluate``."""
 
     def tell(self, line: str) -> None:
-        """Something that a person should know, said once."""
+        """A message that a person should read."""
+
+    def close(self) -> None:
+        """The end of all cells."""
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Who writes ``summary.md`` of one evaluation, and of a table: from its rows, notes and the pages of its cells."""
-
-    one: WritePage
-    table: Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
-
-
-def tell_names(names: Sequence[str]) -> str:
-    """Settings by name, the first few of many."""
-    told = ["data (other questions or gold answers)" if name == "data" else name for name in names[:MAX_NAMED]]
-    return ", ".join(told) + (f" and {len(names) - MAX_NAMED} other settings" if len(names) > MAX_NAMED else "")
+# ``summary.md`` of a table, from its rows, its notes and the pages of its cells.
+WriteTablePage = Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
 
 
 def run_plan(
     plan: Plan,
-    pages: Pages,
+    write_page: WritePage,
+    write_table_page: WriteTablePage,
     open_scorer: Callable[[ModelSource], Scorer],
     progress: EvaluationProgress,
 ) -> list[Finished]:
     """Every cell in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
 
-    What an interrupted table has finished with the same settings is kept; a table that is complete is made anew.
+    Cells that an interrupted table has finished with the same settings are kept; a complete table is made anew.
     """
-    if plan.kept is not None:
-        progress.tell(f"{plan.kept}: an evaluation that was asked otherwise stays there; this one is {plan.folder}")
-    top = plan.folder / RESULTS
-    if plan.is_table and top.is_file():
-        for folder in (plan.folder, *(cell.folder for cell in plan.cells)):
-            discard(folder)
     finished: dict[Path, Finished] = {}
     if plan.is_table:
+        if (plan.folder / RESULTS).is_file():
+            with storage_errors("evaluation", plan.folder):
+                for folder in (plan.folder, *(cell.folder for cell in plan.cells)):
+                    (folder / RESULTS).unlink(missing_ok=True)
         before = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
         finished = {folder: known for folder, known in before.items() if known is not None}
     left = [cell for cell in plan.cells if cell.folder not in finished]
@@ -320,17 +311,17 @@ def run_plan(
     scorer = open_scorer(best_of) if best_of is not None and left else None
     for name in dict.fromkeys(cell.source.name for cell in left):
         cells = [cell for cell in left if cell.source.name == name]
-        finished |= _run_cells(plan, cells, pages.one, scorer, progress)
+        finished |= _run_cells(plan, cells, write_page, scorer, progress)
     ordered = [finished[cell.folder] for cell in plan.cells]
     if plan.is_table:
-        write_table(plan, ordered, pages)
+        _write_table(plan, ordered, write_table_page)
     return ordered
 
 
 def _run_cells(
     plan: Plan, cells: Sequence[Cell], write_page: WritePage, scorer: Scorer | None, progress: EvaluationProgress
 ) -> dict[Path, Finished]:
-    """The cells of one model, after a look whether each of their prompts can be written for it."""
+    """The cells of one model; before the first is sampled, one prompt of each is encoded."""
     asked = plan.asked
     model = open_model(cells[0].source, engine=asked.engine, dtype=asked.dtype, device=asked.device)
     models = [model.on_stage(cell.template) for cell in cells]
@@ -341,11 +332,11 @@ def _run_cells(
     for cell, own in zip(cells, models, strict=True):
         settings = plan.settings(cell)
         if names := settings_replaced(cell.folder, settings):
-            progress.tell(f"{cell.folder}: an earlier evaluation there differs in {tell_names(names)}; it is replaced")
-        with EvaluationStore(cell.folder, cell.name, settings) as recorder:
-            drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
-            evaluation = measure(own, cell.task, drawing, recorder=recorder, scorer=scorer, progress=progress)
-            recorder.finish(evaluation, write_page)
+            other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
+            progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
+        store = EvaluationStore(cell.folder, settings)
+        drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
+        store.finish(measure(own, cell.task, drawing, store=store, scorer=scorer, progress=progress), write_page)
         finished[cell.folder] = read_finished(cell.folder)
     return finished
 
@@ -355,16 +346,13 @@ def measure(
     task: Task,
     drawing: Drawing,
     *,
-    recorder: EvaluationStore | None = None,
+    store: EvaluationStore | None = None,
     scorer: Scorer | None = None,
     progress: EvaluationProgress | None = None,
 ) -> Evaluation:
-    """Evaluate a model on a task (``evals/generation.py``); with a recorder, on what it does not know yet."""
+    """Evaluate a model on a task (``evals/generation.py``); with a store, on the items that it does not know yet."""
     progress = progress or EvaluationProgress()
-    known: dict[int, Item] = {}
-    if recorder is not None and recorder.continues:
-        examples = {i: task.examples[j] for i, j in enumerate(held_out_indices(len(task.examples), drawing.n))}
-        known = recorder.known(examples, model.grader.format_part, drawing.samples)
+    known = store.known if store is not None else {}
     progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}", len(known))
     max_tokens = drawing.max_tokens or model.source.max_tokens
     asked = Questions(
@@ -376,49 +364,35 @@ def measure(
         seed=drawing.seed,
         batch=drawing.batch,
     )
-    record = recorder.record if recorder is not None else None
+    record = store.record if store is not None else None
     return evaluate(model, asked, known=known, scorer=scorer, record=record, observe=progress.observe)
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:
-    """The evaluations as rows of a table; the templates are told where they are not all one."""
+    """The evaluations as rows of a table."""
     return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
-def write_table(plan: Plan, finished: Sequence[Finished], pages: Pages) -> None:
-    """``summary.md`` and ``results.json`` over all cells, in the folder above theirs.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-    rows = rows_of(finished)
-    folders = {
-        " · ".join((row.evaluation, row.model, row.template or "")): cell
-        for row, cell in zip(rows, plan.cells, strict=True)
-    }
-    links = {name: str((cell.folder / SUMMARY).relative_to(plan.folder)) for name, cell in folders.items()}
-    replace_file(plan.folder / SUMMARY, harmless(pages.table(rows, notes_of(finished), links)).encode())
-    cells = [
-        {
-            "folder": str(cell.folder.relative_to(plan.folder)),
-            "model": done.label,
-            "evaluation": done.evaluation,
-            "template": done.template,
-            "results": done.results,
-        }
-        for cell, done in zip(plan.cells, finished, strict=True)
-    ]
+def _write_table(plan: Plan, finished: Sequence[Finished], write_page: WriteTablePage) -> None:
+    """``summary.md`` and ``results.json`` over all cells, in the folder above theirs."""
+    rows, links, cells = rows_of(finished), {}, []
+    for row, cell, done in zip(rows, plan.cells, finished, strict=True):
+        folder = cell.folder.relative_to(plan.folder)
+        links[" · ".join((row.evaluation, row.model, row.template or ""))] = str(folder / SUMMARY)
+        about = {"folder": str(folder), "model": row.model, "evaluation": row.evaluation, "template": row.template}
+        cells.append(about | {"results": done.results})
+    replace_file(plan.folder / SUMMARY, harmless(write_page(rows, notes_of(finished), links)).encode())
     replace_file(plan.folder / RESULTS, json.dumps({"cells": cells}, indent=1).encode() + b"\n")
 
 
 def notes_of(finished: Sequence[Finished]) -> list[str]:
-    """What must be known beside the table of some evaluations."""
-    drawn = {text: None for one in finished if (text := _drawn(one.evaluation, one.settings.get("task")))}
+    """Notes under the table of some evaluations."""
+    drawn = {text: None for one in finished if (text := _problems(one.evaluation, one.settings.get("task")))}
     return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
 
 
-def _drawn(evaluation: str, task: Any) -> str:
-    """Which problems a figure is of, where a seed draws them; the same task with another seed asks others."""
+def _problems(evaluation: str, task: Any) -> str:
+    """The seed and size by which a task draws its problems; with another seed they are others."""
     options = task if isinstance(task, Mapping) else {}
     told = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
     return f"{evaluation}: the problems are those of {' and '.join(told)}" if len(told) == 2 else ""
@@ -428,18 +402,15 @@ def _key(task: Word) -> str:
     return task.model_dump_json()
 
 
-def _build_tasks(words: Sequence[Word]) -> dict[str, Task]:
-    return {_key(word): build_task(word, "--task") for word in {_key(word): word for word in words}.values()}
-
-
-def _digest(task: Task, n: int) -> str:
-    return digest_of([task.examples[i] for i in held_out_indices(len(task.examples), n)])
-
-
 def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
-    """No two models are called alike: those that would be are called by what was typed."""
+    """The models, those with equal labels renamed to what was typed."""
     labels = [source.label for source in sources]
     return [replace(s, label=s.name) if labels.count(s.label) > 1 else s for s in sources]
+
+
+def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
+    """``out``, or a folder of this name in the model's run, or below ``evaluations`` for a model without a run."""
+    return out or (source.run / "evaluation" if source.run else Path(EVALUATIONS)) / slug(name)
 
 
 def _choose_folders(
@@ -447,27 +418,22 @@ def _choose_folders(
 ) -> tuple[Path, list[str]]:
     """The folder for everything, and below it the name of each cell's (none for a single cell).
 
-    By default it lies in the run, where there is one run alone, and says what it is of.
+    By default it lies in the run, where there is one run alone, and is named by task and template.
     """
     facts = [(source.label, task_label(tasks[_key(task)]), template.name) for source, task, template in cells]
     models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*facts, strict=True))
     source, _, template = cells[0]
-    run = source.run if len(models) == 1 else None
+    source = source if len(models) == 1 else replace(source, run=None)
     is_own = len(templates) == 1 and template == source.template
-    place = "+".join(models) if run is None else Path(source.path).name if source.path != str(run) else ""
+    place = "+".join(models)
+    if source.run is not None:
+        place = Path(source.path).name if source.path != str(source.run) else ""
     parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
-    folder = out if out else (run / "evaluation" if run else Path(EVALUATIONS)) / slug("-".join(parts))
+    folder = place_of(source, out, "-".join(parts))
     varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
-    return folder, _unique([slug("-".join(fact[i] for i in varied)) for fact in facts]) if len(cells) > 1 else [""]
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return unique
+    names = [slug("-".join(fact[i] for i in varied)) for fact in facts] if len(cells) > 1 else [""]
+    earlier = [names[:i].count(name) for i, name in enumerate(names)]
+    return folder, [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
 
 
 def slug(text: str) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
-from typing import Literal
 
 from posttrain.evals.statistics import Z_95
 from posttrain.graders.answers import clean_answer, parse_quantity
@@ -104,15 +103,6 @@ def _worth_by_top(votes: Sequence[Vote], most: int, k: int) -> dict[tuple[int, i
                 following[key] = (before_ways + ways * combinations, before_worth + gained * combinations)
         state = following
     return {key: worth for key, (_, worth) in state.items()}
-
-
-Combine = Literal["min", "product", "last", "mean"]
-COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "product": math.prod,
-    "last": lambda probabilities: probabilities[-1],
-    "mean": statistics.fmean,
-}
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
@@ -206,34 +196,6 @@ def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
     return total
 
 
-def vote(answers: Sequence[Hashable], right: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """How often the answer with the most votes is right; tied answers share.
-
-    Wang et al. (2023), "Self-consistency"; with ``weights`` (a verifier's probabilities) the weighted vote of Li
-    et al. (2023), "Making language models better reasoners with step-aware verifier". None casts no vote; where
-    nobody votes, nothing is right.
-
-    Args:
-        answers: the final answer of each solution; equal ones must be equal objects. None: it has none.
-        right: whether each solution is right; one number per answer is expected, else their mean counts.
-        weights: of each vote, at least 0; 1 for all by default.
-    """
-    votes: dict[Hashable, float] = {}
-    worths: dict[Hashable, list[float]] = {}
-    weights = [1.0] * len(answers) if weights is None else weights
-    _refuse_nan(weights)
-    for answer, worth, weight in zip(answers, right, weights, strict=True):
-        if answer is not None:
-            votes[answer] = votes.get(answer, 0.0) + weight
-            worths.setdefault(answer, []).append(worth)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    # sums of the same weights in another order may differ in their last bits
-    leading = [answer for answer, number in votes.items() if number >= most - 1e-9 * abs(most)]
-    return statistics.fmean(statistics.fmean(worths[answer]) for answer in leading)
-
-
 def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
     """The first step (from 0) whose probability of being good is below ``threshold``; None where there is none."""
     return next((index for index, p in enumerate(probabilities) if p < threshold), None)
@@ -260,13 +222,9 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     if correct:
         rates["accuracy_correct"] = statistics.fmean(correct)
     if erroneous and correct:
-        rates["error_f1"] = harmonic_mean(rates["accuracy_erroneous"], rates["accuracy_correct"])
+        left, right = rates["accuracy_erroneous"], rates["accuracy_correct"]
+        rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
     return rates
-
-
-def harmonic_mean(left: float, right: float) -> float:
-    """``2 l r / (l + r)``, and 0 where both are 0."""
-    return 2.0 * left * right / (left + right) if left + right else 0.0
 
 
 def _refuse_nan(scores: Sequence[float]) -> None:

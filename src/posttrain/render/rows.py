@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from posttrain.errors import UsageError
 from posttrain.render import Template, encode_plain, encode_prompt, encode_response, end_id
-from posttrain.render.assistant import encode_answer
+from posttrain.render.assistant import decode_response, encode_answer
 from posttrain.render.conversation import UNTRAINED, conversation_rows, turns_apart
 from posttrain.render.replies import encode_turns
 from posttrain.types import Example, Message, Response
@@ -132,7 +132,10 @@ def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Re
     if response.answer is not None:  # in the form, and with the tags, that a policy would write
         written = Example("", (), answer=response.answer, solution=response.text, variables=example.variables)
         return Row([*prompt, *encode_response(tokenizer, template, written, prompt)], len(prompt), response.score)
-    answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
+    if response.ids and decode_response(tokenizer, template, response.ids, prompt) == response.text:
+        answer = list(response.ids)  # as it was sampled
+    else:
+        answer = encode_answer(tokenizer, template, response.text, prompt, example.variables)
     return Row([*prompt, *answer, end_id(tokenizer, template)], len(prompt), response.score)
 
 

@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.evals.measures import Kinds
-from posttrain.evals.ranking import COMBINE
 from posttrain.evals.statistics import paired_bootstrap
 from posttrain.evals.tables import NOTHING, TextTable, kind_tables, show_interval, show_number, show_share, to_markdown
 from posttrain.reports.evaluation import first_items, quoted, settings_list
-from posttrain.reward_models.biases import PROBES
 from posttrain.reward_models.evaluation import RewardEvaluation
 from posttrain.untrusted import plain
 
@@ -56,12 +53,7 @@ _TOP = (("top 1", "top_one", show_share), ("95 % interval", "top_one", show_inte
 _ERROR = ("calibration error", "calibration_error", show_decimals)
 _LOSS = (("log loss", "log_loss", show_decimals), _ERROR)
 _LENGTH = (("the longer one", "longer_accuracy", show_share), ("points over length", "gain_over_length", show_points))
-_CHOOSING = (
-    ("any one", "random_one", show_share),
-    ("majority", "majority", show_share),
-    ("weighted", "weighted_majority", show_share),
-    ("best there is", "oracle", show_share),
-)
+_CHOOSING = (("any one", "random_one", show_share), ("best there is", "oracle", show_share))
 _FIRST = (("first error", "accuracy", show_share), _RIGHT[1])
 _STEPS = (
     ("F1", "error_f1", show_share),
@@ -70,23 +62,8 @@ _STEPS = (
     ("steps", "step_accuracy", show_share),
     ("AUC", "step_auc", show_decimals),
 )
-_SIDES = (("right, chosen longer", "accuracy_longer", show_share), ("chosen shorter", "accuracy_shorter", show_share))
-_STYLE = tuple(
-    column
-    for label, name in (("length", "length"), ("lists", "list"), ("politeness", "polite"))
-    for column in (
-        (f"score ~ {label}", f"{name}_correlation", show_decimals),
-        ("95 % interval", f"{name}_correlation", show_area_interval),
-        ("chosen ~", f"{name}_correlation_of_chosen", show_decimals),
-    )
-)
-_PROBES = tuple((name, f"probe_{name}", show_share) for name in PROBES)
 PARTS: Mapping[str, Sequence[Part]] = {
-    "pairs": [
-        Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS)),
-        Part("length and style", "n", (*_SIDES, *_STYLE)),
-        Part("answers that say nothing, scored above the chosen one", "n", _PROBES),
-    ],
+    "pairs": [Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS))],
     "judged answers": [
         Part("judged answers", "n", (*_RIGHT, *_AREA, *_LOSS)),
         Part("choosing among the answers to a problem", "num_problems", (*_TOP, *_CHOOSING)),
@@ -95,24 +72,13 @@ PARTS: Mapping[str, Sequence[Part]] = {
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "right: the chosen answer has the higher score; a tie counts half. The longer one: what always taking the "
-    "longer text would get; points over length: against the better of the longer and the shorter. Score ~ length: the "
-    "correlation of score and length within pairs; chosen ~: that of length and being chosen, which is people's own.",
+    "pairs": "right: the chosen answer has the higher score; a tie counts half. The longer one: the accuracy of always "
+    "taking the longer text; points over length: against the better of the longer and the shorter.",
     "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
-    "problem is right; beside it any one of them, the majority of the final answers, the majority weighted by score, "
-    "and the best there is (some answer is right).",
+    "problem is right; for comparison any one of them, and the best there is (some answer is right).",
     "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
     "neither. F1: the harmonic mean of that over solutions with an error and without.",
 }
-_PROBED = (
-    " Answers that say nothing: the end alone, a sentence again and again, the question, flattery, generic sentences, "
-    "the answer to another question."
-)
-
-
-def note_on(view: str, results: Mapping[str, float]) -> str:
-    """What the numbers mean, of those that there are."""
-    return NOTES[view] + (_PROBED if any(key in results for _, key, _ in _PROBES) else "")
 
 
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
@@ -167,35 +133,8 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     ]
 
 
-def ways_table(results: Results) -> TextTable | None:
-    """What each way to combine the probabilities of steps is worth; None where solutions are not judged."""
-    columns = [*_AREA, *(_TOP if "top_one_min" in results else ())]
-    ways = [way for way in COMBINE if f"auc_{way}" in results]
-    lines = [[way, *(show(results, f"{name}_{way}") for _, name, show in columns)] for way in ways]
-    if not lines:
-        return None
-    return TextTable("One score of the steps' probabilities", ["way", *(label for label, _, _ in columns)], lines)
-
-
-def bias_tables(biases: Kinds) -> list[TextTable]:
-    """Length and style of a reward model by kind of pair, a table for each key."""
-    columns = [column for column in (*_SIDES, *_STYLE) if column[0] != "95 % interval"]
-    return [
-        TextTable(
-            f"Length and style by {key}",
-            [key, "n", *(label for label, _, _ in columns)],
-            [
-                [value, f"{row['n']:.0f}", *(show(row, name) for _, name, show in columns)]
-                for value, row in rows.items()
-            ],
-        )
-        for key, rows in biases.items()
-    ]
-
-
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
     """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
-    ways = ways_table(evaluation.results)
     calibration = TextTable(
         "Calibration",
         ["predicted", "n", "mean prediction", "came true"],
@@ -209,15 +148,13 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
     ]
     tables = [
         *score_tables([(label, evaluation)]),
-        *([ways] if ways else []),
         *kind_tables(evaluation.kinds),
-        *bias_tables(evaluation.biases),
         *([calibration] if evaluation.bins else []),
         TextTable("Further results", ["result", "value"], further),
     ]
     parts = [
         f"# {plain(evaluation.name)}: {plain(label)}\n",
-        f"{note_on(evaluation.view, evaluation.results)}\n",
+        f"{NOTES[evaluation.view]}\n",
         *(to_markdown(table) for table in tables),
     ]
     if picture is not None:

@@ -1,9 +1,9 @@
-"""What a reward model is worth on a held-out task: pairs, judged answers, labelled steps."""
+"""A reward model measured on a held-out task: pairs, judged answers, labelled steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,51 +13,39 @@ from posttrain.errors import UsageError
 from posttrain.evals.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
 from posttrain.evals.measures import Kinds
-from posttrain.evals.plan import EVALUATIONS, EvaluationRequest, slug, tell_apart
-from posttrain.evals.statistics import Bin
+from posttrain.evals.plan import EvaluationRequest, place_of, slug, tell_apart
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
-from posttrain.reward_models.biases import add_probes, biases_by_kind
-from posttrain.reward_models.measures import evaluate_judged, evaluate_pairs, evaluate_steps
+from posttrain.reward_models.measures import View, break_down, evaluate_judged, evaluate_pairs, evaluate_steps
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
-from posttrain.reward_models.views import break_down
 from posttrain.store.environment import describe_environment
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Example
 
-# What can be measured, and how.
+# The views of a task, by the name of its data.
 VIEWS = {"pairs": evaluate_pairs, "judged answers": evaluate_judged, "labelled steps": evaluate_steps}
 
 
-@dataclass(frozen=True, slots=True)
-class RewardEvaluation:
+@dataclass(slots=True, kw_only=True)
+class RewardEvaluation(View):
     """``results`` by name (``accuracy`` is the mean of ``right`` over ``items``, where these have it).
 
-    ``view``: what was measured (a key of ``VIEWS``). ``dropped``: what could not be measured, by reason.
-    ``kinds``: by a fact of the items and its values, n and accuracy. ``biases``: of pairs, length and style alike.
+    ``view``: a key of ``VIEWS``. ``kinds``: by a fact of the items and its values, n and accuracy.
     """
 
     name: str
     view: str
-    results: dict[str, float]
-    items: list[dict[str, Any]]
-    bins: list[Bin] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
     kinds: Kinds = field(default_factory=dict)
-    biases: Kinds = field(default_factory=dict)
 
 
-def evaluate_reward_model(model: RewardModel, task: Task, *, n: int, probes: bool = False) -> RewardEvaluation:
+def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEvaluation:
     """Score the given responses of the ``n`` examples that every evaluation of the task uses.
 
-    What is measured follows from the data and the model (``choose_view``). What cannot be scored is left out and
-    counted (``dropped``); it is not in ``n``, which counts pairs, answers, or solutions.
-
-    Args:
-        probes: of pairs, also score answers that say nothing (``biases.add_probes``).
+    The view follows from the data and the model (``choose_view``). Items that cannot be scored are left out and
+    counted (``dropped``); they are not in ``n``, which counts pairs, answers, or solutions.
 
     Raises:
-        UsageError: an empty task, one without responses, or one of which nothing can be scored; probes without pairs.
+        UsageError: an empty task, one without responses, or one of which nothing can be scored.
     """
     started = time.perf_counter()
     if len(task.examples) == 0:
@@ -69,24 +57,18 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int, probes: boo
             "task of pairs, judged answers or labelled steps (for stories: --task.responses pair, judged or steps)"
         )
     name = choose_view(model, examples)
-    if probes and name != "pairs":
-        raise UsageError(f"--probes: they stand beside the chosen answers of pairs, and task {task.name!r} has {name}")
     view = VIEWS[name](model, examples)
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
-    if probes:
-        scored = {item["id"] for item in view.items}
-        chosen = [(one, max(one.responses, key=lambda r: r.score)) for one in examples if one.id in scored]
-        add_probes(view.results, model, chosen)
-    seconds = time.perf_counter() - started
-    results = view.results | {"dropped": float(sum(view.dropped.values())), "seconds": seconds}
+    view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
     kinds = break_down(view.items)
-    biases = biases_by_kind(view.items, kinds) if name == "pairs" else {}
-    return RewardEvaluation(task_label(task), name, results, view.items, view.bins, dict(view.dropped), kinds, biases)
+    return RewardEvaluation(
+        view.results, view.items, view.bins, view.dropped, name=task_label(task), view=name, kinds=kinds
+    )
 
 
 def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
-    """What to measure: a key of ``VIEWS``.
+    """The view of a task: a key of ``VIEWS``.
 
     Labelled steps for a model that judges steps; else pairs, where every example has two responses and the model
     knows only preferences, or where scores are ratings; else judged answers (scores of 0 and 1).
@@ -110,10 +92,8 @@ class Scored:
     folder: Path
 
 
-def run_scoring(asked: EvaluationRequest, *, probes: bool = False) -> Iterator[Scored]:
+def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
     """Score the given answers of every task with every reward model, one model in memory at a time.
-
-    ``probes``: and answers that say nothing (``evaluate_reward_model``).
 
     Raises:
         UsageError: words or models that cannot be, before any model is loaded.
@@ -131,47 +111,37 @@ def run_scoring(asked: EvaluationRequest, *, probes: bool = False) -> Iterator[S
         if opened is None or opened[0] != source:
             opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
         model = opened[1]
-        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n, probes=probes)
-        settings = settings_of(source, model, word, task, asked.drawing.n) | ({"probes": True} if probes else {})
+        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        settings = {
+            "model": source.name,
+            "label": source.label,
+            "step": model.step,
+            "weights": weights_mark(resolve_model_name(source.path)),
+            "kind": model.kind,
+            "task": word.model_dump(),
+            "template": model.template.name,
+            "n": asked.drawing.n,
+            "dropped": task.dropped,
+        }
         own = folder if asked.out else folder_of_its_own(folder, {"": settings})
         yield Scored(model.label, evaluation, settings, own)
-
-
-def settings_of(source: ModelSource, model: RewardModel, word: Word, task: Task, n: int) -> dict[str, Any]:
-    """All that decides about the results."""
-    return {
-        "model": source.name,
-        "label": source.label,
-        "step": model.step,
-        "weights": weights_mark(resolve_model_name(source.path)),
-        "kind": model.kind,
-        "combine": model.combine if model.kind == "process" else None,
-        "task": word.model_dump(),
-        "template": model.template.name,
-        "n": n,
-        "dropped": task.dropped,
-    }
 
 
 def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
     """A folder for each model and task: in its run, or below ``out``."""
     several_models = len({source.label for source, _ in cells}) > 1
-    several = len(cells) > 1
     folders = []
     for source, task in cells:
-        label = source.label if source.run is None or source.path != str(source.run) or (out and several_models) else ""
-        name = slug("-".join(part for part in (label, task_label(task)) if part))
-        if out:
-            folders.append(out / name if several else out)
-        else:
-            folders.append((source.run / "evaluation" if source.run else Path(EVALUATIONS)) / name)
+        is_whole_run = source.run is not None and source.path == str(source.run)
+        names = (
+            task_label(task) if is_whole_run and not (out and several_models) else f"{source.label}-{task_label(task)}"
+        )
+        folders.append(place_of(source, out / slug(names) if out and len(cells) > 1 else out, names))
     return folders
 
 
-def write_scores(scored: Scored, write_page: Callable[[Scored], str]) -> None:
-    """``items.jsonl``, ``summary.md`` (``write_page``) and, last, ``results.json``.
-
-    What an earlier evaluation has left there is replaced.
+def write_scores(scored: Scored, page: str) -> None:
+    """``items.jsonl``, ``summary.md`` (``page``) and, last, ``results.json``; those of an earlier one are replaced.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -183,9 +153,8 @@ def write_scores(scored: Scored, write_page: Callable[[Scored], str]) -> None:
         "results": one.results,
         "settings": scored.settings,
         "kinds": one.kinds,
-        "biases": one.biases,
         "calibration": [asdict(b) for b in one.bins],
         "not_measured": one.dropped,
         "environment": describe_environment(),
     }
-    write_records(scored.folder, one.items, lambda: write_page(scored), content)
+    write_records(scored.folder, one.items, page, content)

@@ -1,4 +1,4 @@
-"""A model in 8 or 4 bits: made, saved, and what that changes of its distributions or its held-out verdicts."""
+"""A model in 8 or 4 bits: made, saved, and compared with the original by its distributions or held-out verdicts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
-from posttrain.store.durable import aside_of, refuse_links, remove_asides, storage_errors
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
 from posttrain.tasks.base import Task, build_task, choose_task
-from posttrain.types import Batch, Sample, collate
+from posttrain.types import Sample, collate
 
 REPORT = "quantization.json"
 
@@ -90,7 +90,8 @@ def compare_policies(
     for rows in split_rows(batch, MAX_TOKENS):
         part = batch.select(rows)
         of_states = kl_of_states(part, before, nullcontext(after)).cpu()
-        same = _same_choice(part, before, after)
+        first, second = (forward.top_candidates(part, 1)[0][..., 0].cpu() for forward in (before, after))
+        same = (first == second) & part.mask.cpu()
         most = max(most, float(of_states.max()))
         for place, row in enumerate(rows):
             kl[row], agreed[row] = float(of_states[place].sum()), float(same[place].sum())
@@ -131,12 +132,6 @@ def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
     return replace(scorer, forward=moved)
 
 
-def _same_choice(batch: Batch, before: Forward, after: Forward) -> torch.Tensor:
-    """``bool [B, T]``: whether both models find the same token likeliest, at trained tokens."""
-    first, second = (forward.top_candidates(batch, 1)[0][..., 0].cpu() for forward in (before, after))
-    return (first == second) & batch.mask.cpu()
-
-
 def _mean_per_token(
     name: str, sums: Sequence[float], lengths: Sequence[float], most: float = math.inf
 ) -> dict[str, float]:
@@ -172,21 +167,10 @@ class QuantizationRequest:
     out: Path | None = None
 
 
-@dataclass(frozen=True)
-class Original:
-    """What is quantized: the model in full precision, and with a reward model its head."""
-
-    source: ModelSource
-    path: str  # the folder or hub name that was loaded
-    loaded: LoadedModel
-    section: ModelSection
-    scorer: RewardModel | None = None
-
-
 def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
-    """Quantize, save, load what was saved and measure what was lost.
+    """Quantize, save, load what was saved and measure the loss.
 
-    Returns the report, which is stored beside the model, and the model's folder.
+    Returns the report, which is stored in the model's folder, and that folder.
 
     Raises:
         UsageError: a model that is quantized already, words that cannot be, or a folder that holds something else.
@@ -201,10 +185,17 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         build_template(template, "--template")
     path = resolve_model_name(source.path)
     out = asked.out or _default_out(source, path, asked.bits)
-    _check_out(out)
-    original = _load_original(asked, path)
-    section = original.section.model_copy(update={"name": str(out), "load_bits": None, "adapter": None})
-    after = _write(original, section, out, asked.bits)
+    is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
+    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+    # an empty adapter asks for a base with its adapters added
+    section = source.section(asked.dtype, asked.device).model_copy(update={"name": path, "adapter": AdapterSection()})
+    before = load_model(section, seed=0)
+    stored = quantized_bits(before.model)
+    if stored is not None:
+        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
+    scorer = with_trunk(open_reward_model(source), before.model) if source.is_scorer else None
+    after = _write(asked, section, scorer, out)
     report: dict[str, Any] = {
         "model": source.name,
         "source": path,
@@ -213,20 +204,22 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         "num_parameters": num_parameters(after.model),
         "disk_bytes_before": _bytes_on_disk(path),
         "disk_bytes_after": _bytes_on_disk(str(out)),
-        "memory_bytes_before": weight_bytes(original.loaded.model),
+        "memory_bytes_before": weight_bytes(before.model),
         "memory_bytes_after": weight_bytes(after.model),
     }
     if measured_on is not None:
         word, task = measured_on
         report |= {"task": word.model_dump(), "seed": asked.seed}
-        report["results"] = _measure(original, after, task, template, asked)
-    with storage_errors(REPORT, out):
-        (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if scorer is not None:
+            report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=asked.n)
+        else:
+            report["results"] = _measure(before, after, task, grader_for(source, template).template, asked)
+    replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return report, out
 
 
 def _task_to_measure(asked: QuantizationRequest) -> tuple[Word, Task] | None:
-    """The task with its word; None where nothing is to be measured, or nothing says on what."""
+    """The task with its word; None where nothing is to be measured, or no task is known."""
     named, source = asked.task, asked.source
     unknown = (named is None or not named.name) and source.recipe is None and source.name != "tiny"
     if asked.n == 0 or unknown:
@@ -243,49 +236,32 @@ def _default_out(source: ModelSource, path: str, bits: int) -> Path:
     return Path("quantized") / f"{plain}-int{bits}"
 
 
-def _check_out(out: Path) -> None:
-    ours = (out / REPORT).is_file() and (out / "config.json").is_file()
-    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
-
-
-def _load_original(asked: QuantizationRequest, path: str) -> Original:
-    """The model as it is, an adapter added to its base."""
-    source = asked.source
-    merged = {"name": path, "adapter": AdapterSection()}  # asks for a base with adapters added
-    section = source.section(asked.dtype, asked.device).model_copy(update=merged)
-    loaded = load_model(section, seed=0)
-    stored = quantized_bits(loaded.model)
-    if stored is not None:
-        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
-    scorer = None
-    if source.is_scorer:
-        scorer = with_trunk(open_reward_model(source), loaded.model)
-    return Original(source, path, loaded, section, scorer)
-
-
-def _write(original: Original, section: ModelSection, out: Path, bits: int) -> LoadedModel:
+def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
     """Write the quantized model to ``out``, whole or not at all; one that was there is replaced.
 
-    Returns it as it is loaded again (``section``).
+    Returns it as it is loaded again.
 
     Raises:
         RunFailure: what was written is not the quantized model; nothing was changed.
     """
-    aside = aside_of(out)
-    quantized = load_model(original.section.model_copy(update={"load_bits": bits}), seed=0)
-    refuse_links(original.source.run or out)
+    aside, run = aside_of(out), asked.source.run
+    quantized = load_model(section.model_copy(update={"load_bits": asked.bits}), seed=0)
+    refuse_links(run or out)
     with storage_errors("quantized model", out):
         remove_asides(out)
         try:
             aside.mkdir(parents=True)
-            run = original.source.run  # elsewhere than in the run the model is asked by the run's recipe, too
-            is_inside = run is None or out.resolve().is_relative_to(run.resolve())
-            _save(quantized, original, aside, None if run is None or is_inside else run / STORED_RECIPE)
+            _save(quantized, scorer, aside)
+            if scorer is not None:
+                shutil.copyfile(Path(section.name) / HEADS, aside / HEADS)
+            if run is not None and not out.resolve().is_relative_to(run.resolve()):
+                shutil.copyfile(run / STORED_RECIPE, aside / STORED_RECIPE)  # elsewhere, too, it is asked as in its run
             probe = read_probe(quantized.model)
             del quantized
-            after = load_model(section.model_copy(update={"name": str(aside)}), seed=0)
-            check_same(probe, read_probe(after.model), f"{out} in {bits} bits", exact=section.dtype != "bfloat16")
+            again = {"name": str(aside), "load_bits": None, "adapter": None}
+            after = load_model(section.model_copy(update=again), seed=0)
+            is_exact = section.dtype != "bfloat16"
+            check_same(probe, read_probe(after.model), f"{out} in {asked.bits} bits", exact=is_exact)
             seal(aside, 0)
             rename_into_place(aside, out)
         finally:
@@ -293,20 +269,16 @@ def _write(original: Original, section: ModelSection, out: Path, bits: int) -> L
     return after
 
 
-def _save(quantized: LoadedModel, original: Original, folder: Path, recipe: Path | None) -> None:
-    """Model, tokenizer and ``recipe``; of a reward model the head, too, in the layout that it was saved in before."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
+    """Model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
+    is_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        if original.scorer is None or not _save_with_head(quantized.model, original.scorer, folder):
+        if scorer is None or not _save_with_head(quantized.model, scorer, folder):
             quantized.model.save_pretrained(folder)
-        if original.scorer is not None:
-            shutil.copyfile(Path(original.path) / HEADS, folder / HEADS)
         quantized.tokenizer.save_pretrained(folder)
-        if recipe is not None:
-            shutil.copyfile(recipe, folder / STORED_RECIPE)
     finally:
-        if shown:
+        if is_shown:
             transformers_logging.enable_progress_bar()
 
 
@@ -323,22 +295,18 @@ def _save_with_head(model: Any, scorer: RewardModel, folder: Path) -> bool:
 
 
 def _measure(
-    original: Original, after: LoadedModel, task: Task, template: Word | None, asked: QuantizationRequest
+    before: LoadedModel, after: LoadedModel, task: Task, template: Template, asked: QuantizationRequest
 ) -> dict[str, float]:
-    if original.scorer is not None:
-        return compare_scorers(original.scorer, with_trunk(original.scorer, after.model), task, n=asked.n)
-    source, before = original.source, original.loaded
-    rendered = grader_for(source, template).template
-    stops = stop_ids(before.tokenizer, rendered)
+    stops = stop_ids(before.tokenizer, template)
     return compare_policies(
         registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
         before.tokenizer,
-        rendered,
+        template,
         task,
         before=Forward(before.model),
         after=Forward(after.model),
         n=asked.n,
-        sampling=Sampling(asked.max_tokens or source.max_tokens, stop_ids=stops),
+        sampling=Sampling(asked.max_tokens or asked.source.max_tokens, stop_ids=stops),
         context_tokens=context_length(before.model.config),
         seed=asked.seed,
     )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from posttrain.consent import STORED_RECIPE
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
-from posttrain.evals.ranking import Combine
 from posttrain.graders.grading import Measured
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.recipes.recipe import Recipe, stored_recipe
@@ -41,11 +37,11 @@ class Scale:
         return (score - self.mean) / self.std
 
 
-def prepare(*, run: str, normalize: bool = False, combine: Combine = "min", bits: Bits | None = None, **_: Any) -> None:
+def prepare(*, run: str, normalize: bool = False, bits: Bits | None = None, **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
     open_run(run, bits)
     if normalize:
-        held_out_scale(run, combine, bits)
+        held_out_scale(run, bits)
 
 
 @register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
@@ -56,14 +52,12 @@ def reward_model(
     *,
     run: str,
     normalize: bool = False,
-    combine: Combine = "min",
-    clip: Annotated[float, Field(gt=0)] | None = None,
     bits: Bits | None = None,
 ) -> list[Measured]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
     ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
-    model the steps' probabilities combined. An answer that was cut off is scored as one, without an end token. An
+    model the lowest probability of a step. An answer that was cut off is scored as one, without an end token. An
     answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
     counted as ``unscored``.
 
@@ -72,8 +66,6 @@ def reward_model(
         normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
             in its own held-out data (at most 256 examples), computed once: scores of preference models have no
             zero of their own.
-        combine: of a process model, how the probabilities of steps become one score.
-        clip: scores (normalized, if they are) beyond ± this are cut off there.
         bits: score with the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
 
     Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
@@ -81,16 +73,10 @@ def reward_model(
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    model = replace(open_run(run, bits), combine=combine)
-    scale = held_out_scale(run, combine, bits) if normalize else Scale()
-    scores = model.score(example, text, finish)
-    known = [score for score in scores if score is not None]
-    lowest = min(known, default=0.0)
-    limit = math.inf if clip is None else clip
-    return [
-        Measured(max(-limit, min(limit, scale(lowest if score is None else score))), {"unscored": float(score is None)})
-        for score in scores
-    ]
+    scale = held_out_scale(run, bits) if normalize else Scale()
+    scores = open_run(run, bits).score(example, text, finish)
+    lowest = min((score for score in scores if score is not None), default=0.0)
+    return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
 
 
 @cache
@@ -112,7 +98,7 @@ def open_run(run: str, bits: Bits | None = None) -> RewardModel:
 
 
 @cache
-def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scale:
+def held_out_scale(run: str, bits: Bits | None = None) -> Scale:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
 
     Of at most 256 examples, which are those that every evaluation of that size uses.
@@ -120,7 +106,7 @@ def held_out_scale(run: str, combine: Combine, bits: Bits | None = None) -> Scal
     Raises:
         RecipeError: fewer than two answers there, or all have the same score.
     """
-    model = replace(open_run(run, bits), combine=combine)
+    model = open_run(run, bits)
     recipe = _recipe_of(Path(run))
     words = recipe.eval.tasks or [map_tasks(recipe.task, _held_out)]
     task = build_task(words[0], "task")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +19,6 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evals.ranking import COMBINE, Combine
 from posttrain.evals.statistics import sigmoid
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
@@ -35,7 +34,7 @@ from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_s
 from posttrain.types import Example, Response, Sample, collate
 
 Kind = Literal["preference", "outcome", "process"]
-KINDS: tuple[Kind, ...] = ("preference", "outcome", "process")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADS = "heads.safetensors"
 TOKENS_PER_MICRO = 1 << 14
 # A step ends with the white space behind a sentence; what follows belongs to the next.
@@ -50,8 +49,8 @@ class RewardModel:
     ``kind`` is what its scores mean: ``preference`` (only differences between answers to one prompt mean
     something: σ(r_1 − r_2) is the probability that the first is better), ``outcome`` (log-odds that the answer is
     right), or ``process`` (of each step the probability that it is good). ``max_tokens``: a row that is longer
-    (prompt, answer and end token) is not scored. ``combine``: how the probabilities of steps become one score of an
-    answer; Lightman et al. (2023, appendix F) compare the minimum and the product.
+    (prompt, answer and end token) is not scored. The score of an answer by a process model is
+    the lowest probability of its steps (Lightman et al. 2023, appendix F).
     """
 
     label: str
@@ -61,7 +60,6 @@ class RewardModel:
     template: Template
     max_tokens: int
     step: int | None = None
-    combine: Combine = "min"
     tokens_per_micro: int = TOKENS_PER_MICRO
 
     @property
@@ -84,12 +82,12 @@ class RewardModel:
                 the policy itself, and has its end token.
 
         Returns:
-            The head's score (``preference``, ``outcome``) or the steps' probabilities combined (``process``). None for
+            The head's score (``preference``, ``outcome``) or the lowest probability of a step (``process``). None for
             a text that cannot be scored: longer than ``max_tokens``, without any step, or cut off before any token.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
-            return [self.combined(probabilities) for probabilities in self.score_steps(examples, steps)]
+            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
         rows: list[Row | str] = []
         for example, text, finish in zip(examples, texts, finishes, strict=True):
             prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
@@ -108,7 +106,7 @@ class RewardModel:
         """
         if self.kind == "process":
             steps = [response.steps or split_steps(response.text) for response in responses]
-            return [self.combined(probabilities) for probabilities in self.score_steps(examples, steps)]
+            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
         rows = self._rows(examples, [replace(r, score=0.0) for r in responses], "judged")
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
@@ -117,18 +115,10 @@ class RewardModel:
 
         With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
         error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
-
-        Raises:
-            UsageError: the model judges no steps.
         """
-        if self.kind != "process":
-            raise UsageError(f"{self.label}: a reward model of the kind {self.kind!r} scores whole answers, not steps")
+        assert self.kind == "process", "a model of steps alone has probabilities of steps"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
         return [None if s is None else _good(s) for s in self.read(self._rows(examples, responses, "steps"))]
-
-    def combined(self, probabilities: Sequence[float] | None) -> float | None:
-        """One score of a solution from the probabilities of its steps."""
-        return None if probabilities is None else float(COMBINE[self.combine](probabilities))
 
     def probability(self, score: float) -> float | None:
         """The probability of being right that a score states, where it states one."""
@@ -193,9 +183,10 @@ def load_reward_model(
     entry = registry.find("objective", recipe.objective.name, "objective")
     kind = entry.traits.get("scores")
     if entry.traits.get("head") != "score":
+        scoring = [name for name, one in registry.entries("objective").items() if one.traits.get("scores") in KINDS]
         raise UsageError(
             f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
-            f"reward model, such as one of {', '.join(_scoring_objectives())}"
+            f"reward model, such as one of {', '.join(scoring)}"
         )
     if kind not in KINDS:
         raise UsageError(
@@ -311,7 +302,3 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
             "training has written, not an export of the model alone"
         )
     return folder, chosen
-
-
-def _scoring_objectives() -> list[str]:
-    return [name for name, entry in registry.entries("objective").items() if entry.traits.get("scores") in KINDS]

@@ -17,6 +17,7 @@ from posttrain.tasks.reading import Row
 
 # What tells a line of ``items.jsonl`` (``evals/items.py``) from a row of any other file.
 ITEM_KEYS = ("id", "index", "question", "samples")
+RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
 # Whether an answer is right, by the grader's word; with any other word nobody knows.
 VERDICTS = {"right": True, "wrong": False, "no_answer": False}
 UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
@@ -37,8 +38,9 @@ def judged_rows(
     """
 
     def judged(item: Row) -> Iterator[dict[str, Any]]:
-        for text, is_right in _judged(item, dropped):
-            yield _meta(item) | {problem_key: item.data["question"], solution_key: text, verdict_key: is_right}
+        for text, is_right, ids in _judged(item, dropped):
+            row = _meta(item) | {problem_key: item.data["question"], solution_key: text, verdict_key: is_right}
+            yield row | ({RESPONSE_IDS: ids} if ids else {})
 
     return _taken_apart(rows, judged)
 
@@ -53,7 +55,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     """
 
     def pairs(item: Row) -> Iterator[dict[str, Any]]:
-        judged = [(text, is_right) for text, is_right in _judged(item, dropped) if not _drops_blank(text, dropped)]
+        judged = [(text, is_right) for text, is_right, _ in _judged(item, dropped) if not _drops_blank(text, dropped)]
         right, wrong = ([text for text, is_right in judged if is_right is kind] for kind in (True, False))
         for chosen, rejected in zip_longest(right, wrong):
             if rejected is None:
@@ -87,8 +89,8 @@ def _meta(row: Row) -> dict[str, Any]:
     return dict(meta) if isinstance(meta, Mapping) else {}
 
 
-def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool]]:
-    """The answers of an item that were found right or not; the others are counted.
+def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
+    """The answers of an item that were found right or not, with their ids where the item has them; others are counted.
 
     Raises:
         DataError: no list of answers, or one without its text or with an outcome that no grader has.
@@ -101,13 +103,13 @@ def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool]]:
     judged = []
     for number, sample in enumerate(samples, start=1):
         stated = sample if isinstance(sample, Mapping) else {}
-        text, outcome = stated.get("text"), str(stated.get("outcome"))
+        text, outcome, ids = stated.get("text"), str(stated.get("outcome")), stated.get(RESPONSE_IDS)
         if not isinstance(text, str):
             raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
         if outcome in UNJUDGED:
             dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
         elif outcome in VERDICTS:
-            judged.append((text, VERDICTS[outcome]))
+            judged.append((text, VERDICTS[outcome], ids if isinstance(ids, list) else []))
         else:
             known = ", ".join((*VERDICTS, *UNJUDGED))
             raise row.fail(f"samples {number}: 'outcome' must be one of {known}; got {outcome[:60]!r}")

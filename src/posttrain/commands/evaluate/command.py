@@ -31,8 +31,6 @@ is one better than the other? two models, or two folders that an evaluation has 
 an answer chosen by a reward model, and how far one model is from another:
   posttrain evaluate runs/tiny-sft --samples 8 --best-of runs/tiny-rm
   posttrain evaluate runs/tiny-grpo --against runs/tiny-sft --judge runs/tiny-rm
-the lm-evaluation-harness, offline, on task files of yours:
-  posttrain evaluate runs/tiny-grpo --with lm-eval:my_task --task-folder tasks
 the same command goes on where it was interrupted.
 """
 
@@ -63,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     drawn = parser.add_argument_group("how answers are drawn")
     drawn.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
     drawn.add_argument(
-        "--k", type=positives, metavar="1,4,8", help="of which pass@k and majority@k are told (default: 1, 2, 4, ...)"
+        "--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)"
     )
     drawn.add_argument(
         "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
@@ -80,8 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument(
         "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
     )
-    _add_comparisons(parser.add_argument_group("beside something else"))
-    _add_harness(parser.add_argument_group("asked by the lm-evaluation-harness (the extra lm-eval)"))
+    _add_comparisons(parser.add_argument_group("compared with something else"))
     places = parser.add_argument_group("results")
     places.add_argument(
         "--out",
@@ -99,27 +96,10 @@ def _add_comparisons(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--best-of", metavar="RUN", help="let this reward model choose among the samples")
     group.add_argument("--against", metavar="MODEL", help="KL and win rate between the model and this one")
     group.add_argument(
-        "--probes", action="store_true", help="of a reward model: do answers that say nothing beat the chosen ones?"
-    )
-    group.add_argument(
         "--judge",
         type=names,
         metavar="RUN,FILE",
-        help="who says who wins (with --against): a reward model's run, or the YAML file of a judge; more beside it",
-    )
-
-
-def _add_harness(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--with",
-        dest="asked_with",
-        metavar="lm-eval:A,B",
-        help="measure one model on these tasks of the harness; their text stands alone, unless --template is named",
-    )
-    group.add_argument(
-        "--task-folder",
-        metavar="DIR",
-        help="task files of yours instead of the harness's own; what stands in them runs, as code does",
+        help="decides who wins (with --against): a reward model's run, or a judge's YAML file; others are reported",
     )
 
 
@@ -129,26 +109,14 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
     from posttrain.errors import UsageError
     from posttrain.runs.models import find_source
 
-    if arguments.asked_with is not None:
-        from posttrain.commands.evaluate.harness import run_harness
-
-        return run_harness(arguments)
-    if arguments.task_folder is not None:
-        raise UsageError("--task-folder: it is for tasks of another harness; name them, --with lm-eval:TASKS")
     if arguments.judge is not None and arguments.against is None:
         raise UsageError("--judge: it judges between two models; name the other one with --against MODEL")
-    if arguments.against is not None and arguments.probes:
-        raise UsageError("--probes: leave it out with --against, which it says nothing to")
     if arguments.against is not None:
         return models.run_against(arguments)
     scorers = [name for name in arguments.models if find_source(name, arguments.runs_dir).is_scorer]
-    if arguments.probes and not scorers:
-        raise UsageError(
-            "--probes: they are for reward models, which score answers; name the run of one, or leave it out"
-        )
     if not scorers:
         return models.run_comparison(arguments) if arguments.compare else models.run_models(arguments)
     if len(scorers) < len(arguments.models):
         others = ", ".join(name for name in arguments.models if name not in scorers)
         raise UsageError(f"{', '.join(scorers)}: a reward model is not measured in one table with models ({others})")
-    return models.run_scores(arguments)  # their table tests the differences, whether that is asked for or not
+    return models.run_scores(arguments)  # their table tests the differences, with --compare or without

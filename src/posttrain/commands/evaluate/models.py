@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.commands.console import Text, leaves_out_tables, open_console, print_table, say
+from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options.words import words_of
@@ -17,12 +17,10 @@ from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label
-from posttrain.evals.items import Item
-from posttrain.evals.paired import COMPARISON, Paired, compare_finished, show_p, write_comparison
+from posttrain.evals.paired import COMPARISON, Paired, compare_finished, differences_table, write_comparison
 from posttrain.evals.plan import (
     EVALUATIONS,
     EvaluationRequest,
-    Pages,
     Plan,
     choose_drawing,
     make_plan,
@@ -36,23 +34,26 @@ from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_con
 from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import calibration_panels
 from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
-from posttrain.reports.reward_model import difference_tables, note_on, score_tables, ways_table, write_score_page
+from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
 from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
-from posttrain.untrusted import harmless
 
-MAX_QUESTION_CHARS = 200
 DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
-TABLE_WORDS = {
-    "both": "both right",
-    "only_a": "only A right",
-    "only_b": "only B right",
-    "neither": "neither right",
-    "a_higher": "A right more often",
-    "b_higher": "B right more often",
-    "alike": "equally often",
+# Options of sampling with their defaults, which a reward model cannot use.
+SAMPLING = {
+    "samples": 1,
+    "k": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "max_tokens": None,
+    "best_of": None,
+    "engine": "native",
+    "seed": 0,
+    "batch": DEFAULT_BATCH,
 }
+PICTURE = "calibration.png"
 
 
 def run_models(arguments: argparse.Namespace) -> int:
@@ -60,14 +61,14 @@ def run_models(arguments: argparse.Namespace) -> int:
     plan = make_plan(request_of(arguments))
     finished = _run(plan, arguments.quiet)
     if not leaves_out_tables(arguments.quiet):
-        show(open_console(), plan, finished)
+        _show(open_console(), plan, finished)
     return 0
 
 
 def request_of(
     arguments: argparse.Namespace, others: Sequence[str] = (), temperature: float | None = None
 ) -> EvaluationRequest:
-    """What the command line asks for; ``others``: models besides those named first. ``temperature`` by default.
+    """The request of the command line; ``others``: models besides those named first. ``temperature`` by default.
 
     Raises:
         UsageError: words or options that cannot be.
@@ -92,20 +93,24 @@ def request_of(
 
 def _run(plan: Plan, quiet: bool) -> list[Finished]:
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        return run_plan(plan, Pages(write_page, write_table_page), open_reward_model, progress)
+        return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
 
 
-def show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
-    """The tables, what must be known beside them, and where the files are."""
-    for own in by_evaluation(rows_of(finished)):
-        print_table(console, results_table(own))
-    for note in notes_of(finished):
+def _show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
+    tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
+    _print(console, tables, notes_of(finished), f"summary, results and every answer: {plan.folder}")
+
+
+def _print(console: Console, tables: Sequence[TextTable], notes: Sequence[str], place: str) -> None:
+    for table in tables:
+        print_table(console, table)
+    for note in notes:
         say(console, note, "dim")
-    say(console, f"summary, results and every answer: {plan.folder}")
+    say(console, place)
 
 
 def run_comparison(arguments: argparse.Namespace) -> int:
-    """Evaluate both with the same settings, or read what was evaluated before; then test the difference."""
+    """Evaluate both with the same settings, or read two finished evaluations; then test the difference."""
     if len(arguments.models) != 2:
         raise UsageError(f"--compare takes two models or two folders of evaluations, not {len(arguments.models)}")
     folders = [name for name in arguments.models if is_evaluation(name)]
@@ -131,68 +136,25 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
         if not arguments.quiet:
-            show(console, plan, [a, b])
+            _show(console, plan, [a, b])
     paired, apart = compare_finished(a, b, seed=arguments.seed)
     write_comparison(out, a, b, paired, apart)
     if not leaves_out_tables(arguments.quiet):
-        print_comparison(console, paired, apart)
+        _print_comparison(console, paired, apart)
         say(console, f"comparison: {out / COMPARISON}")
     return 0
 
 
-def print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
-    """What differs, the differences with their intervals, the items on which the two part."""
+def _print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
     say(console, f"A: {paired.a}   B: {paired.b}")
     for name, (left, right) in apart.items():
         if name not in ("model", "checkpoint"):
-            console.print(Text(f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", style="dim"))
+            say(console, f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", "dim")
     print_table(console, differences_table(paired))
-    counts = " · ".join(f"{TABLE_WORDS[name]} {count}" for name, count in paired.table.items())
-    exact = f" · McNemar's exact test: {show_p(paired.mcnemar)}" if paired.mcnemar is not None else ""
-    say(console, counts + exact)
-    for title, pairs in (("B gained", paired.gained), ("B lost", paired.lost)):
-        if pairs:
-            console.print(Text(f"\n{title}, the first {len(pairs)}:", style="bold"))
-            _print_flips(console, pairs)
+    say(console, paired.counts())
     say(console, f"\n{paired.in_words()}", "bold")
     for caution in paired.cautions():
         say(console, caution, "dim")
-
-
-def differences_table(paired: Paired) -> TextTable:
-    """Each measure of both, and what lies between them."""
-    lines = []
-    for name, gap in paired.differences.items():
-        unit, form, percent = (1.0, ".2f", "") if name == "num_tokens" else (100.0, ".1f", "%")
-        label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
-        lines.append(
-            [
-                label if gap.n == paired.n else f"{label}, of {gap.n} items that both answered",
-                f"{gap.a * unit:{form}}{percent}",
-                f"{gap.b * unit:{form}}{percent}",
-                f"{gap.difference * unit:+{form}}",
-                f"{gap.low * unit:+{form}} to {gap.high * unit:+{form}}",
-                f"{gap.p:.2g}" if gap.p >= 0.001 else "< 0.001",
-            ]
-        )
-    return TextTable(f"n = {paired.n}", ["", "A", "B", "B − A", "95 % interval", "p"], lines)
-
-
-def _print_flips(console: Console, pairs: Sequence[tuple[Item, Item]]) -> None:
-    for left, right in pairs:
-        question = " ".join(harmless(left.question).split())
-        shown = question if len(question) <= MAX_QUESTION_CHARS else f"{question[:MAX_QUESTION_CHARS]} …"
-        say(console, f"{left.id}: {shown}")
-        say(console, f"  gold {left.answer} · A {_answers(left)} · B {_answers(right)}", "dim")
-
-
-def _answers(item: Item) -> str:
-    if not item.samples:
-        return "was not asked (the prompt does not fit)"
-    if len(item.samples) > 1:
-        return f"{item.num_right} of {len(item.samples)} right"
-    extracted = item.samples[0].extracted
-    return "gives no answer" if extracted is None else f"says {harmless(extracted)[:80]}"
 
 
 def _plain(value: Any) -> str:
@@ -208,8 +170,8 @@ def run_against(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{option.replace('_', '-')}: leave it out with --against, which it says nothing to")
     if len(arguments.models) != 1:
         raise UsageError(f"--against: one model stands against it, not {len(arguments.models)}")
-    # Answers are drawn, unless asked otherwise: a KL is between distributions.
     judges = arguments.judge or []
+    # Answers are drawn, unless the command says otherwise: a KL is between distributions.
     plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
     opened = {name: _open_judge(name, arguments, plan.a.run) for name in judges}
     console = open_console()
@@ -218,10 +180,7 @@ def run_against(arguments: argparse.Namespace) -> int:
     table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, win_rate.results, win_rate.others)
     write_contest(plan, win_rate, notes, write_contest_page(table, notes, plan.settings, win_rate.items))
     if not leaves_out_tables(arguments.quiet):
-        print_table(console, table)
-        for note in notes:
-            say(console, note, "dim")
-        say(console, f"summary, results and every answer: {plan.folder}")
+        _print(console, [table], notes, f"summary, results and every answer: {plan.folder}")
     return 0
 
 
@@ -235,68 +194,38 @@ def _open_judge(name: str, arguments: argparse.Namespace, folder: Path | None) -
     )
 
 
-# ``posttrain evaluate RUN`` of a reward model: the given answers of held-out tasks are scored.
-
-PICTURE = "calibration.png"
-
-
 def run_scores(arguments: argparse.Namespace) -> int:
-    """Score the answers of every task with every reward model; print tables, write results, records and pages."""
-    _refuse_sampling(arguments)
+    """Score the given answers of every task with every reward model; print tables, write results and pages."""
+    for name, default in SAMPLING.items():
+        if getattr(arguments, name) != default:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
+    if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):
+        raise UsageError("--template: a reward model is asked under the template that it was trained with")
     done = []
-    for scored in run_scoring(request_of(arguments), probes=arguments.probes):
-        write_scores(scored, write_score_summary)
+    for scored in run_scoring(request_of(arguments)):
+        write_scores(scored, _write_score_summary(scored))
         done.append(scored)
     if not leaves_out_tables(arguments.quiet):
-        show_scores(open_console(), done)
+        rows = [(scored.label, scored.evaluation) for scored in done]
+        notes = [
+            f"{one.name} · {label}: not measured: {', '.join(f'{n} {reason}' for reason, n in one.dropped.items())}"
+            for label, one in rows
+            if one.dropped
+        ]
+        notes += dict.fromkeys(NOTES[one.view] for _, one in rows)
+        places = [f"summary, results and every score: {scored.folder}" for scored in done]
+        _print(open_console(), [*score_tables(rows), *difference_tables(rows)], notes, "\n".join(places))
     return 0
 
 
-def write_score_summary(scored: Scored) -> str:
-    """The page, and beside it the picture of the calibration where a score states a probability."""
+def _write_score_summary(scored: Scored) -> str:
+    """The page, and the picture of the calibration where a score states a probability."""
     one, path, picture = scored.evaluation, scored.folder / PICTURE, None
     if one.bins:
         what = "is the chosen answer" if one.view == "pairs" else "turns out right"
+        scored.folder.mkdir(parents=True, exist_ok=True)
         picture = draw_png(calibration_panels(one.bins, what=what), f"{scored.label} on {one.name}", path).name
     else:
         path.unlink(missing_ok=True)
     return write_score_page(scored.label, one, scored.settings, picture)
-
-
-def _refuse_sampling(arguments: argparse.Namespace) -> None:
-    """Refuse options that would do nothing."""
-    sampling_options = {
-        "--samples": arguments.samples != 1,
-        "--k": bool(arguments.k),
-        "--temperature": arguments.temperature is not None,
-        "--top-p": arguments.top_p is not None,
-        "--top-k": arguments.top_k is not None,
-        "--max-tokens": arguments.max_tokens is not None,
-        "--best-of": arguments.best_of is not None,
-        "--engine": arguments.engine != "native",
-        "--seed": arguments.seed != 0,
-        "--batch": arguments.batch != DEFAULT_BATCH,
-    }
-    for option, is_given in sampling_options.items():
-        if is_given:
-            raise UsageError(f"{option}: a reward model writes no answers; it scores those that the task gives")
-    if arguments.template or any(key.startswith("template") for key, _ in arguments.overrides):
-        raise UsageError("--template: a reward model is asked under the template that it was trained with")
-
-
-def show_scores(console: Console, done: Sequence[Scored]) -> None:
-    """A table for each task, what must be known beside it, and where the files are."""
-    rows = [(scored.label, scored.evaluation) for scored in done]
-    for table in [*score_tables(rows), *difference_tables(rows)]:
-        print_table(console, table)
-    for label, one in rows:
-        ways = ways_table(one.results)
-        if ways is not None:
-            print_table(console, ways)
-        if one.dropped:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items())
-            say(console, f"{one.name} · {label}: not measured: {reasons}", "dim")
-    for note in dict.fromkeys(note_on(one.view, one.results) for _, one in rows):
-        console.print(Text(note, style="dim"))
-    for scored in done:
-        say(console, f"summary, results and every score: {scored.folder}")

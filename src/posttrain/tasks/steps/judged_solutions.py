@@ -12,7 +12,7 @@ from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
-from posttrain.tasks.own_samples import judged_rows
+from posttrain.tasks.own_samples import RESPONSE_IDS, judged_rows
 from posttrain.tasks.preferences.rows import read_verdict, require
 from posttrain.tasks.reader import Collected, Dropped, Split, answer_text, reads_rows, refuse_unread
 from posttrain.tasks.reading import Row, read_file
@@ -60,7 +60,10 @@ def judged_solutions(
     def read(row: Row) -> Response:
         require(row, solution_key)
         text = answer_text(row.text(solution_key), strip_thinking=strip_thinking)
-        return Response(text, read_verdict(row, verdict_key))
+        ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
+        if not isinstance(ids, list | tuple) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+            raise row.fail(f"{RESPONSE_IDS!r} must be a list of token ids")
+        return Response(text, read_verdict(row, verdict_key), ids=tuple(ids))
 
     collected = Collected()
     rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped)

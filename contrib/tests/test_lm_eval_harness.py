@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,16 @@ import yaml
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
+from posttrain.evals.items import read_items
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
-from posttrain.store.rollouts import RolloutStore
+from posttrain.render import encode_prompt
+from posttrain.render.template import build_template
+from posttrain.runs.models import find_source
+from posttrain.types import Message
+
+pytestmark = pytest.mark.slow
 
 ROWS = [
     {
@@ -70,7 +75,6 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["checkpoint", "tiny"])
 def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_folder: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")
@@ -101,7 +105,6 @@ def test_lm_eval_measures_what_we_measure(source: str, checkpoint: Path, task_fo
         assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
 
 
-@pytest.mark.slow
 def test_through_our_engine_it_measures_the_same(checkpoint: Path, task_folder: Path, tmp_path: Path) -> None:
     """Likelihoods are those of its own loader, greedy answers those of the native engine."""
     lm_eval = pytest.importorskip("lm_eval")
@@ -109,8 +112,7 @@ def test_through_our_engine_it_measures_the_same(checkpoint: Path, task_folder: 
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    asked = [f"lm-eval:{','.join(TASKS)}", "--task-folder", str(task_folder), "--out", str(tmp_path / "out"), "--quiet"]
-    assert main(["evaluate", str(checkpoint), "--device", "cpu", "--with", *asked]) == 0
+    assert ask(checkpoint, ",".join(TASKS), task_folder, tmp_path / "out") == 0
     results, ours = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("results", "samples"))
     theirs = lm_eval.simple_evaluate(
         model=HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1),
@@ -130,21 +132,20 @@ def test_through_our_engine_it_measures_the_same(checkpoint: Path, task_folder: 
         assert sample["resps"][0][0] == greedy(loaded, ROWS[sample["doc_id"]]["question"], 24)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("templated", [True, False])
 def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, templated: bool) -> None:
     """One of our evaluations as a task of the harness: what users say under the run's template, or whole prompts."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("datasets")
     options = ["--task", "stories", "--task.max_steps", "1", "--task.size", "6", "--max-tokens", "20", "--quiet"]
-    place = ["--device", "cpu", "--out"]
-    assert main(["evaluate", str(checkpoint), *options, *place, str(tmp_path / "own")]) == 0
-    [database] = (tmp_path / "own").rglob("rollouts.db")
-    rows = RolloutStore(database, read_only=True).evaluations()
-    assert len(rows) == 6
+    assert main(["evaluate", str(checkpoint), *options, "--device", "cpu", "--out", str(tmp_path / "own")]) == 0
+    items = read_items(tmp_path / "own" / "items.jsonl")
+    assert len(items) == 6
     tokenizer = load_tokenizer(str(TINY))
-    whole = [tokenizer.decode(row.token_ids[: -row.num_tokens]) for row in rows if row.token_ids]
-    asked = [row.prompt for row in rows] if templated else whole
+    template = build_template(find_source(str(checkpoint), "runs").template)
+    asked = [item.question for item in items]
+    if not templated:
+        asked = [tokenizer.decode(encode_prompt(tokenizer, template, [Message("user", text)])) for text in asked]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": q, "answer": "?"}) + "\n" for q in asked))
     settings = {
         "task": "prompts_of_ours",
@@ -158,38 +159,20 @@ def test_greedy_answers_are_those_of_evaluate(checkpoint: Path, tmp_path: Path, 
     }
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "task.yaml").write_text(yaml.safe_dump(settings))
-    harness = ["--with", "lm-eval:prompts_of_ours", "--task-folder", str(tmp_path / "tasks"), "--quiet"]
-    harness += ["--template", "r1_zero"] if templated else []
-    assert main(["evaluate", str(checkpoint), *harness, *place, str(tmp_path / "out")]) == 0
+    options = ["--template", "r1_zero"] if templated else []
+    assert ask(checkpoint, "prompts_of_ours", tmp_path / "tasks", tmp_path / "out", *options) == 0
     said = json.loads((tmp_path / "out" / "samples.json").read_text())["prompts_of_ours"]
     theirs = [one["resps"][0][0] for one in sorted(said, key=lambda one: one["doc_id"])]
     assert len(set(theirs)) > 2
-    assert theirs == [row.completion.removeprefix("<think>") for row in rows]
+    assert theirs == [item.samples[0].text.removeprefix("<think>") for item in items]
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        (
-            ["--with", "lm-eval:x"],
-            "--with lm-eval needs the package 'lm_eval', which is not installed. Install it with",
-        ),
-        (["--with", "inspect:x"], "--with inspect:x: give lm-eval:TASK"),
-        (["--with", "lm-eval:,"], "--with lm-eval:,: give lm-eval:TASK"),
-        (["tiny", "--with", "lm-eval:x"], "it measures one model at a time, not 2"),
-        (["--with", "lm-eval:x", "--samples", "4"], "--samples: it has no place with --with lm-eval; leave it out"),
-        (["--with", "lm-eval:x", "--task", "stories"], "--task: it has no place with --with lm-eval; leave it out"),
-        (["--with", "lm-eval:x", "--task-folder", "none-here"], "--task-folder none-here: no such folder"),
-        (["--task-folder", "."], "--task-folder: it is for tasks of another harness"),
-    ],
-)
-def test_what_does_not_go_with_the_harness_is_refused(
-    asked: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
-    assert main(["evaluate", "tiny", *asked]) == 2
-    assert says in capsys.readouterr().err
+def ask(checkpoint: Path, tasks: str, task_folder: Path, out: Path, *options: str) -> int:
+    """Ask a model through our engine."""
+    from lm_eval_harness import main as run
+
+    place = ["--task-folder", str(task_folder), "--device", "cpu", "--out", str(out)]
+    return run([str(checkpoint), "--tasks", tasks, *place, *options])
 
 
 def loglikelihood(loaded: Any, prompt: str, continuation: str) -> float:
