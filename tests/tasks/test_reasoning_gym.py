@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import re
 import sys
@@ -15,10 +14,15 @@ from posttrain import registry
 from posttrain.errors import MissingExtra, UnknownWord, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
-from posttrain.tasks.verifiable import reasoning_gym as module
-from posttrain.tasks.verifiable.reasoning_gym import GymExamples, make_scorer, reasoning_gym, split_of
-from posttrain.tasks.verifiable.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
-from posttrain.tasks.verifiable.reasoning_gym_probes import MAX_RATE, Asked, pays, probe
+from posttrain.tasks.verifiable.reasoning_gym import (
+    EVALUATES_ANSWERS,
+    EVALUATES_QUESTIONS,
+    EXPLOITABLE,
+    GymExamples,
+    make_scorer,
+    reasoning_gym,
+    split_of,
+)
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +33,6 @@ def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 pytest.importorskip("reasoning_gym")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_answers_are_right_and_ids_stable() -> None:
@@ -130,52 +132,19 @@ def test_a_scorer_that_evaluates_answers_is_refused_by_name_and_key(dataset: str
         reasoning_gym(dataset=dataset, size=1)
 
 
-@pytest.mark.parametrize("dataset", sorted(name for name, best in PAID.items() if pays(best)))
+@pytest.mark.parametrize("dataset", sorted(EXPLOITABLE))
 def test_a_scorer_that_can_be_cheated_is_refused_with_its_rate(dataset: str) -> None:
-    best = PAID[dataset]
-    assert best.rate > MAX_RATE
-    with pytest.raises(UsageError, match=rf"right on {best.rate:.0%} of .*task.accept_exploitable: true"):
+    rate = EXPLOITABLE[dataset][1]
+    with pytest.raises(UsageError, match=rf"right on {rate}% of .*task.accept_exploitable: true"):
         reasoning_gym(dataset=dataset, size=1, accept_code_scorer=True)
     assert reasoning_gym(dataset=dataset, size=1, accept_code_scorer=True, accept_exploitable=True).examples[0].id
 
 
-def test_other_options_and_other_versions_are_tried_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"coin_flip .*the constant '0(\.0)?' is right on 9\d% of the questions"):
-        reasoning_gym(dataset="coin_flip", size=1, options={"max_trials": 14})
-    assert reasoning_gym(dataset="chain_sum", size=1, options={"min_terms": 3}).examples[0].id
-    monkeypatch.setattr(module, "PAID", {})
-    with pytest.raises(UsageError, match=r"complex_arithmetic .*the constant 'nan' is right on 100%"):
-        reasoning_gym(dataset="complex_arithmetic", size=1)
-
-
-def test_an_honest_constant_is_no_cheat() -> None:
-    """Yes and no: the constant is right on half of the questions, and each time the gold answer says so."""
-    sample = [
-        Asked(f"{i}?", ("yes", "no")[i % 2], lambda text, i=i: float(text == ("yes", "no")[i % 2])) for i in range(40)
-    ]
-    assert probe(sample)[0].rate == 0.0
-    lenient = [Asked(one.question, one.gold, lambda text, one=one: float(one.gold in text)) for one in sample]
-    best = probe(lenient)[0]
-    assert (best.kind in ("hedge", "listing", "constant"), best.rate, pays(best)) == (True, 1.0, True)
-
-
-def test_the_table_says_what_the_installed_scorers_do() -> None:
-    from importlib.metadata import version
-
+def test_every_listed_set_is_one_of_the_installed_package() -> None:
     from reasoning_gym.factory import DATASETS
 
-    spec = importlib.util.spec_from_file_location("audit", ROOT / "tools" / "audit_reasoning_gym.py")
-    assert spec is not None
-    assert spec.loader is not None
-    audit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(audit)
-    assert version("reasoning_gym") == VERSION
-    kinds = {name: audit.evaluated_text(dataset) for name, (dataset, _) in DATASETS.items()}
-    assert {name for name, kind in kinds.items() if kind == "answers"} == EVALUATES_ANSWERS
-    assert {name for name, kind in kinds.items() if kind == "questions"} == EVALUATES_QUESTIONS
-    assert {*PAID, *audit.UNUSABLE} == set(DATASETS)
-    document = (ROOT / "docs" / "reasoning_gym.md").read_text(encoding="utf-8")
-    assert [name for name in PAID if f"| `{name}` | " not in document] == []
+    assert (len(EVALUATES_ANSWERS), len(EVALUATES_QUESTIONS), len(EXPLOITABLE)) == (9, 2, 15)
+    assert {*EVALUATES_ANSWERS, *EVALUATES_QUESTIONS, *EXPLOITABLE} <= set(DATASETS)
 
 
 SLOW = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from posttrain.errors import UsageError
@@ -10,6 +10,7 @@ from posttrain.types import Response
 
 NumClasses = Literal[2, 3]
 Neutral = Literal["good", "bad"]
+SEPARATOR = "\n"  # between two steps
 
 
 def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
@@ -27,33 +28,17 @@ def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
     return {0: 0, 1: 1} if neutral is None else {-1: 0, 0: int(neutral == "good"), 1: 1}
 
 
-def rating_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
-    """From a rating −1, 0 or 1 to a class; of two classes a rating of 0 is good unless ``neutral`` says otherwise.
-
-    Raises:
-        UsageError: ``neutral`` with three classes.
-    """
-    return step_classes(num_classes, (neutral or "good") if num_classes == 2 else neutral)
-
-
-def stepwise(
-    steps: Sequence[str], labels: Sequence[int | None], separator: str, *, score: float | None = None
-) -> Response:
-    """A solution of these steps, with ``separator`` in front of every step but the first.
+def stepwise(steps: Sequence[str], labels: Sequence[int | None], *, score: float | None = None) -> Response:
+    """A solution of these steps, with a new line in front of every step but the first.
 
     A label of None is no label: nothing is learnt at that step. Without a ``score`` it is 1 where no label is the
     lowest class, and otherwise 0.
     """
     assert len(steps) == len(labels), "one label, or None, per step"
-    texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
+    texts = tuple((SEPARATOR if index else "") + step for index, step in enumerate(steps))
     if score is None:
         score = float(all(label != 0 for label in labels if label is not None))
     return Response("".join(texts), score, texts, tuple(labels))
-
-
-def classes_of(ratings: Sequence[int | None], classes: Mapping[int, int]) -> list[int | None]:
-    """The class of each rating; None (no rating) stays None."""
-    return [None if rating is None else classes[rating] for rating in ratings]
 
 
 def first_error(ratings: Sequence[int | None], wrong: int = -1) -> int | None:

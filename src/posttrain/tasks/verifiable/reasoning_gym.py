@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,26 +17,43 @@ from posttrain.randomness import derive_key
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import ExamplesOnDemand, Task
 from posttrain.tasks.reader import Split
-from posttrain.tasks.verifiable.reasoning_gym_audit import EVALUATES_ANSWERS, EVALUATES_QUESTIONS, PAID, VERSION
-from posttrain.tasks.verifiable.reasoning_gym_probes import SAMPLE, Asked, Payment, pays, probe
 from posttrain.types import Example, Message
 
 _MAX_DRAWS = 500  # of one item: one in five belongs to the smallest split
-PROBED_SEED = 20_250_601
+# Scorers of reasoning-gym 0.1.25 that evaluate the answer as code, and those that evaluate text of the data set.
+EVALUATES_ANSWERS = frozenset((
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion"
+))  # fmt: skip
+EVALUATES_QUESTIONS = frozenset(("bitwise_arithmetic", "number_sorting"))
+_EITHER, _BOTH = "the gold answer and another, joined by 'or',", "the gold answer and another, with a comma,"
+# Scorers that call an answer right which does not state the gold answer: that answer, and its share of 40 questions.
+EXPLOITABLE: dict[str, tuple[str, int]] = {
+    "advanced_geometry": (_BOTH, 25),
+    "coin_flip": ("the constant '0'", 92),
+    "complex_arithmetic": ("the constant 'nan'", 100),
+    "fraction_simplification": (_EITHER, 52),
+    "game_of_life_halting": ("the constant 'nan'", 100),
+    "gsm_symbolic": (_EITHER, 100),
+    "intermediate_integration": (_EITHER, 100),
+    "letter_jumble": (_EITHER, 57),
+    "polynomial_multiplication": (_EITHER, 100),
+    "puzzle24": ("the constant '8*3 + 10 - 10'", 98),
+    "simple_integration": (_EITHER, 100),
+    "sokoban": (_EITHER, 28),
+    "spell_backward": (_EITHER, 22),
+    "time_intervals": (_BOTH, 52),
+    "word_sorting": (_BOTH, 100),
+}
 
 
-def refuse_audited(
-    *,
-    dataset: str,
-    options: Mapping[str, Any] | None = None,
-    accept_code_scorer: bool | None = None,
-    accept_exploitable: bool | None = None,
-    **_: Any,
+def refuse_scorer(
+    *, dataset: str, accept_code_scorer: bool | None = None, accept_exploitable: bool | None = None, **_: Any
 ) -> None:
-    """Refuse what the recorded audit tells against, without importing reasoning-gym.
+    """Refuse a data set whose scorer is known to be unsafe, without importing reasoning-gym.
 
     Raises:
-        UsageError: the scorer evaluates what a model writes, or pays for answers that answer nothing.
+        UsageError: the scorer evaluates what a model writes, or calls answers right that answer nothing.
     """
     if dataset in EVALUATES_ANSWERS and not accept_code_scorer:
         raise UsageError(
@@ -47,19 +61,16 @@ def refuse_audited(
             "in a worker process with limits, which is no sandbox. Use another data set, or set "
             "task.accept_code_scorer: true"
         )
-    if dataset in PAID and not options and not accept_exploitable:
-        _refuse_payment(dataset, PAID[dataset])
-
-
-def _refuse_payment(dataset: str, best: Payment) -> None:
-    if pays(best):
+    if dataset in EXPLOITABLE and not accept_exploitable:
+        answer, rate = EXPLOITABLE[dataset]
         raise UsageError(
             f"task reasoning_gym: the scorer of {dataset} calls answers right that answer nothing, and a run would "
-            f"learn them: {best}. Use another data set, or set task.accept_exploitable: true"
+            f"learn them: {answer} is right on {rate}% of the questions whose answer is another. Use another data set, "
+            "or set task.accept_exploitable: true"
         )
 
 
-@register("task", held_out="validation", refuse=refuse_audited)
+@register("task", held_out="validation", refuse=refuse_scorer)
 def reasoning_gym(
     *,
     dataset: str,
@@ -79,10 +90,8 @@ def reasoning_gym(
     ``meta["score"]``, for the reward ``task_score``; the entry is in ``meta["entry"]``. Scorers run in worker
     processes that can be killed, since some hang or fail on what a model may write.
 
-    Before a data set is used, constants, copies, listings and hedges are scored on 40 questions. It is refused if one
-    of these is right, where the gold answer says something else, on more than a tenth of them. The results are on
-    record for the data sets as they come (``docs/reasoning_gym.md``), and found anew for other ``options`` and
-    versions.
+    Some scorers can be cheated, or evaluate the answer as code. These data sets are refused by name, whatever their
+    ``options`` (``docs/reasoning_gym.md``).
 
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``countdown``, ...).
@@ -100,7 +109,6 @@ def reasoning_gym(
             can be cheated; later, for an item, too few distinct questions to fill the split.
     """
     gym_options = dict(options or {})
-    accepted = {"accept_code_scorer": accept_code_scorer, "accept_exploitable": accept_exploitable}
     create_dataset = _load_factory(dataset, gym_options)
 
     def make_round(number: int) -> Round:
@@ -113,9 +121,7 @@ def reasoning_gym(
         first = make_round(0)
     except (AssertionError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(f"task reasoning_gym: {dataset} does not accept {gym_options}: {error}") from error
-    refuse_audited(dataset=dataset, options=gym_options, **accepted)
-    if not accept_exploitable and (gym_options or dataset not in PAID or version("reasoning_gym") != VERSION):
-        _refuse_payment(dataset, probe_dataset(dataset, json.dumps(gym_options, sort_keys=True))[0])
+    refuse_scorer(dataset=dataset, accept_code_scorer=accept_code_scorer, accept_exploitable=accept_exploitable)
     return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
 
 
@@ -140,32 +146,10 @@ def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any
     return made
 
 
-@cache  # training and evaluation ask for the same
-def probe_dataset(dataset: str, options: str = "{}") -> tuple[Payment, ...]:
-    """What the scorer pays for answers that answer nothing, best first (see ``probe``); ``options`` as JSON."""
-    return tuple(probe(sample_dataset(dataset, json.loads(options))))
-
-
-def sample_dataset(dataset: str, options: Mapping[str, Any]) -> list[Asked]:
-    """The questions on which a data set is tried before it is used, always the same."""
-    from reasoning_gym.factory import create_dataset
-
-    settings = {"seed": PROBED_SEED, "size": SAMPLE, **options}
-    made = create_dataset(dataset, **settings)
-    asked = []
-    for entry in (made[i] for i in range(SAMPLE)):
-        scorer = make_scorer(dataset, settings, entry)
-        asked.append(Asked(str(entry["question"]), _read_gold(entry), scorer))
-    return asked
-
-
 def make_scorer(dataset: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> WorkerScorer:
     """The data set's own scorer of one entry.
 
-    Args:
-        dataset: its name.
-        settings: what the data set was made with: ``seed``, ``size`` and options.
-        entry: the question with all that belongs to it.
+    ``settings``: what the data set was made with; ``entry``: the question with all that belongs to it.
     """
     from posttrain.tasks.verifiable.reasoning_gym_scoring import TARGET, encode
 
