@@ -67,6 +67,16 @@ def trained_turns(conversation: Sequence[Message], train_on: str) -> list[int]:
     ]
 
 
+def refuse_untrained(name: str, examples: Sequence[Example], train_on: str) -> None:
+    """Refuse a task of conversations in which no message is trained.
+
+    Raises:
+        UsageError: with the number of examples.
+    """
+    if len(examples) and all(e.conversation and not trained_turns(e.conversation, train_on) for e in examples):
+        raise UsageError(f"task {name!r}: no row is left to train on; dropped: {len(examples)} × {UNTRAINED}")
+
+
 def turns_apart(example: Example, train_on: str) -> Iterator[Example]:
     """One example for each answer of the assistant that is trained, the calls before it included."""
     conversation = example.conversation

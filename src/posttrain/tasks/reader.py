@@ -115,9 +115,12 @@ def row_task(
     def make(read: Callable[..., Example]) -> Reader:
         name = read.__name__
         own = [p for p in inspect.signature(read, eval_str=True).parameters.values() if p.name not in ("row", "split")]
+        first = split or ("test" if splits is TestSplit else "train")
         takes_split = "split" in inspect.signature(read).parameters
 
-        def task(*, path: str | None = None, split: Split, validation_share: float = 0.0, **options: Any) -> Task:
+        def task(
+            *, path: str | None = None, split: Any = first, validation_share: float = share or 0.0, **options: Any
+        ) -> Task:
             there = test if split == "test" else train if share is not None else split
             place = path or f"{HUB}{hub}@{there}"
             options |= {"split": split} if takes_split else {}
@@ -125,7 +128,7 @@ def row_task(
             return collected.as_task(name, place, split, None if share is None else validation_share)
 
         parameters = [
-            _option("split", splits, split or ("test" if splits is TestSplit else "train")),
+            _option("split", splits, first),
             _option("path", str | None, None),
             *([] if share is None else [_option("validation_share", Share, share)]),
             *own,

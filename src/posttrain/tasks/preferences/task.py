@@ -50,6 +50,7 @@ def preferences(
     validation_share: Share = 0.05,
     num_classes: NumClasses = 2,
     neutral: Neutral | None = None,
+    step_separator: str = "\n",
     strip_thinking: bool = False,
     ignore_keys: list[str] | None = None,
 ) -> Task:
@@ -83,12 +84,13 @@ def preferences(
         validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
+        step_separator: stands between two steps.
 
     Raises:
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
     """
     classes = step_classes(num_classes, neutral)
-    choose = partial(choose_reader, classes=classes, strip_thinking=strip_thinking)
+    choose = partial(choose_reader, classes=classes, separator=step_separator, strip_thinking=strip_thinking)
     rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
     collected = collect(rows, _as_examples(choose), path, dropped, name=name, carries=True, ignored=ignore_keys or ())
     return collected.as_task("preferences", path, split, validation_share, opening_hash)
@@ -140,7 +142,9 @@ def _read_margin(row: Row) -> float:
     return margin
 
 
-def choose_reader(first: Row, classes: dict[int, int], *, strip_thinking: bool = False) -> Callable[[Row], Parts]:
+def choose_reader(
+    first: Row, classes: dict[int, int], separator: str, *, strip_thinking: bool = False
+) -> Callable[[Row], Parts]:
     """What reads all rows of a file that begins with ``first``."""
     layout, scores, verdict = detect_layout(first), score_keys(first), verdict_key(first)
     if layout == "steps" and strip_thinking:
@@ -154,7 +158,7 @@ def choose_reader(first: Row, classes: dict[int, int], *, strip_thinking: bool =
             return read_pair(row, scores=scores, strip_thinking=strip_thinking)
         if layout == "judged":
             return read_judged(row, key=verdict, strip_thinking=strip_thinking)
-        return read_steps(row, classes=classes)
+        return read_steps(row, classes=classes, separator=separator)
 
     return read
 
@@ -178,7 +182,7 @@ def detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def read_steps(row: Row, *, classes: dict[int, int]) -> Parts:
+def read_steps(row: Row, *, classes: dict[int, int], separator: str) -> Parts:
     """A prompt with one solution in steps, each with its class. The score is 1 where no step is in the lowest class."""
     messages = read_prompt(row)
     steps, labels = (_read_list(row, key) for key in ("completions", "labels"))
@@ -193,7 +197,7 @@ def read_steps(row: Row, *, classes: dict[int, int]) -> Parts:
             raise Dropped("a step without a label")
         texts.append(row.checked(step, f"completions {number}"))
         step_labels.append(_class_of(row, label, number, classes))
-    return messages, (stepwise(texts, step_labels),)
+    return messages, (stepwise(texts, step_labels, separator),)
 
 
 def _class_of(row: Row, label: Any, number: int, classes: dict[int, int]) -> int:

@@ -10,7 +10,6 @@ from posttrain.types import Response
 
 NumClasses = Literal[2, 3]
 Neutral = Literal["good", "bad"]
-SEPARATOR = "\n"  # between two steps
 
 
 def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
@@ -28,14 +27,16 @@ def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
     return {0: 0, 1: 1} if neutral is None else {-1: 0, 0: int(neutral == "good"), 1: 1}
 
 
-def stepwise(steps: Sequence[str], labels: Sequence[int | None], *, score: float | None = None) -> Response:
-    """A solution of these steps, with a new line in front of every step but the first.
+def stepwise(
+    steps: Sequence[str], labels: Sequence[int | None], separator: str = "\n", *, score: float | None = None
+) -> Response:
+    """A solution of these steps, with ``separator`` in front of every step but the first.
 
     A label of None is no label: nothing is learnt at that step. Without a ``score`` it is 1 where no label is the
     lowest class, and otherwise 0.
     """
     assert len(steps) == len(labels), "one label, or None, per step"
-    texts = tuple((SEPARATOR if index else "") + step for index, step in enumerate(steps))
+    texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
     if score is None:
         score = float(all(label != 0 for label in labels if label is not None))
     return Response("".join(texts), score, texts, tuple(labels))
