@@ -74,19 +74,6 @@ def test_what_is_dropped(tmp_path: Path) -> None:
     assert stripped.dropped == expected | {"'chosen' and 'rejected' are the same": 2}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": talk("a", "b")}, "the key 'rejected' is missing"),
-        ({"chosen": 1, "rejected": talk("a", "b")}, "'chosen' must be text"),
-        ({"chosen": "", "rejected": talk("a", "b")}, "'chosen' is empty"),
-    ],
-)
-def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=rf"x\.jsonl:2: {message}"):
-        hh_rlhf(path=write_rows(tmp_path / "x.jsonl", [pair("a"), row]))
-
-
 def test_subsets_of_a_file(tmp_path: Path) -> None:
     rows = [pair(f"q{i}", subset=("harmless-base", "helpful-base")[i % 2]) for i in range(6)]
     path = write_rows(tmp_path / "x.jsonl", rows)

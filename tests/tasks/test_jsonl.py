@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 from given_rows import write_rows
-from transformers import AutoTokenizer
 
 from posttrain import registry
+from posttrain.cli import main
 from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
-from posttrain.models.sources import TINY
-from posttrain.render.rows import rows_of
 from posttrain.tasks.jsonl import jsonl
 from posttrain.types import Call, Message, Turn
 
@@ -211,6 +209,13 @@ def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Pa
     assert all(firsts.count(first) == 2 for first in firsts)
 
 
+def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
+    read_only = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "weight": 0}]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": read_only}] * 30)
+    assert main(["train", "tiny/sft", "--task", "jsonl", "--task.path", path, "--dry-run"]) == 2
+    assert "no row is left to train on" in capsys.readouterr().err
+
+
 # --- conversations with tools ---
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
@@ -261,19 +266,6 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
 
     first = Turn("Two ways.", (call("20 + 2", "22"), call("2 + 20", "22")))
     assert example.turns == (first, Turn("", (call("22 + 20", "42"),)))
-
-
-def test_what_is_trained_of_it(tmp_path: Path) -> None:
-    example = read_messages(tmp_path, *ASKED, calling("20 + 22"), told("42"), ANSWER, answer="42")
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    template = registry.find("template", "plain").bind({})()
-    ((row,),) = rows_of(tokenizer, template, example, "demonstration")
-    trained = [i for t, i in enumerate(row.ids) if t >= row.prompt_length and t not in row.heard]
-    said = tokenizer.decode(trained)
-    assert said.count("<tool>calculator: 20 + 22</tool>") == 1
-    assert "It is 42." in said
-    assert "<result>" not in said
-    assert "<result>42</result>" in tokenizer.decode([row.ids[t] for t in sorted(row.heard)])
 
 
 @pytest.mark.parametrize(

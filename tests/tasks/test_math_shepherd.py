@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from given_rows import fake_datasets, needs_data, real_file, write_rows
 
-from posttrain.errors import DataError, UsageError
+from posttrain.errors import DataError
 from posttrain.tasks.reader import Dropped
-from posttrain.tasks.steps.labelled_steps import first_error, step_classes, stepwise
+from posttrain.tasks.steps.labelled_steps import first_error, stepwise
 from posttrain.tasks.steps.math_shepherd import align, math_shepherd
 from posttrain.types import Message, Response
 
@@ -133,15 +133,6 @@ def test_real_rows() -> None:
         assert example.messages[0].content.endswith("?")
         assert "<<" not in example.responses[0].text
         assert "The answer is: " in example.responses[0].steps[-1]
-
-
-def test_ratings_become_classes() -> None:
-    assert step_classes(2, None) == {0: 0, 1: 1}
-    assert step_classes(2, "good") == {-1: 0, 0: 1, 1: 1}
-    assert step_classes(2, "bad") == {-1: 0, 0: 0, 1: 1}
-    assert step_classes(3, None) == {-1: 0, 0: 1, 1: 2}
-    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
-        step_classes(3, "good")
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,8 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
     [
         (PAIR | {"chosen": 2}, "must both be text, or both lists"),
         (PAIR | {"chosen": said("2")}, "must both be text, or both lists"),
-        (PAIR | {"prompt": 7}, "'prompt' must be a list of messages"),
         (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
-        (PAIR | {"prompt": "\ud800"}, "half of a surrogate pair"),
         ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
-        ({"chosen": [{"role": "bot", "content": "x"}], "rejected": said("y")}, "unknown role 'bot'"),
         ({"chosen": turns("a", "b") + said("c"), "rejected": turns("a", "b") + said("d")}, "follow one another"),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
@@ -190,16 +187,6 @@ def test_sharegpt_pairs(read: Read, form: str) -> None:
         ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "1+1?"),
     ]  # fmt: skip
     assert example.responses == (Response("2", 1.0), Response("3", 0.0))
-
-
-def test_sharegpt_pairs_that_cannot_be_used(read: Read) -> None:
-    good = {"conversations": sharegpt("1+1?"), "chosen": "2", "rejected": "3"}
-    task = read([good, good | {"conversations": sharegpt(" ")}, good | {"conversations": []}])
-    assert task.dropped == {"'conversations' has a blank message": 1, "'conversations' is blank": 1}
-    with pytest.raises(DataError, match="'conversations' ends with the assistant's message"):
-        read([good | {"conversations": sharegpt("1+1?", "2")}])
-    with pytest.raises(DataError, match="message 1: unknown role 'bing'"):
-        read([good | {"conversations": [{"from": "bing", "value": "x"}]}])
 
 
 @pytest.mark.parametrize(
@@ -384,13 +371,6 @@ def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message
         read([row])
 
 
-def test_a_file_without_a_usable_row_says_why(read: Read) -> None:
-    with pytest.raises(DataError, match=r"no row can be used: 2 × 'prompt' is missing, 1 × 'chosen' is blank"):
-        read([{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "c"}, PAIR | {"chosen": ""}])
-    with pytest.raises(DataError, match="no usable examples"):
-        read([])
-
-
 def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
     rows = [{"messages": turns(f"{i % 60}?", *("a", "b") * (i // 60), "c"), "label": True} for i in range(180)]
     sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation")]
@@ -438,35 +418,10 @@ def test_ultrafeedback_both_forms_of_a_row(tmp_path: Path) -> None:
         assert example.messages == (Message("user", "1+1?"),)
         assert example.responses == (Response("2", 8.5), Response("3", 4.0))
         assert example.answer is None
-
-
-def test_ultrafeedback_drops(tmp_path: Path) -> None:
-    rows = [
-        RATED,
-        RATED | {"score_rejected": 8.5},
-        RATED | {"score_rejected": 9},
-        RATED | {"score_chosen": None},
-        {key: value for key, value in RATED.items() if key != "score_rejected"},
-        RATED | {"rejected": "2"},
-        RATED | {"rejected": " "},
-        RATED | {"chosen": turns("1+1?", ""), "rejected": turns("1+1?", "3")},
-        RATED | {"chosen": "<think>x</think>3"},
-    ]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    expected = {
-        "chosen and rejected have the same score": 1,
-        "chosen has a lower score than rejected": 1,
-        "'score_chosen' is missing": 1,
-        "'score_rejected' is missing": 1,
-        "'chosen' and 'rejected' are the same": 1,
-        "'rejected' is blank": 1,
-        "'chosen' has a blank message": 1,
-    }
-    assert ultrafeedback(path=path, split="test").dropped == expected
-    stripped = ultrafeedback(path=path, split="test", strip_thinking=True)
-    assert stripped.dropped == expected | {"'chosen' and 'rejected' are the same": 2}
-    with pytest.raises(DataError, match=r"y\.jsonl:1: 'score_chosen' must be a finite number; got 'high'"):
-        ultrafeedback(path=write_rows(tmp_path / "y.jsonl", [RATED | {"score_chosen": "high"}]))
+    dropped = ultrafeedback(
+        path=write_rows(tmp_path / "y.jsonl", [RATED, RATED | {"score_chosen": None}]), split="test"
+    ).dropped
+    assert dropped == {"'score_chosen' is missing": 1}
 
 
 def test_ultrafeedback_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,15 +144,6 @@ def test_the_end_of_a_solution(tmp_path: Path) -> None:
         read(tmp_path, [published(is_quality_control_question=True)])
 
 
-def test_splits_by_problem(tmp_path: Path) -> None:
-    rows = [candidate([], f"step {i}", 1) | {"instruction": f"problem {i % 20}"} for i in range(60)]
-    train, validation = (read(tmp_path, rows, split=s, validation_share=0.3).examples for s in ("train", "validation"))
-    sides = [{example.messages for example in side} for side in (train, validation)]
-    assert not sides[0] & sides[1]
-    assert len(sides[0] | sides[1]) == 20
-    assert len(train) + len(validation) == 60
-
-
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
 

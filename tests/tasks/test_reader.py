@@ -58,6 +58,8 @@ def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
     assert set(first) < set(chosen(300))
     assert len(set(first) & set(chosen(100, seed=1))) < 30, "about ten of a hundred"
     assert first != [f"jsonl/test/{n}" for n in range(1, 101)]
+    with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
+        build_task(Word(name="jsonl", path=path, size=0))
 
 
 def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> None:
@@ -73,11 +75,6 @@ def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> No
         held_out_task(Word(name="refusals"))
     stories = held_out_task(Word(name="stories", size=64, seed=3))
     assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
-
-
-def test_sizes_that_are_none(path: str) -> None:
-    with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
-        build_task(Word(name="jsonl", path=path, size=0))
 
 
 OWN_FILES = {"jsonl", "preferences"}

@@ -63,37 +63,28 @@ def behind_thinking(text: str) -> str | None:
     return text
 
 
-def last_number_said(text: str) -> str | None:
-    """The last number of what follows the thinking."""
-    rest = behind_thinking(text)
-    return None if rest is None else last_number(rest)
-
-
 def boxed_answer(text: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
     answer = last_boxed(text)
     return None if answer is None or is_blank(answer) else answer
 
 
-def chat_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, or else the last number, of what follows the thinking.
+def answer_behind_thinking(text: str, *ways: Callable[[str], str | None]) -> str | None:
+    """What the first way finds that finds anything in what follows the thinking.
 
     Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
     off and has no answer.
     """
     rest = behind_thinking(text)
-    return None if rest is None else _first_complete(rest, "answer") or last_number(rest)
+    return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
 
 
-def written_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, else the last box, else the last number, of what follows the thinking."""
-    rest = behind_thinking(text)
-    return None if rest is None else _first_complete(rest, "answer") or boxed_answer(rest) or last_number(rest)
+_FIRST_TAGGED = partial(_first_complete, tag="answer")
 
 
-def boxed_behind_thinking(text: str) -> str | None:
-    """The last complete box of a text whose thinking has ended."""
-    return None if behind_thinking(text) is None else boxed_answer(text)
+def chat_answer(text: str) -> str | None:
+    """The first complete ``<answer>``, or else the last number, of what follows the thinking."""
+    return answer_behind_thinking(text, _FIRST_TAGGED, last_number)
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -249,6 +240,9 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
     """
 
+    def extract(text: str) -> str | None:
+        return None if behind_thinking(text) is None else boxed_answer(text)
+
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
             said, boxed_already = _theirs(example.demonstration), boxed_answer(example.demonstration)
@@ -260,7 +254,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
             return [_theirs(example.solution)]
         return [_theirs(example.solution), *_box("\n", answer)]
 
-    return Template("boxed", "", (), _asking(instruction, chat), response, boxed_behind_thinking, chat=chat)
+    return Template("boxed", "", (), _asking(instruction, chat), response, extract, chat=chat)
 
 
 @register("template")
@@ -331,7 +325,10 @@ def plain() -> Template:
         reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
         return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
-    return Template("plain", "", (), _asking("", chat=False), response, last_number_said)
+    def extract(text: str) -> str | None:
+        return answer_behind_thinking(text, last_number)
+
+    return Template("plain", "", (), _asking("", chat=False), response, extract)
 
 
 @register("template")
@@ -404,7 +401,10 @@ def as_is() -> Template:
     def response(example: Example) -> list[Piece]:
         return [_ours(example.demonstration or example.solution or _answer_of(example))]
 
-    return Template("as_is", "", (), prompt, response, written_answer, turns="last")
+    def extract(text: str) -> str | None:
+        return answer_behind_thinking(text, _FIRST_TAGGED, boxed_answer, last_number)
+
+    return Template("as_is", "", (), prompt, response, extract, turns="last")
 
 
 def _ours(text: str) -> Piece:

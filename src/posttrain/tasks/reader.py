@@ -31,7 +31,6 @@ Reader = Callable[..., Task]
 Split = Literal["train", "validation", "test"]
 TestSplit = Literal["test"]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Half = Literal["first", "second"]
 # What the docstring of every task of rows says of these options, and of errors, where it does not say more itself.
 _ABOUT = {
     "split": (
@@ -366,20 +365,6 @@ def opening_hash(example: Example) -> float:
     """
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     return _hash(example.messages[:first])
-
-
-def choose_half(
-    examples: Sequence[Example], half: Half | None, hash_of: Callable[[Example], float] = prompt_hash
-) -> list[Example]:
-    """The examples of one half of all prompts, in order; all where ``half`` is None.
-
-    The halves are told apart by the 40th bit of a prompt's hash, which says nothing of its split: so two models can
-    learn from the same file and never see the same prompt, held-out ones included.
-    """
-    if half is None:
-        return list(examples)
-    wanted = {"first": 0, "second": 1}[half]
-    return [example for example in examples if int(hash_of(example) * 2**40) & 1 == wanted]
 
 
 def _hash(messages: Sequence[Message]) -> float:

@@ -14,11 +14,9 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.reader import (
     Collected,
     Dropped,
-    Half,
     Share,
     Split,
     answer_text,
-    choose_half,
     choose_split,
     collect,
     opening_hash,
@@ -67,6 +65,7 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(merged)
 
 
+Half = Literal["first", "second"]
 Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
 HUB = "Anthropic/hh-rlhf"  # with a folder for each subset
 SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
@@ -122,10 +121,12 @@ def hh_rlhf(
     if split == "train" and test_share > 0:
         test = _read(test_path, "test", subset, "test", strip_thinking)
         examples = mix_prompts(examples, _unseen(test, collected, examples), test_share, collected)
-    kept = choose_half(examples, half, opening_hash)
     if half is not None:
+        # told by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
+        kept = [e for e in examples if int(opening_hash(e) * 2**40) & 1 == {"first": 0, "second": 1}[half]]
         collected.dropped["of the other half"] += len(examples) - len(kept)
-    return Task("hh_rlhf", split, kept, dict(collected.dropped), keys=dict(collected.keys))
+        examples = kept
+    return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
 
 
 def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list[Example]:
