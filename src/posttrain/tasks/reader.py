@@ -115,13 +115,13 @@ def row_task(
         name = read.__name__
         own = [p for p in inspect.signature(read, eval_str=True).parameters.values() if p.name not in ("row", "split")]
         first = split or ("test" if splits is TestSplit else "train")
+        there = {"train": train, "validation": "validation" if share is None else train, "test": test}
         takes_split = "split" in inspect.signature(read).parameters
 
         def task(
             *, path: str | None = None, split: Any = first, validation_share: float = share or 0.0, **options: Any
         ) -> Task:
-            there = test if split == "test" else train if share is not None else split
-            place = path or f"{HUB}{hub}@{there}"
+            place = path or f"{HUB}{hub}@{there[split]}"
             options |= {"split": split} if takes_split else {}
             collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
             return collected.as_task(name, place, split, None if share is None else validation_share)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import isfinite
 from typing import Any, Literal
 
@@ -125,10 +124,8 @@ def _suite(name: str, hub: str, hub_split: str, grader: Literal["math", "numeric
         return _example(row, row.text(key).strip(), read_golds(row, ("answer", "final_answer")), grader)
 
     suite.__name__, suite.__doc__ = name, about
-    return _register(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
+    return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
 
-
-_register: Callable[[Reader], Reader] = register("task", held_out="test")
 
 _AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
 
@@ -176,7 +173,7 @@ Source: He et al. 2024 (arXiv 2402.14008).
 )
 
 
-@_register
+@register("task", held_out="test")
 @row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
 def svamp(row: Row) -> Example:
     """SVAMP: 1,000 word problems of one step, varied to catch those who do not read; graded by ``numeric``.
