@@ -171,7 +171,7 @@ class Entry:
             UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
         """
         model = self.options_model()
-        for key in options.keys() - model.model_fields.keys():
+        for key in (key for key in options if key not in model.model_fields):
             if gone := GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}"):
                 raise RecipeError(f"{where or self.kind}.{key}: this option was removed. Use {gone}")
         try:

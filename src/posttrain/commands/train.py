@@ -97,7 +97,7 @@ def check_data(recipe: Recipe) -> None:
         DataError: a file or row that a run would refuse.
         UsageError: conversations in which nothing is trained.
     """
-    from posttrain.render.conversation import refuse_untrained
+    from posttrain.render.rows import refuse_untrained
     from posttrain.tasks.reading import HUB
 
     words, lines = {"task": recipe.task}, dict[str, None]()

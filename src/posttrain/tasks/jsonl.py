@@ -11,7 +11,7 @@ from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
-from posttrain.render.conversation import split_turns
+from posttrain.render.rows import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import REASONING_KEYS, add_system, read_variables
