@@ -15,8 +15,8 @@ from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, is_blank, only_seen
 from posttrain.registry import Entry, explain_validation, register, suggest
 from posttrain.tasks.base import Task
-from posttrain.tasks.reader import Dropped, collect, reads_rows
-from posttrain.tasks.reading import Row, read_source
+from posttrain.tasks.reader import Dropped, TestSplit, collect, reads_rows
+from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message
 
 # The table of verifiable instructions: a pure function of a response for each identifier.
@@ -488,17 +488,13 @@ def loose_variants(response: str) -> list[str]:
 
 @register("task", name="ifeval", held_out="test")
 @reads_rows
-def task(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "google/IFEval") -> Task:
+def task(*, split: TestSplit = "test", path: str = "hf:google/IFEval@train") -> Task:
     """Prompts with instructions about the form of the response, such as a number of words; for evaluation only.
 
     Keys: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs`` (the arguments of each instruction; those that are
     null are not given). There are no gold answers: the grader ``ifeval`` checks the response itself. meta holds the
     key, the two lists, and ``num_instructions``. Rows with an instruction that is unknown, or whose arguments do
     not fit, are dropped and counted.
-
-    Args:
-        split: there is nothing but a test split.
-        hub: name of the data set on the hub (where its one split is called ``train``).
 
     Raises:
         UsageError: ``datasets``, ``pyarrow`` or ``langdetect`` is needed and not installed.
@@ -512,8 +508,7 @@ def task(*, split: Literal["test"] = "test", path: str | None = None, hub: str =
             raise Dropped(problem)
         return example
 
-    rows, place = read_source(path, hub, None, "train")
-    return collect(rows, read, place).as_task("ifeval", place, split)
+    return collect(read_file(path), read, path).as_task("ifeval", path, split)
 
 
 def read_example(row: Row) -> tuple[Example, str | None]:

@@ -76,9 +76,8 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.jsonl": "jsonl",
-        "posttrain.tasks.preferences.task": "preferences",
+        "posttrain.tasks.preferences.task": "preferences ultrafeedback",
         "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
-        "posttrain.tasks.preferences.compared_answers": "ultrafeedback",
         "posttrain.tasks.steps.judged_solutions": "gsm8k_solutions judged_solutions",
         "posttrain.tasks.steps.prm800k": "prm800k",
         "posttrain.tasks.steps.math_shepherd": "math_shepherd",
@@ -171,10 +170,10 @@ class Entry:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
             UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
         """
-        for key in options:
-            if gone := GONE.get(f"{self.name}.{key}"):
-                raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
         model = self.options_model()
+        for key in (key for key in options if key not in model.model_fields):
+            if gone := GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}"):
+                raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
         try:
             checked = model.model_validate(dict(options), context={"where": where or self.kind})
         except ValidationError as error:

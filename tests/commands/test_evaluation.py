@@ -33,7 +33,7 @@ def evaluate(problems: Path, tmp_path: Path) -> Callable[..., int]:
     """`posttrain evaluate tiny` on the six sums, answered from a script, into ``tmp_path / "out"``."""
 
     def run(*arguments: str, texts: Sequence[str] = ("The answer is 3.",), models: Sequence[str] = ("tiny",)) -> int:
-        task = ["--task", "jsonl", "--task.path", str(problems), "--task.meta_keys", '["level"]']
+        task = ["--task", "jsonl", "--task.path", str(problems)]
         engine = ["--engine", "scripted", "--engine.texts", json.dumps(list(texts))]
         out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
         return main(["evaluate", *models, *task, *engine, *out, *arguments])

@@ -26,7 +26,7 @@ from posttrain.graders.grading import FAILURES
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import RewardWord
-from posttrain.render import plain
+from posttrain.render.words import plain
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.metrics import MetricsLog
 from posttrain.types import Completion, Example, Message

@@ -10,7 +10,7 @@ from posttrain.graders.grading import Submission
 from posttrain.graders.numeric import exact, is_number, numeric
 from posttrain.graders.scored import task_score
 from posttrain.recipes.recipe import load_recipe
-from posttrain.render import plain
+from posttrain.render.words import plain
 from posttrain.rewards.calling import bind_reward
 from posttrain.rewards.words import correct, overlong
 

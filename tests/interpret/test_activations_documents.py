@@ -10,7 +10,8 @@ import pytest
 
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.documents import recorded_rollouts, task_prompts, texts
-from posttrain.render import encode_plain, encode_prompt, r1_zero
+from posttrain.render import encode_plain, encode_prompt
+from posttrain.render.words import r1_zero
 from posttrain.store.rollouts import RolloutStore
 from posttrain.tasks.base import Task
 from posttrain.types import Completion, Example, Message, Rollout

@@ -15,8 +15,9 @@ from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import TINY, base_of, resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
-from posttrain.render import decode_response, end_id, plain, stop_ids
+from posttrain.render import decode_response, end_id, stop_ids
 from posttrain.render.template import further_ends
+from posttrain.render.words import plain
 from posttrain.store.checkpoint_files import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])

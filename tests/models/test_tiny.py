@@ -16,7 +16,8 @@ from posttrain.engines.native.engine import native
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import find
-from posttrain.render import decode_response, encode_prompt, r1_zero, stop_ids
+from posttrain.render import decode_response, encode_prompt, stop_ids
+from posttrain.render.words import r1_zero
 from posttrain.tasks.stories.task import stories
 
 FOLDER = Path(str(resources.files("posttrain") / "models" / "tiny"))

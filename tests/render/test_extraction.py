@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
-from posttrain.render import boxed, chat, document, plain, r1_zero, xml_reasoning
+from posttrain.render.words import boxed, chat, document, plain, r1_zero, xml_reasoning
 
 
 @pytest.mark.parametrize(

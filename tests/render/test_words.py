@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import UsageError
 from posttrain.render import Template, decode_response, encode_prompt, encode_response, stop_ids
 from posttrain.render.rows import rows_of
 from posttrain.render.words import R1_ZERO_PREAMBLE
@@ -23,6 +23,11 @@ NAMES = ["r1_zero", "xml_reasoning", "boxed", "chat", "code", "plain", "dialogue
 
 def make(name: str, **options: Any) -> Template:
     return registry.find("template", name).bind(options)()
+
+
+def respond(template: Template, example: Example) -> str:
+    """The demonstration as text, without the end token."""
+    return "".join(piece.text for piece in template.response(example))
 
 
 def prompt_text(tokenizer: Any, template: Template, *messages: Message) -> str:
@@ -51,8 +56,6 @@ def test_other_prompts(chatml: Any) -> None:
     assert prompt_text(chatml, make("code", instruction="Use tags.")) == system + turn
     flat = make("code", instruction="Write it.", chat=False)
     assert prompt_text(chatml, flat) == "Eva has 12 shells. How many?\nWrite it.\n"
-    flat = make("xml_reasoning", system="Use tags.", chat=False)
-    assert prompt_text(chatml, flat) == "Use tags.\n\nUser: Eva has 12 shells. How many?\nAssistant:\n"
 
 
 def test_conversations_of_several_turns(chatml: Any) -> None:
@@ -81,7 +84,7 @@ def test_conversations_of_several_turns(chatml: Any) -> None:
 def test_demonstrations(chatml: Any, name: str, worked: str, guessed: str) -> None:
     template = make(name)
     for example, text in ((WORKED, worked), (GUESSED, guessed)):
-        assert template.respond(example) == text
+        assert respond(template, example) == text
         ids = encode_response(chatml, template, example)
         assert ids[-1] in stop_ids(chatml, template)
         decoded = decode_response(chatml, template, ids)
@@ -95,7 +98,7 @@ def test_a_program_is_demonstrated_and_read(chatml: Any) -> None:
     said = "So:\n```python\ndef f():\n    return 1\n```"
     template = make("code")
     example = Example("e", QUESTION, demonstration=said)
-    assert template.respond(example) == said
+    assert respond(template, example) == said
     decoded = decode_response(chatml, template, encode_response(chatml, template, example))
     assert template.extract(decoded) == "def f():\n    return 1"
     assert template.extract("```python\ndef f():\n") is None
@@ -116,7 +119,7 @@ TRACES = [
 @pytest.mark.parametrize(("trace", "written"), TRACES)
 def test_a_given_response_is_written_between_the_tags(chatml: Any, trace: str, written: str | None) -> None:
     example = Example("e", QUESTION, demonstration=trace)
-    assert (make("r1_zero").respond(example) or None) == written
+    assert (respond(make("r1_zero"), example) or None) == written
     if written is None:
         (reason,) = rows_of(chatml, make("r1_zero"), example, "demonstration")
         assert reason == "a response without an answer, which template r1_zero would write between tags"
@@ -127,25 +130,25 @@ def test_a_given_response_is_written_between_the_tags(chatml: Any, trace: str, w
     text = decode_response(chatml, make("r1_zero"), ids)
     assert make("r1_zero").extract(text) == "19"
     reasoning = written.removesuffix(" </think> <answer> 19 </answer>").strip()
-    xml = make("xml_reasoning").respond(example)
+    xml = respond(make("xml_reasoning"), example)
     assert xml == f"<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n19\n</answer>"
 
 
 def test_a_gold_answer_serves_a_response_that_has_none_but_not_one_that_was_cut_off() -> None:
     said, cut = (Example("e", QUESTION, answer="19", demonstration=d) for d in ("More than before.", "<think>12 + 7"))
-    assert make("r1_zero").respond(said) == " More than before. </think> <answer> 19 </answer>"
-    assert make("r1_zero").respond(cut) == ""
-    assert make("boxed").respond(said) == "More than before.\n\\boxed{19}"
+    assert respond(make("r1_zero"), said) == " More than before. </think> <answer> 19 </answer>"
+    assert respond(make("r1_zero"), cut) == ""
+    assert respond(make("boxed"), said) == "More than before.\n\\boxed{19}"
     own = Example("e", QUESTION, answer="19", demonstration="\\boxed{20}")
-    assert make("r1_zero").respond(own).endswith("<answer> 20 </answer>"), "what it says, not what it should say"
-    assert make("boxed").respond(own) == "\\boxed{20}"
+    assert respond(make("r1_zero"), own).endswith("<answer> 20 </answer>"), "what it says, not what it should say"
+    assert respond(make("boxed"), own) == "\\boxed{20}"
 
 
 @pytest.mark.parametrize("name", ["plain", "chat", "as_is", "document"])
 def test_a_given_response_stands_as_it_is(chatml: Any, name: str) -> None:
     for answer in (None, "19"):
         example = Example("e", QUESTION, answer=answer, demonstration="Twelve and seven.\n\nSo 19!")
-        assert make(name).respond(example) == "Twelve and seven.\n\nSo 19!"
+        assert respond(make(name), example) == "Twelve and seven.\n\nSo 19!"
         ids = encode_response(chatml, make(name), example)
         assert decode_response(chatml, make(name), ids) == "Twelve and seven.\n\nSo 19!"
 
@@ -173,13 +176,10 @@ def test_rendered_prompts_and_responses_stand_as_they_are(chatml: Any) -> None:
         encode_prompt(chatml, make("as_is"), (Message("system", "a"), Message("user", "b")))
 
 
-def test_a_solution_that_ends_in_its_box_gets_no_second_one(chatml: Any) -> None:
-    example = Example("m", QUESTION, answer="\\frac{1}{2}", solution="So $\\boxed{\\frac{1}{2}}$.")
-    assert make("boxed").respond(example) == "So $\\boxed{\\frac{1}{2}}$."
-
-
-def test_a_conversation_is_demonstrated_without_an_answer_line(chatml: Any) -> None:
-    assert make("chat").respond(Example("c", QUESTION, solution="Twelve.")) == "Twelve."
+def test_solution_alone_and_solution_in_a_box_stand_as_they_are() -> None:
+    boxed = Example("m", QUESTION, answer="\\frac{1}{2}", solution="So $\\boxed{\\frac{1}{2}}$.")
+    assert respond(make("boxed"), boxed) == "So $\\boxed{\\frac{1}{2}}$."
+    assert respond(make("chat"), Example("c", QUESTION, solution="Twelve.")) == "Twelve."
 
 
 def test_document_trains_on_the_text_with_its_tokens(chatml: Any) -> None:
@@ -241,11 +241,6 @@ def test_chat_prompt_equals_the_tokenizers_own(chatml: Any) -> None:
         [{"role": m.role, "content": m.content} for m in turns], add_generation_prompt=True, return_dict=False
     )
     assert encode_prompt(chatml, make("chat"), turns) == own
-
-
-def test_chat_variables_reach_the_template(chatml: Any) -> None:
-    ids = encode_prompt(chatml, make("chat", variables={"thinking": True}), QUESTION)
-    assert ids[-1] == chatml.convert_tokens_to_ids("<think>")
 
 
 def test_a_chat_template_that_strips_contents_strips_them(chatml: Any) -> None:
@@ -310,7 +305,7 @@ def test_nothing_to_demonstrate_is_refused(chatml: Any, name: str) -> None:
 def test_no_chat_template_is_refused_with_what_would_work(chatml: Any) -> None:
     chatml.chat_template = None
     for name in ("chat", "xml_reasoning"):
-        with pytest.raises(UsageError, match=r"has no chat template. Choose .*r1_zero.*`chat: false`"):
+        with pytest.raises(UsageError, match=r"has no chat template. Choose .*r1_zero"):
             encode_prompt(chatml, make(name), QUESTION)
     with pytest.raises(UsageError, match="has no chat template"):
         stop_ids(chatml, make("chat"))
@@ -340,12 +335,6 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
         stop_ids(tokenizer, make("plain"))
     with pytest.raises(UsageError, match="neither bos_token nor eos_token"):
         encode_prompt(tokenizer, make("document"), ())
-
-
-def test_options_are_checked_by_signature() -> None:
-    with pytest.raises(RecipeError, match="Did you mean 'preamble'"):
-        make("r1_zero", preambel="x")
-    assert set(registry.entries("template")) == {*NAMES, "as_is", "document"}
 
 
 def test_variables_of_a_recipe_are_trusted_and_those_of_a_row_are_not(chatml: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,18 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, files: Mapping[str, 
         return str(folder / f"{order.index(f'{repo_id}/{filename}')}.jsonl")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+
+
+def fake_datasets(
+    monkeypatch: pytest.MonkeyPatch, rows: Callable[[], Sequence[Mapping[str, Any]]]
+) -> list[tuple[str, str | None, str]]:
+    """Let ``datasets`` give these rows, whatever is asked for; the list fills with what was (name, config, split)."""
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> Sequence[Mapping[str, Any]]:
+        asked.append((name, config, split))
+        return rows()
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    return asked

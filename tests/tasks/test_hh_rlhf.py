@@ -11,8 +11,8 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
-from posttrain.tasks.preferences.hh_rlhf import hh_rlhf
-from posttrain.tasks.reader import opening_hash, prompt_hash
+from posttrain.tasks.preferences.hh_rlhf import hh_rlhf, merge_turns, parse_turns
+from posttrain.tasks.reader import Dropped, opening_hash, prompt_hash
 from posttrain.types import Example, Message, Response
 
 
@@ -38,21 +38,9 @@ def test_a_pair(tmp_path: Path) -> None:
     assert example.responses == (Response("Yes, it is.", 1.0), Response("No idea.", 0.0))
     assert (example.answer, example.solution, example.meta) == (None, None, {"subset": "helpful-base"})
     assert (task.name, task.split, task.dropped) == ("hh_rlhf", "test", {})
+    assert task.keys == {("chosen", "read"): 1, ("rejected", "read"): 1, ("subset", "read"): 1}
     (bare,) = hh_rlhf(path=write_rows(tmp_path / "y.jsonl", [pair("a")]), split="test").examples
     assert (bare.id, bare.meta) == ("hh_rlhf/test/1", {})
-
-
-def test_turns_of_one_role_are_one_message(tmp_path: Path) -> None:
-    """Also an answer in two turns, as long as only its last one differs."""
-    rows = [
-        {
-            "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c\n\nAssistant: d",
-            "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c\n\nAssistant: e",
-        }
-    ]
-    (example,) = hh_rlhf(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
-    assert example.messages == (Message("user", "a\n\nb"),)
-    assert [r.text for r in example.responses] == ["c\n\nd", "c\n\ne"]
 
 
 def test_what_is_dropped(tmp_path: Path) -> None:
@@ -84,19 +72,6 @@ def test_what_is_dropped(tmp_path: Path) -> None:
     assert task.dropped == expected
     stripped = hh_rlhf(path=path, split="test", strip_thinking=True)
     assert stripped.dropped == expected | {"'chosen' and 'rejected' are the same": 2}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": talk("a", "b")}, "the key 'rejected' is missing"),
-        ({"chosen": 1, "rejected": talk("a", "b")}, "'chosen' must be text"),
-        ({"chosen": "", "rejected": talk("a", "b")}, "'chosen' is empty"),
-    ],
-)
-def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=rf"x\.jsonl:2: {message}"):
-        hh_rlhf(path=write_rows(tmp_path / "x.jsonl", [pair("a"), row]))
 
 
 def test_subsets_of_a_file(tmp_path: Path) -> None:
@@ -167,8 +142,7 @@ def test_prompts_of_the_test_split(
 def test_what_is_dropped_of_the_test_split_is_counted_too(tmp_path: Path) -> None:
     given = files(tmp_path, 3, 0) | {"test_path": write_rows(tmp_path / "t.jsonl", [pair("t"), pair("u", chosen="no")])}
     task = hh_rlhf(**given, test_share=0.25)
-    assert len(task.examples) == 4
-    assert task.dropped == {"'chosen' and 'rejected' are the same": 1}
+    assert (len(task.examples), task.dropped) == (4, {"'chosen' and 'rejected' are the same": 1})
 
 
 def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
@@ -214,8 +188,9 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [e.messages[0].content for e in mixed] == [
         f"helpful-base {s} {i}" for s in ("train", "test") for i in range(3)
     ]
-    with pytest.raises(DataError, match=r"hub:else/where/helpful-base/train.jsonl.gz: cannot be loaded .*task.path"):
-        hh_rlhf(hub="else/where")
+    fake_hub(monkeypatch, tmp_path, {})
+    with pytest.raises(DataError, match=r"hub:Anthropic/hh-rlhf/helpful-base/train.jsonl.gz: cannot be .*task.path"):
+        hh_rlhf()
 
 
 @needs_data
@@ -257,3 +232,45 @@ def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_cou
         assert sum(len(part.examples) for part in parts) == len(whole.examples)
         assert all(len(part.examples) > 0.25 * len(whole.examples) for part in parts)
         assert [part.dropped["of the other half"] for part in parts] == [len(p.examples) for p in parts[::-1]]
+
+
+def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
+    return tuple(Message({"H": "user", "A": "assistant"}[who], text) for who, text in turns)
+
+
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        ("\n\nHuman: Hi\n\nAssistant: Hello.", said(("H", "Hi"), ("A", "Hello."))),
+        ("Human: Hi\n\nAssistant:Hello. ", said(("H", "Hi"), ("A", "Hello."))),
+        (" \n Human: Hi", said(("H", "Hi"))),
+        ("\n\nAssistant: Yes?\n\nHuman: Hi", said(("A", "Yes?"), ("H", "Hi"))),
+        # paragraphs belong to their turn, and so does everything that only looks like a marker
+        ("\n\nHuman: a\n\nb\n\nAssistant: c\n\n\n\nd", said(("H", "a\n\nb"), ("A", "c\n\n\n\nd"))),
+        ("\n\nHuman: Who is Human: he?\n\nAssistant: x", said(("H", "Who is Human: he?"), ("A", "x"))),
+        ("\n\nHuman: a\nAssistant: b\n\nAssistant: c", said(("H", "a\nAssistant: b"), ("A", "c"))),
+        ("\n\nHuman: a\n\n Human: b", said(("H", "a\n\n Human: b"))),
+        ("\n\nHuman: a\n\nAssistant: Human: b", said(("H", "a"), ("A", "Human: b"))),
+        ("\n\nHuman: a\n\nHappier Human: b", said(("H", "a\n\nHappier Human: b"))),
+        ("\n\nHuman: a\n\nhuman: b", said(("H", "a\n\nhuman: b"))),
+        # turns are kept as they stand: blank ones, and those of one role that follow one another
+        ("\n\nHuman: a\n\nAssistant: \n\nAssistant: b", said(("H", "a"), ("A", ""), ("A", "b"))),
+        ("\n\nHuman:\n\nAssistant:", said(("H", ""), ("A", ""))),
+    ],
+)
+def test_parse_turns(text: str, turns: tuple[Message, ...]) -> None:
+    assert parse_turns(text) == turns
+
+
+@pytest.mark.parametrize("text", ["", "Hello", "Title\n\nHuman: a\n\nAssistant: b", "User: a"])
+def test_a_text_that_begins_with_no_turn(text: str) -> None:
+    with pytest.raises(Dropped, match="the text does not begin with a turn"):
+        parse_turns(text)
+
+
+def test_turns_of_one_role_become_one_message() -> None:
+    turns = said(("H", "a"), ("H", "b"), ("A", "c"), ("A", ""), ("A", "d"), ("H", "e"))
+    assert merge_turns(turns) == said(("H", "a\n\nb"), ("A", "c\n\nd"), ("H", "e"))
+    assert merge_turns(said(("H", ""), ("H", "a"))) == said(("H", "a"))
+    with pytest.raises(Dropped, match=r"^a blank turn$"):
+        merge_turns(said(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from given_rows import write_rows
 
 from posttrain import registry
+from posttrain.cli import main
 from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
 from posttrain.tasks.jsonl import jsonl
-from posttrain.types import Message
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+from posttrain.types import Call, Message, Turn
 
 
 def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -26,7 +23,7 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": "4", "solution": "2+2=4."}]
-    first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
+    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
     assert (first.id, first.messages, first.answer, first.solution) == (
         "jsonl/test/1",
         (Message("user", "1+1?"),),
@@ -37,7 +34,7 @@ def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
 
 
 def test_keys_by_option(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [{"q": "1+1?", "gold": "2", "why": "because", "answer": "no"}])
+    path = write_rows(tmp_path / "x.jsonl", [{"q": "1+1?", "gold": "2", "why": "because", "answer": "no"}])
     (example,) = jsonl(path=path, split="test", prompt_key="q", answer_key="gold", solution_key="why").examples
     assert (example.messages[0].content, example.answer, example.solution) == ("1+1?", "2", "because")
 
@@ -48,7 +45,7 @@ def test_conversations(tmp_path: Path) -> None:
         {"messages": asked, "answer": "2"},
         {"messages": [*asked, *chat(("assistant", "Two."))], "prompt": "unused"},
     ]
-    first, second = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test").examples
+    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
     assert first.messages == second.messages == (Message("system", "Be brief."), Message("user", "1+1?"))
     assert (first.answer, first.demonstration) == ("2", None)
     assert (second.answer, second.solution, second.demonstration) == (None, None, "Two.")
@@ -60,27 +57,29 @@ def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
         {"prompt": "1+1?", "response": "Two."},
         {"prompt": "1+1?", "response": "<think>hm</think>Two."},
     ]
-    path = write(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     examples = jsonl(path=path, split="test", strip_thinking=True).examples
     assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
         ("2", None, "One and one: \\boxed{2}"),
         (None, None, "Two."),
         (None, None, "Two."),
     ]
-    renamed = write(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
+    renamed = write_rows(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
     (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
     assert example.demonstration == "Two."
 
 
 def test_data_without_answers(tmp_path: Path) -> None:
-    (example,) = jsonl(path=write(tmp_path / "x.jsonl", [{"prompt": "Tell me."}]), split="test", answer_key="").examples
+    (example,) = jsonl(
+        path=write_rows(tmp_path / "x.jsonl", [{"prompt": "Tell me."}]), split="test", answer_key=""
+    ).examples
     assert (example.answer, example.solution) == (None, None)
 
 
 def test_grader_and_further_keys(tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
-    path = write(tmp_path / "x.jsonl", [row])
-    (example,) = jsonl(path=path, split="test", grader="multiple_choice", meta_keys=["subject", "choices"]).examples
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    (example,) = jsonl(path=path, split="test", grader="multiple_choice").examples
     carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
     assert (example.grader, example.meta) == ("multiple_choice", carried)
     (plain,) = jsonl(path=path, split="test").examples
@@ -89,10 +88,6 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
     assert fewer.meta == {"subject": "sums"}
     with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
         jsonl(path=path, grader="exct")
-    with pytest.raises(
-        DataError, match=r"x\.jsonl:1: the key 'subjet' of task.meta_keys is missing. Did you mean 'subject'"
-    ):
-        jsonl(path=path, split="test", meta_keys=["subjet"])
 
 
 @pytest.mark.parametrize(
@@ -115,12 +110,12 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"x\.jsonl:2: .*{message}"):
-        jsonl(path=write(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "2"}, row]))
+        jsonl(path=write_rows(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "2"}, row]))
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x\.jsonl: no usable examples"):
-        jsonl(path=write(tmp_path / "x.jsonl", []))
+        jsonl(path=write_rows(tmp_path / "x.jsonl", []))
 
 
 def test_the_path_is_required() -> None:
@@ -134,25 +129,11 @@ def test_thinking_can_be_left_out_of_solutions(tmp_path: Path) -> None:
         {"prompt": "1 + 2?", "answer": "3", "solution": "<think>hm"},
         {"prompt": "1 + 3?", "answer": "4"},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    task = jsonl(path=str(path), split="test", strip_thinking=True)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = jsonl(path=path, split="test", strip_thinking=True)
     assert [example.solution for example in task.examples] == ["It is 2.", None]
     assert task.dropped == {"a <think> that never closes": 1}
-    assert len(jsonl(path=str(path), split="test").examples) == 3
-
-
-def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Path) -> None:
-    rows = []
-    for i in range(40):
-        turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "a"}]
-        rows += [{"messages": turns}, {"messages": [*turns, *turns]}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    held = jsonl(path=str(path), split="validation", validation_share=0.3, answer_key="").examples
-    firsts = [example.messages[0].content for example in held]
-    assert 0 < len(held) < 80
-    assert all(firsts.count(first) == 2 for first in firsts)
+    assert len(jsonl(path=path, split="test").examples) == 3
 
 
 def test_only_correct_responses(tmp_path: Path) -> None:
@@ -164,7 +145,7 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         {"prompt": "e?", "response": "The answer is 7."},
         {"prompt": "f?", "answer": "2"},
     ]
-    path = write(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     task = jsonl(path=path, split="test", grader="math", correct_only=True)
     assert [example.messages[0].content for example in task.examples] == ["a?", "c?"]
     assert task.dropped == {
@@ -175,9 +156,9 @@ def test_only_correct_responses(tmp_path: Path) -> None:
     assert by_number["correct_only: no answer in the response"] == 1, "numeric reads what the response marks, no more"
     assert len(jsonl(path=path, split="test").examples) == 6
     with pytest.raises(DataError, match=r"no row can be used: 1 × correct_only: a wrong answer"):
-        jsonl(path=write(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
+        jsonl(path=write_rows(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
     with pytest.raises(UsageError, match=r"z.jsonl: task.correct_only compares responses with gold answers, and no"):
-        jsonl(path=write(tmp_path / "z.jsonl", rows[4:5]), correct_only=True)
+        jsonl(path=write_rows(tmp_path / "z.jsonl", rows[4:5]), correct_only=True)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +181,7 @@ def test_only_correct_responses(tmp_path: Path) -> None:
     ],
 )
 def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
-    path = write(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
     task = jsonl(path=path, split="test")
     assert {example.grader for example in task.examples} == {grader}
     (line,) = task.notices
@@ -214,6 +195,117 @@ def test_traces_of_maths_are_kept_by_their_formulas(tmp_path: Path) -> None:
         {"prompt": "a?", "response": "\\boxed{\\sqrt3/2}", "answer": "\\frac{\\sqrt3}{2}"},
         {"prompt": "b?", "response": "\\boxed{3}", "answer": "4"},
     ]
-    task = jsonl(path=write(tmp_path / "x.jsonl", rows), split="test", correct_only=True)
+    task = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test", correct_only=True)
     assert [example.messages[0].content for example in task.examples] == ["a?"]
     assert task.dropped == {"correct_only: a wrong answer": 1}
+
+
+def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Path) -> None:
+    turns = [chat(("user", f"question {i}"), ("assistant", "a")) for i in range(40)]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": one * times} for one in turns for times in (1, 2)])
+    held = jsonl(path=path, split="validation", validation_share=0.3).examples
+    firsts = [example.messages[0].content for example in held]
+    assert 0 < len(held) < 80
+    assert all(firsts.count(first) == 2 for first in firsts)
+
+
+def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
+    read_only = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "weight": 0}]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": read_only}] * 30)
+    assert main(["train", "tiny/sft", "--task", "jsonl", "--task.path", path, "--dry-run"]) == 2
+    assert "no row is left to train on" in capsys.readouterr().err
+
+
+# --- conversations with tools ---
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
+ANSWER = {"role": "assistant", "content": "It is 42."}
+
+
+def calling(*expressions: str, content: str | None = None, as_text: bool = True) -> dict[str, Any]:
+    stated = [{"expression": one} for one in expressions]
+    calls = [
+        {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": json.dumps(a) if as_text else a},
+        }
+        for a in stated
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def told(content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c", "content": content}
+
+
+def read_messages(path: Path, *messages: dict[str, Any], **fields: Any) -> Any:
+    file = write_rows(path / "rows.jsonl", [{"messages": list(messages), **fields}])
+    (example,) = jsonl(path=file, split="test").examples
+    return example
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
+    example = read_messages(
+        tmp_path,
+        *ASKED,
+        calling("20 + 2", "2 + 20", content="Two ways.", as_text=as_text),
+        told("22"),
+        told("22"),
+        calling("22 + 20", as_text=as_text),
+        told("42"),
+        ANSWER,
+        answer="42",
+    )
+    assert example.messages == (Message("system", "Be brief."), Message("user", "What is 20 plus 22?"))
+    assert (example.demonstration, example.answer) == ("It is 42.", "42")
+
+    def call(expression: str, result: str) -> Call:
+        return Call("calculator", json.dumps({"expression": expression}), result, "ok")
+
+    first = Turn("Two ways.", (call("20 + 2", "22"), call("2 + 20", "22")))
+    assert example.turns == (first, Turn("", (call("22 + 20", "42"),)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([*ASKED, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
+        ([*ASKED, calling("1", "2"), told("1"), ANSWER], "message 5: a call has no result"),
+        ([*ASKED, told("1"), ANSWER], "message 3: a result of a tool that was not called"),
+        ([*ASKED, calling("1"), told("1"), told("2"), ANSWER], "message 5: a result of a tool that was not called"),
+        ([*ASKED, calling("1"), told("1")], "the key 'answer' is missing"),  # with one it is a prompt
+        ([*ASKED, calling("1"), told("1"), ANSWER, ASKED[1]], "the key 'answer' is missing"),
+        ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
+        ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
+        (
+            [*ASKED, {**calling("1"), "tool_calls": "calculator"}, told("1"), ANSWER],
+            "message 3: 'tool_calls' is a list",
+        ),
+        ([*ASKED, calling("\ud800"), told("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
+        ([*ASKED, calling("\ud800", as_text=False), told("1"), ANSWER], "arguments' holds half of a surrogate pair"),
+        ([*ASKED, calling(float("nan")), told("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
+        (
+            [*ASKED, {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, told("1"), ANSWER],
+            "messages 3 tool_calls 1': a call is",
+        ),
+        (
+            [*ASKED, {**calling(), "tool_calls": [{"function": {}}]}, told("1"), ANSWER],
+            "1 name' must be text",
+        ),
+        ([*ASKED, {**calling(), "tool_calls": [None]}, told("1"), ANSWER], "1 name' must be text"),
+        ([*ASKED, calling("1", content=3), told("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
+        ([*ASKED, None, calling("1"), told("1"), ANSWER], "message 3: needs the keys"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], what: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        read_messages(tmp_path, *messages)
+    assert what in str(refusal.value)
+    assert "line 1" in str(refusal.value) or ":1" in str(refusal.value)
+
+
+def test_a_null_instead_of_calls_is_none(tmp_path: Path) -> None:
+    example = read_messages(tmp_path, *ASKED, {**ANSWER, "tool_calls": None}, answer="42")
+    assert (example.turns, example.demonstration) == ((), "It is 42.")

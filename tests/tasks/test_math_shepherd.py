@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import needs_data, real_file, write_rows
+from given_rows import fake_datasets, needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
 from posttrain.tasks.reader import Dropped
+from posttrain.tasks.steps.labelled_steps import first_error, stepwise
 from posttrain.tasks.steps.math_shepherd import align, math_shepherd
 from posttrain.types import Message, Response
 
@@ -45,9 +44,9 @@ def test_a_row(tmp_path: Path) -> None:
 )
 def test_signs(tmp_path: Path, signs: str, labels: tuple[int, ...], error: int | None, score: float) -> None:
     rows = [tagged("q?", "a + b - c", "d", signs=signs)]
-    (example,) = math_shepherd(path=write_rows(tmp_path / "x.jsonl", rows), split="test", step_separator=" ").examples
+    (example,) = math_shepherd(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
     (response,) = example.responses
-    assert (response.text, response.step_labels) == ("Step 1: a + b - c Step 2: d", labels)
+    assert (response.text, response.step_labels) == ("Step 1: a + b - c\nStep 2: d", labels)
     assert (example.meta, response.score) == ({"first_error": error}, score)  # the score is that of the last step
 
 
@@ -114,14 +113,7 @@ def test_what_is_dropped(tmp_path: Path) -> None:
 
 
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
-    asked: list[tuple[Any, ...]] = []
-
-    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, Any]]:
-        asked.append((name, config, split))
-        return [tagged(f"{i % 20}?", "a", signs="+") for i in range(60)]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    asked = fake_datasets(monkeypatch, lambda: [tagged(f"{i % 20}?", "a", signs="+") for i in range(60)])
     train, validation = (math_shepherd(split=s, validation_share=0.3).examples for s in ("train", "validation"))
     assert len(train) + len(validation) == 60
     assert {e.messages for e in train}.isdisjoint(e.messages for e in validation)
@@ -141,3 +133,23 @@ def test_real_rows() -> None:
         assert example.messages[0].content.endswith("?")
         assert "<<" not in example.responses[0].text
         assert "The answer is: " in example.responses[0].steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "score"),
+    [((1, 1), 1.0), ((1, 0), 0.0), ((None, 0), 0.0), ((None, 1), 1.0), ((None, None), 1.0), ((2, 1), 1.0)],
+)
+def test_a_solution_of_steps(labels: tuple[int | None, ...], score: float) -> None:
+    assert stepwise(("a", "b"), labels, "\n") == Response("a\nb", score, ("a", "\nb"), labels)
+
+
+def test_a_given_score() -> None:
+    assert stepwise(("a", "b"), (1, 0), " ", score=1.0) == Response("a b", 1.0, ("a", " b"), (1, 0))
+    assert stepwise(("a", "b"), (1, 1), " ", score=0.0).score == 0.0
+
+
+def test_first_error() -> None:
+    assert first_error([1, 0, None, -1, -1]) == 3
+    assert first_error([-1]) == 0
+    assert first_error([1, 0, None]) is None  # neutral, and not judged: no errors
+    assert first_error([1, 0, 1], wrong=0) == 1

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import needs_data, real_file
+from given_rows import fake_datasets, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences.task import preferences, ultrafeedback
 from posttrain.types import Message, Response
 
 Read = Callable[..., Task]
@@ -37,9 +35,7 @@ def read(tmp_path: Path) -> Read:
     """``read(rows, **options)``: the task over a file of these rows, all of them unless a split is given."""
 
     def build(rows: Sequence[Any], **options: Any) -> Task:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return preferences(path=str(path), **({"split": "test"} | options))
+        return preferences(path=write_rows(tmp_path / "rows.jsonl", rows), **({"split": "test"} | options))
 
     return build
 
@@ -157,11 +153,8 @@ def test_what_teaches_nothing_is_dropped_and_counted(read: Read) -> None:
     [
         (PAIR | {"chosen": 2}, "must both be text, or both lists"),
         (PAIR | {"chosen": said("2")}, "must both be text, or both lists"),
-        (PAIR | {"prompt": 7}, "'prompt' must be a list of messages"),
         (PAIR | {"prompt": turns("1+1?", "2")}, "'prompt' ends with the assistant's message"),
-        (PAIR | {"prompt": "\ud800"}, "half of a surrogate pair"),
         ({"chosen": turns("a"), "rejected": turns("b"), "prompt": "q"}, "must end with the assistant's message"),
-        ({"chosen": [{"role": "bot", "content": "x"}], "rejected": said("y")}, "unknown role 'bot'"),
         ({"chosen": turns("a", "b") + said("c"), "rejected": turns("a", "b") + said("d")}, "follow one another"),
         (PAIR | {"score_chosen": "good", "score_rejected": 1}, "'score_chosen' must be a finite number; got 'good'"),
         (PAIR | {"score_chosen": True, "score_rejected": 1}, "'score_chosen' must be a finite number"),
@@ -194,16 +187,6 @@ def test_sharegpt_pairs(read: Read, form: str) -> None:
         ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "1+1?"),
     ]  # fmt: skip
     assert example.responses == (Response("2", 1.0), Response("3", 0.0))
-
-
-def test_sharegpt_pairs_that_cannot_be_used(read: Read) -> None:
-    good = {"conversations": sharegpt("1+1?"), "chosen": "2", "rejected": "3"}
-    task = read([good, good | {"conversations": sharegpt(" ")}, good | {"conversations": []}])
-    assert task.dropped == {"'conversations' has a blank message": 1, "'conversations' is blank": 1}
-    with pytest.raises(DataError, match="'conversations' ends with the assistant's message"):
-        read([good | {"conversations": sharegpt("1+1?", "2")}])
-    with pytest.raises(DataError, match="message 1: unknown role 'bing'"):
-        read([good | {"conversations": [{"from": "bing", "value": "x"}]}])
 
 
 @pytest.mark.parametrize(
@@ -372,11 +355,6 @@ def test_malformed_steps_are_refused_with_their_line(read: Read, row: dict[str, 
         read([STEPS, row])
 
 
-def test_neutral_is_a_matter_of_two_classes(read: Read) -> None:
-    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
-        read([STEPS], num_classes=3, neutral="good")
-
-
 # --- files and splits ---
 
 
@@ -393,41 +371,16 @@ def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message
         read([row])
 
 
-def test_a_file_without_a_usable_row_says_why(read: Read) -> None:
-    with pytest.raises(DataError, match=r"no row can be used: 2 × 'prompt' is missing, 1 × 'chosen' is blank"):
-        read([{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "c"}, PAIR | {"chosen": ""}])
-    with pytest.raises(DataError, match="no usable examples"):
-        read([])
-
-
-def test_a_prompt_is_never_in_two_splits(read: Read, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i % 50}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(400)]
-    asked = {}
-    for split in ("train", "validation"):
-        examples = read(rows, split=split, validation_share=0.3).examples
-        asked[split] = {e.messages[0].content for e in examples}
-        assert len(examples) == 8 * len(asked[split])  # every row of a prompt
-    assert not asked["train"] & asked["validation"]
-    assert len(asked["train"] | asked["validation"]) == 50
-    assert 5 <= len(asked["validation"]) <= 25
-    entry = registry.find("task", "preferences")
-    assert entry.traits["held_out"] == "validation"
-    with pytest.raises(RecipeError, match=r"task\.path"):
-        entry.bind({}, "task")
-
-
 def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
     rows = [{"messages": turns(f"{i % 60}?", *("a", "b") * (i // 60), "c"), "label": True} for i in range(180)]
     sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation")]
     asked = [{example.messages[0] for example in side} for side in sides]
     assert not asked[0] & asked[1]
     assert [len(side) for side in sides] == [3 * len(side) for side in asked]
-
-
-def test_compressed_files(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(PAIR).encode()))
-    assert len(preferences(path=str(path), split="test").examples) == 1
+    entry = registry.find("task", "preferences")
+    assert entry.traits["held_out"] == "validation"
+    with pytest.raises(RecipeError, match=r"task\.path"):
+        entry.bind({}, "task")
 
 
 @needs_data
@@ -449,3 +402,41 @@ def test_real_rows(name: str, size: int, turns: dict[int, int], last: list[float
     else:
         assert Counter(score for (score,) in scores) == {1.0: 150, 0.0: 149}
     assert all(example.messages[-1].role == "user" for example in task.examples)
+
+
+# --- ultrafeedback ---
+
+RATED = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 8.5, "score_rejected": 4}
+
+
+def test_ultrafeedback_both_forms_of_a_row(tmp_path: Path) -> None:
+    whole = RATED | {"chosen": turns("1+1?", "2"), "rejected": turns("1+1?", "3"), "messages": turns("1+1?", "2")}
+    task = ultrafeedback(path=write_rows(tmp_path / "x.jsonl", [RATED, whole]), split="test")
+    first, second = task.examples
+    assert (first.id, second.id) == ("ultrafeedback/test/1", "ultrafeedback/test/2")
+    for example in task.examples:
+        assert example.messages == (Message("user", "1+1?"),)
+        assert example.responses == (Response("2", 8.5), Response("3", 4.0))
+        assert example.answer is None
+    dropped = ultrafeedback(
+        path=write_rows(tmp_path / "y.jsonl", [RATED, RATED | {"score_chosen": None}]), split="test"
+    ).dropped
+    assert dropped == {"'score_chosen' is missing": 1}
+
+
+def test_ultrafeedback_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_datasets(monkeypatch, lambda: [RATED | {"prompt": f"{i}+1?"} for i in range(50)])
+    splits = ("train", "validation", "test")
+    sizes = [len(ultrafeedback(split=s, validation_share=0.2).examples) for s in splits]
+    assert sizes[0] + sizes[1] == sizes[2] == 50
+    assert 1 <= sizes[1] <= 20
+    assert asked == [("HuggingFaceH4/ultrafeedback_binarized", None, f"{s}_prefs") for s in ("train", "train", "test")]
+
+
+@needs_data
+def test_ultrafeedback_real_rows() -> None:
+    for split, kept, ties in (("train", 811, 99), ("test", 172, 24)):
+        task = ultrafeedback(path=real_file(f"ultrafeedback/{split}"), split="test")
+        assert (len(task.examples), task.dropped) == (kept, {"chosen and rejected have the same score": ties})
+        margins = [example.responses[0].score - example.responses[1].score for example in task.examples]
+        assert min(margins) == 0.5  # the scores are halves

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from given_rows import fake_hub, needs_data, real_file, write_rows
-from test_prm800k_layouts import candidate, published, rated, step
 
 from posttrain.errors import DataError, UsageError
-from posttrain.tasks.steps.prm800k import prm800k
+from posttrain.tasks.reader import Collected
+from posttrain.tasks.reading import Row
+from posttrain.tasks.steps.prm800k import Candidate, Solution, Step, prm800k, read_solutions
 from posttrain.types import Example, Message, Response
+
+PROBLEM = "What is 2 + 3 + 4?"
+
+
+def rated(text: str, rating: int | None, **more: Any) -> dict[str, Any]:
+    return {"text": text, "rating": rating, "flagged": False} | more
+
+
+def step(*completions: dict[str, Any], chosen: int | None = None, human: Any = None) -> dict[str, Any]:
+    return {"completions": list(completions), "chosen_completion": chosen, "human_completion": human}
+
+
+def published(*steps: dict[str, Any], finish: str = "solution", **more: Any) -> dict[str, Any]:
+    """A row as in the published files."""
+    return {
+        "generation": None,
+        "is_quality_control_question": False,
+        "is_initial_screening_question": False,
+        "question": {"problem": PROBLEM, "ground_truth_answer": "9"},
+        "label": {"steps": list(steps), "finish_reason": finish},
+    } | more
+
+
+def candidate(before: Sequence[str], text: str, rating: int | None, **more: Any) -> dict[str, Any]:
+    """A row of one candidate step."""
+    return {"instruction": PROBLEM, "responses": list(before), "next_response": text, "rating": rating} | more
+
+
+def solutions(rows: Sequence[Mapping[str, Any]], collected: Collected | None = None) -> list[Solution]:
+    given = (Row("f.jsonl", line, row) for line, row in enumerate(rows, start=1))
+    return list(read_solutions(given, collected or Collected()))
+
 
 HUMAN = {"text": "by hand", "rating": None, "source": "human"}
 TREE = published(
@@ -25,11 +59,11 @@ TREE = published(
 
 
 def read(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Any:
-    return prm800k(path=write_rows(tmp_path / "x.jsonl", rows), **({"split": "test", "step_separator": " "} | options))
+    return prm800k(path=write_rows(tmp_path / "x.jsonl", rows), **({"split": "test"} | options))
 
 
 def paths(example: Example) -> list[tuple[str, tuple[int | None, ...]]]:
-    return [(response.text, response.step_labels) for response in example.responses]
+    return [(response.text.replace("\n", " "), response.step_labels) for response in example.responses]
 
 
 def test_a_solution_and_the_candidates_beside_it(tmp_path: Path) -> None:
@@ -44,10 +78,13 @@ def test_a_solution_and_the_candidates_beside_it(tmp_path: Path) -> None:
         ("a by hand b d", (None, None, None, 1)),
     ]
     assert [response.score for response in example.responses] == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert example.responses[3] == Response("a y", 0.0, ("a", " y"), (None, 0))
+    assert example.responses[3] == Response("a\ny", 0.0, ("a", "\ny"), (None, 0))
     assert example.meta == {"first_error": 3, "finish": "found_error"}
     assert example.answer is None
     assert task.dropped == {"a candidate step without a rating": 1}
+    assert task.keys["question", "read"] == task.keys["label", "read"] == 1
+    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
+        read(tmp_path, [TREE], num_classes=3, neutral="good")
 
 
 @pytest.mark.parametrize(
@@ -63,14 +100,6 @@ def test_classes(tmp_path: Path, options: dict[str, Any], labels: list[int | Non
     (example,) = read(tmp_path, [TREE], **options).examples
     assert list(example.responses[0].step_labels) == labels
     assert example.meta["first_error"] == 3  # of the ratings, whatever the classes
-
-
-def test_without_alternatives(tmp_path: Path) -> None:
-    task = read(tmp_path, [TREE], alternatives=False)
-    assert [len(example.responses) for example in task.examples] == [1]
-    assert task.dropped == {}
-    with pytest.raises(UsageError, match="with num_classes 3 leave it out"):
-        read(tmp_path, [TREE], num_classes=3, neutral="good")
 
 
 def test_a_step_that_was_rated_before_has_no_label_again(tmp_path: Path) -> None:
@@ -115,15 +144,6 @@ def test_the_end_of_a_solution(tmp_path: Path) -> None:
         read(tmp_path, [published(is_quality_control_question=True)])
 
 
-def test_splits_by_problem(tmp_path: Path) -> None:
-    rows = [candidate([], f"step {i}", 1) | {"instruction": f"problem {i % 20}"} for i in range(60)]
-    train, validation = (read(tmp_path, rows, split=s, validation_share=0.3).examples for s in ("train", "validation"))
-    sides = [{example.messages for example in side} for side in (train, validation)]
-    assert not sides[0] & sides[1]
-    assert len(sides[0] | sides[1]) == 20
-    assert len(train) + len(validation) == 60
-
-
 def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
 
@@ -140,8 +160,9 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         examples = prm800k(split=split, validation_share=0.0).examples  # type: ignore[arg-type]
         expected = {f"prm800k/{split}/phase{p}/{i + 1}": f"{p} {split} {i}" for p in (1, 2) for i in range(2)}
         assert {example.id: example.messages[0].content for example in examples} == expected
-    with pytest.raises(DataError, match=r"hub:no/such/phase1_train.jsonl: cannot be loaded"):
-        prm800k(hub="no/such")
+    fake_hub(monkeypatch, tmp_path, {})
+    with pytest.raises(DataError, match=r"hub:tasksource/PRM800K/phase1_train.jsonl: cannot be loaded"):
+        prm800k()
 
 
 @needs_data
@@ -185,3 +206,156 @@ def test_real_rows_of_both_layouts_agree() -> None:
     assert [e.meta for e in raw.examples if e not in [pair[0] for pair in found]] == [
         {"first_error": 6, "finish": "found_error"}
     ]
+
+
+# --- the two layouts: the same solutions, whichever way they are written ---
+
+EXPECTED = [
+    Step([Candidate("2+3=5.", 1), Candidate("2+3=6.", -1)], chosen=0),
+    Step([Candidate("Hm.", 0), Candidate("5+4=9, by hand.", None)], chosen=1),
+    Step([Candidate("Nine.\n\n# Answer\n\n9", 1)], chosen=0),
+]
+
+
+def test_both_layouts_give_the_same_solution() -> None:
+    (as_published,) = solutions(
+        [
+            published(
+                step(rated("2+3=5.", 1), rated("2+3=6.", -1), chosen=0),
+                step(rated("Hm.", 0), human={"text": "5+4=9, by hand.", "rating": None, "source": "human"}),
+                step(rated("Nine.\n\n# Answer\n\n9", 1), chosen=0),
+            )
+        ]
+    )
+    assert as_published == Solution(1, PROBLEM, EXPECTED, "solution")
+    first, second = "2+3=5.", "5+4=9, by hand."
+    (by_rows,) = solutions(
+        [
+            candidate([], first, 1, is_preferred_response=True),
+            candidate([], "2+3=6.", -1, is_preferred_response=False),
+            candidate([first], "Hm.", 0),
+            candidate([first], second, None, is_human_response=True, is_preferred_response=True),
+            candidate([first, second], "Nine.", 1, is_preferred_response=True, is_solution=True, answer="9"),
+        ]
+    )
+    assert by_rows == Solution(1, PROBLEM, EXPECTED, None)
+
+
+def test_what_was_not_chosen_ends_the_solution() -> None:
+    """The first error of phase 2, and a labeller who gave up: an empty step behind the last one is none."""
+    (found_error,) = solutions([published(step(rated("2+3=6.", -1), rated("2+3=5.", 1)), finish="found_error")])
+    assert found_error.steps == [Step([Candidate("2+3=6.", -1), Candidate("2+3=5.", 1)], None)]
+    assert found_error.finish == "found_error"
+    empty = {"completions": None, "human_completion": None, "chosen_completion": None}
+    (gave_up,) = solutions([published(step(rated("2+3=5.", 1), chosen=0), empty, finish="give_up")])
+    assert gave_up.steps == [Step([Candidate("2+3=5.", 1)], 0)]
+
+
+def test_zero_is_a_rating_and_null_is_none() -> None:
+    (found,) = solutions([published(step(rated("a", 0), rated("b", None), rated("c", -1, flagged=True), chosen=0))])
+    assert [c.rating for c in found.steps[0].candidates] == [0, None, None]
+
+
+def test_solutions_that_are_left_out() -> None:
+    good = step(rated("a", 1), chosen=0)
+    collected = Collected()
+    found = solutions(
+        [
+            published(good),
+            published(good, is_quality_control_question=True),
+            published(good, is_initial_screening_question=True, is_quality_control_question=None),
+            published(good, finish="bad_problem"),
+            published(good, step(rated(" ", 1), chosen=0)),
+            published(good, finish="give_up"),
+        ],
+        collected,
+    )
+    assert [solution.line for solution in found] == [1, 6]
+    assert collected.dropped == {
+        "a quality-control solution, given to every labeller": 1,
+        "a screening solution, given to every labeller": 1,
+        "a problem that the labeller found broken": 1,
+        "a blank step": 1,
+    }
+
+
+def test_rows_of_several_solutions_are_told_apart() -> None:
+    other = {"instruction": "Other?"}
+    rows = [
+        candidate([], "a", 1),
+        candidate(["a"], "b", 1),
+        candidate([], "a", 1),  # the same problem once more
+        candidate([], "x", -1),
+        candidate(["a"], "c", 1),
+        candidate(["a", "c"], "d", -1),
+        candidate(["z"], "e", 1),  # behind a step that is none of those before
+        candidate([], "a", 1) | other,
+        candidate([], "b", 1),  # beside no candidate of this problem
+    ]
+    found = solutions(rows)
+    assert [solution.line for solution in found] == [1, 3, 7, 8, 9]
+    assert [[[c.text for c in s.candidates] for s in solution.steps] for solution in found] == [
+        [["a"], ["b"]],
+        [["a", "x"], ["c"], ["d"]],
+        [["z"], ["e"]],
+        [["a"]],
+        [["b"]],
+    ]
+    assert [[s.chosen for s in solution.steps] for solution in found] == [
+        [0, None],
+        [0, 0, None],
+        [0, None],
+        [None],
+        [None],
+    ]
+    assert found[2].steps[0].candidates == [Candidate("z", None)]  # its rating is not in the file
+
+
+def test_of_equal_candidates_the_preferred_one_goes_on() -> None:
+    rows = [
+        candidate([], "a", -1, is_preferred_response=False),
+        candidate([], "a", 1, is_preferred_response=True),
+        candidate(["a"], "b", 1),
+    ]
+    assert [solution.steps[0].chosen for solution in solutions(rows)] == [1]
+    unmarked = [row | {"is_preferred_response": None} for row in rows]
+    assert [solution.steps[0].chosen for solution in solutions(unmarked)] == [0]
+    # what the next rows say counts for more than the mark
+    marked_elsewhere = [
+        candidate([], "a", 1),
+        candidate([], "b", 1, is_preferred_response=True),
+        candidate(["a"], "c", 1),
+    ]
+    assert [solution.steps[0].chosen for solution in solutions(marked_elsewhere)] == [0]
+
+
+def test_blank_rows_are_counted() -> None:
+    collected = Collected()
+    (found,) = solutions([candidate([], "a", 1), candidate([], " ", 1), candidate(["a", None], "b", 1)], collected)  # type: ignore[list-item]
+    assert collected.dropped == {"a blank step": 2}
+    assert len(found.steps) == 1
+    assert solutions([]) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "q", "completions": []},
+            r"the row has the keys prompt, completions, of neither layout; one needs the published",
+        ),
+        (published(step(rated("a", 2), chosen=0)), "'rating' must be −1, 0, 1 or null; got 2"),
+        (published(step(rated("a", 1), chosen=1)), "step 1: 'chosen_completion' is 1 of 1 completions"),
+        (published(step("a", chosen=0)), "step 1: a completion must be an object"),  # type: ignore[arg-type]
+        (published(question="q"), "'question' must be an object; got 'q'"),
+        (published(question={}), "the key 'problem' is missing"),
+        (published(label={"steps": 3}), "'label' needs 'steps', a list"),
+        (published("a"), r"'label.steps' 1 must be an object"),  # type: ignore[arg-type]
+        (candidate([], "a", 1) | {"responses": "b"}, "'responses' must be a list"),
+        (candidate([], "a", True), "'rating' must be −1, 0, 1 or null; got True"),
+        (candidate([], 5, 1), "'step 1' must be text"),  # type: ignore[arg-type]
+    ],
+)
+def test_malformed_rows_are_refused_with_their_line(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"f\.jsonl:1: {message}"):
+        solutions([row])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from given_rows import needs_data, write_rows
 
 from posttrain.errors import DataError
 from posttrain.graders.grading import Submission, grade
@@ -38,9 +37,7 @@ MBPP = {
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def outcomes(examples: Sequence[Example], texts: Sequence[str | None]) -> list[str]:
@@ -67,18 +64,16 @@ def test_a_row_of_mbpp(tmp_path: Path) -> None:
     path = write(tmp_path, MBPP, MBPP | {"task_id": 11}, MBPP | {"task_id": 602, "test_list": ["assert other(1)"]})
     task = mbpp(path=path)
     (example,) = task.examples
-    assert task.dropped == {"of another split": 1, "tests call no function of the solution": 1}
+    other = "of another split than train (task_id 601 to 974)"
+    assert task.dropped == {other: 1, "tests call no function of the solution": 1}
     assert example.messages[0].content == (
         "Write a function that finds the shared elements.\nYour program should pass this test:\n\n"
         "```python\nassert set(shared((1, 2), (2, 3))) == {2}\n```"
     )
-    both = mbpp(path=path, shown_tests=2).examples[0].messages[0].content
-    assert "pass these tests:" in both
-    assert "isclose" in both
     only_the_first = "```\ndef shared(a, b): return [2]\n```"
     assert outcomes([example] * 3, [example.demonstration, only_the_first, "Yes."]) == ["right", "wrong", "no_answer"]
     assert [e.id for e in mbpp(path=path, split="test").examples] == ["mbpp/test/2"]
-    with pytest.raises(DataError, match=r"no row of the split validation \(task_id 511 to 600\)"):
+    with pytest.raises(DataError, match=r"3 × of another split than validation \(task_id 511 to 600\)"):
         mbpp(path=path, split="validation")
 
 
@@ -100,7 +95,7 @@ def test_rows_that_cannot_be_used(read: Any, row: dict[str, Any], said: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("POSTTRAIN_DATA"), reason="POSTTRAIN_DATA names no folder with real rows")
+@needs_data
 def test_the_solutions_of_the_data_sets_pass_and_empty_ones_do_not() -> None:
     splits = [mbpp(split=split) for split in ("train", "validation", "test")]  # type: ignore[arg-type]
     for examples in (humaneval().examples, [example for task in splits for example in task.examples]):

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from given_rows import write_rows
+from hypothesis import given
+from hypothesis import strategies as st
 
 from posttrain import registry
-from posttrain.errors import DataNotThere, RecipeError
+from posttrain.errors import DataError, DataNotThere, RecipeError
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import build_task, held_out_task
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.reader import _places
+from posttrain.tasks.reader import (
+    Collected,
+    Dropped,
+    _places,
+    answer_text,
+    choose_split,
+    collect,
+    opening_hash,
+    prompt_hash,
+    remove_thinking,
+)
+from posttrain.tasks.reading import Row
 from posttrain.tasks.verifiable.mathematics import gsm8k
+from posttrain.types import Example, Message
 
 MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(1000)))
-    return str(file)
+    return write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(1000)])
 
 
 def test_every_task_says_how_many_examples() -> None:
@@ -44,6 +58,8 @@ def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
     assert set(first) < set(chosen(300))
     assert len(set(first) & set(chosen(100, seed=1))) < 30, "about ten of a hundred"
     assert first != [f"jsonl/test/{n}" for n in range(1, 101)]
+    with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
+        build_task(Word(name="jsonl", path=path, size=0))
 
 
 def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> None:
@@ -61,11 +77,6 @@ def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> No
     assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
 
 
-def test_sizes_that_are_none(path: str) -> None:
-    with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
-        build_task(Word(name="jsonl", path=path, size=0))
-
-
 OWN_FILES = {"jsonl", "preferences"}
 MADE_OF_TASKS = {"mixture"}
 BUNDLED = {"refusals"}  # their prompts come with the package
@@ -78,16 +89,13 @@ def test_every_task_says_where_its_rows_are_to_be_had() -> None:
         assert place["url"].startswith("https://"), name
         assert place["licence"], name
         assert place["get"].split()[0] in ("curl", "hf", "git", "posttrain"), name
-        hub = registry.find("task", name).options_model().model_fields.get("hub")
-        assert hub is None or hub.default in f"{place['url']} {place['get']}", name
         for option in place.get("also", {}):
             assert option in registry.find("task", name).options_model().model_fields, name
 
 
 def write_gsm8k(file: Path, n: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"question": f"{i} + 1?", "answer": f"Count.\n#### {i + 1}"} for i in range(n)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, [{"question": f"{i} + 1?", "answer": f"Count.\n#### {i + 1}"} for i in range(n)])
 
 
 def test_files_are_looked_for_by_name_in_the_folder_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +121,7 @@ def test_a_second_file_comes_from_the_same_folder(tmp_path: Path, monkeypatch: p
     for split in ("train", "test"):
         dialogues = [f"\n\nHuman: {split} {i}?\n\nAssistant: " for i in range(20)]
         rows = [{"chosen": f"{d}Yes.", "rejected": f"{d}No."} for d in dialogues]
-        (tmp_path / "hh_rlhf" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "hh_rlhf" / f"{split}.jsonl", rows)
     mixed = build_task(Word(name="hh_rlhf", test_share=0.5))
     assert {example.meta["source"] for example in mixed.examples} == {"train", "test"}
 
@@ -128,3 +136,148 @@ def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.M
         build_task(Word(name="gsm8k_solutions"))
     with pytest.raises(DataNotThere, match=r"no such file.*jsonl reads a file of yours: name it as task.path, or by"):
         jsonl(path=str(tmp_path / "nothere.jsonl"))
+
+
+# --- rows that are left out ---
+
+
+def rows(*numbers: int) -> Iterator[Row]:
+    return (Row("f", line, {"x": number}) for line, number in enumerate(numbers, start=1))
+
+
+def read(row: Row) -> Example:
+    if row.data["x"] < 0:
+        raise Dropped("negative")
+    if row.data["x"] == 0:
+        raise Dropped("zero")
+    return Example("", (Message("user", str(row.data["x"])),))
+
+
+def test_what_is_left_keeps_its_order_and_the_rest_is_counted() -> None:
+    found = collect(rows(3, -1, 2, 0, -5), read, "f", name="e")
+    assert [example.id for example in found.examples] == ["e/1", "e/3"]
+    assert found.dropped == {"negative": 2, "zero": 1}
+
+
+def test_nothing_left_is_refused_with_the_reasons() -> None:
+    with pytest.raises(
+        DataError, match=r"^f: no row can be used: 2 × negative, 1 × zero\. `posttrain explain TASK` says "
+    ):
+        collect(rows(-1, 0, -2), read, "f")
+    assert collect(rows(), read, "f").examples == []  # an empty file is for the splits to refuse
+    Collected(dropped=Counter()).require_examples("f")
+    with pytest.raises(
+        DataError, match=r"^f: no usable examples in it; give a file with rows$"
+    ):  # a task without splits
+        collect(rows(), read, "f").as_task("x", "f")
+
+
+# --- splits: disjoint by prompt, chosen by its text alone ---
+
+
+def ask(text: str, number: int = 0) -> Example:
+    return Example(f"x/{number}", (Message("user", text),), answer="1")
+
+
+def test_the_hash_is_fixed_for_all_time() -> None:
+    """A changed hash would leak yesterday's training questions into today's validation set."""
+    assert prompt_hash(ask("How many shells?")) == pytest.approx(0.5487432984527636, abs=1e-12)
+    assert prompt_hash(ask("a")) != prompt_hash(Example("x", (Message("system", "a"),)))
+    assert prompt_hash(ask("a", 1)) == prompt_hash(ask("a", 2))
+
+
+def test_shares_and_order() -> None:
+    examples = [ask(f"question {i}", i) for i in range(4000)]
+    train, validation = (choose_split(examples, split, 0.05, "f") for split in ("train", "validation"))
+    assert len(train) + len(validation) == 4000
+    assert 160 <= len(validation) <= 240, "four standard deviations around 200"
+    assert {e.id for e in train}.isdisjoint(e.id for e in validation)
+    assert [e.id for e in validation] == sorted((e.id for e in validation), key=lambda i: int(i[2:]))
+    assert choose_split(examples, "test", 0.05, "f") == examples
+
+
+def test_a_prompt_keeps_its_side_when_rows_come_or_go() -> None:
+    examples = [ask(f"question {i}", i) for i in range(1000)]
+    before = {e.id for e in choose_split(examples, "validation", 0.1, "f")}
+    after = {e.id for e in choose_split(examples[::2], "validation", 0.1, "f")}
+    assert after == {i for i in before if int(i[2:]) % 2 == 0}
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from([0.001, 0.05, 0.5, 0.999]))
+def test_small_files_fill_both_sides_and_share_no_prompt(prompts: list[str], share: float) -> None:
+    examples = [ask(text, i) for i, text in enumerate(prompts)]
+    if len(set(prompts)) == 1:
+        with pytest.raises(DataError, match="only one distinct prompt"):
+            choose_split(examples, "train", share, "f")
+        return
+    train, validation = (choose_split(examples, split, share, "f") for split in ("train", "validation"))
+    assert train
+    assert validation
+    assert len(train) + len(validation) == len(examples)
+    assert {e.messages for e in train}.isdisjoint(e.messages for e in validation)
+
+
+def test_nothing_held_out() -> None:
+    examples = [ask("a"), ask("b")]
+    assert choose_split(examples, "train", 0.0, "f") == examples
+    with pytest.raises(DataError, match=r"set task.validation_share above 0"):
+        choose_split(examples, "validation", 0.0, "f")
+    with pytest.raises(DataError, match="f: no usable examples"):
+        choose_split([], "train", 0.05, "f")
+
+
+def test_the_opening_is_all_up_to_the_first_user_message() -> None:
+    def asked(*turns: tuple[str, str]) -> Example:
+        return Example("x", tuple(Message(role, content) for role, content in turns))
+
+    system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
+    alone = asked(first)
+    assert opening_hash(alone) == opening_hash(asked(first, answer, second)) == prompt_hash(alone)
+    assert opening_hash(asked(system, first)) == opening_hash(asked(system, first, answer, second))
+    assert len({opening_hash(asked(*turns)) for turns in ((first,), (system, first), (second,), (system,))}) == 4
+    examples = [asked(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
+    sides = [choose_split(examples, split, 0.2, "f", opening_hash) for split in ("train", "validation")]
+    openings = [{example.messages[0] for example in side} for side in sides]
+    assert not openings[0] & openings[1]
+    assert [len(side) for side in sides] == [3 * len(side) for side in openings]
+
+
+# --- thinking is removed whole, or the answer is left out ---
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("It is 5.", "It is 5."),
+        ("  It is 5.\n", "It is 5."),
+        ("<think>2 + 3</think>It is 5.", "It is 5."),
+        ("<think>\n2 + 3\n</think>\n\nIt is 5.\n", "It is 5."),
+        ("<think></think>5", "5"),
+        ("So: <think>2</think>five<think>3</think>.", "So: five."),
+        ("<think>a <think>b</think> c</think>5", "5"),  # what stands behind an inner block is thinking as well
+        ("2 + 3 it is</think>5", "5"),  # opened in the prompt
+        ("a</think>b</think>5", "5"),
+        ("a</think>b <think>c</think>5", "b 5"),
+        ("<think>all of it</think>", ""),
+        ("<think>cut off", None),
+        ("5<think>cut off", None),
+        ("<think>a<think>b</think>5", None),
+        ("<thinking>a</thinking>5", "<thinking>a</thinking>5"),
+        ("< think>a</think >5", "< think>a</think >5"),
+    ],
+)
+def test_remove_thinking(text: str, answer: str | None) -> None:
+    assert remove_thinking(text) == answer
+
+
+def test_answer_text_without_thinking_or_dropped() -> None:
+    assert answer_text(" <think>a</think> 5", strip_thinking=False) == " <think>a</think> 5"
+    assert answer_text(" <think>a</think> 5", strip_thinking=True) == "5"
+    with pytest.raises(Dropped, match=r"^a <think> that never closes$"):
+        answer_text("<think>a", strip_thinking=True)
+    with pytest.raises(Dropped, match=r"^an answer of nothing but thinking$"):
+        answer_text("<think>a</think> ", strip_thinking=True)
+
+
+def test_a_long_text_takes_no_longer_than_its_length() -> None:
+    assert remove_thinking("<think>x</think>y" * 100_000) == "y" * 100_000

@@ -7,17 +7,17 @@ import json
 import sys
 import types
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from given_rows import fake_datasets, write_rows
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import jsonl
 from posttrain.tasks.preferences.task import preferences
-from posttrain.tasks.reading import Row, read_file, read_hub, read_hub_file
+from posttrain.tasks.reading import Row, read_file, read_hub_file
 from posttrain.tasks.verifiable.mathematics import svamp
 from posttrain.types import Message
 
@@ -129,14 +129,13 @@ def test_what_is_kept_as_it_is_can_be_written_again() -> None:
     ("read", "row"),
     [
         (svamp, {"Body": "Ann has 1.", "Question": "How many?", "Answer": 1, "Type": "\ud800"}),
-        (partial(jsonl, meta_keys=["kind"]), {"prompt": "1?", "answer": 1, "kind": ["\ud800"]}),
+        (jsonl, {"prompt": "1?", "answer": 1, "kind": ["\ud800"]}),
         (preferences, {"prompt": "1?", "chosen": "1", "rejected": "2", "meta": {"kind": "\ud800"}}),
     ],
 )
 def test_no_task_keeps_half_a_character(read: Callable[..., Task], row: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match="half of a surrogate pair"):
-        list(read(path=str(tmp_path / "rows.jsonl"), split="test").examples)
+        read(path=write_rows(tmp_path / "rows.jsonl", [row]), split="test")
 
 
 def test_an_answer_may_be_a_number() -> None:
@@ -180,26 +179,16 @@ def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(MissingExtra, match=r"reading x.parquet needs .*'pyarrow'.*pip install -e '.*\[tasks\]'"):
         list(read_file(tmp_path / "x.parquet"))
     with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*pip install .*\[tasks\]"):
-        list(read_hub("a/b", None, "train"))
+        list(read_file("hf:a/b"))
 
 
-def test_the_hub_by_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:
-        asked.append((name, config, split))
-        if name == "no/such":
-            raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub")
-        return [{"a": "one"}, {"b": "two"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    rows = list(read_hub("openai/gsm8k", "main", "test"))
+def test_the_hub_names_the_row_and_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_datasets(monkeypatch, lambda: [{"a": "one"}, {"b": "two"}])
+    rows = list(read_file("hf:openai/gsm8k:main@test"))
     assert asked == [("openai/gsm8k", "main", "test")]
     assert [row.data for row in rows] == [{"a": "one"}, {"b": "two"}]
     with pytest.raises(DataError, match=r"hub:openai/gsm8k/main/test:2: the key 'a' is missing"):
         rows[1].text("a")
-    with pytest.raises(DataError, match=r"hub:no/such/train: cannot be loaded .*doesn't exist.* give a local file"):
-        list(read_hub("no/such", None, "train"))
 
 
 def test_messages_of_sharegpt_and_single_messages() -> None:

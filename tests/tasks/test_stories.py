@@ -59,19 +59,6 @@ def test_every_number_of_the_working_stands_in_the_story_or_was_just_worked_out(
             known.add(str(result))
 
 
-def test_a_story_worked_by_hand() -> None:
-    example = next(
-        e
-        for e in stories(families=["shop"], min_steps=2, max_steps=2).examples
-        if "from a purse" in e.messages[0].content
-    )
-    price, amount, purse = (int(n) for n in re.findall(r"\d+", example.messages[0].content)[:3])
-    assert example.answer == str(purse - price * amount)
-    assert example.solution == (
-        f"{price} * {amount} = {price * amount}. {purse} - {price * amount} = {purse - price * amount}."
-    )
-
-
 def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None:
     seen: dict[str, set[tuple[tuple[object, ...], ...]]] = {}
     for split, size in (("train", 30_000), ("validation", 6000), ("test", 6000)):

@@ -15,7 +15,8 @@ from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import wilson_interval
 from posttrain.recipes.recipe import Recipe, validate_recipe
-from posttrain.render import encode_plain, encode_prompt, encode_response, end_id, r1_zero
+from posttrain.render import encode_plain, encode_prompt, encode_response, end_id
+from posttrain.render.words import r1_zero
 from posttrain.store.metrics import MetricsLog
 from posttrain.tasks.base import Task
 from posttrain.train.build import Parts, prepare

@@ -95,7 +95,9 @@ def check_data(recipe: Recipe) -> None:
 
     Raises:
         DataError: a file or row that a run would refuse.
+        UsageError: conversations in which nothing is trained.
     """
+    from posttrain.render.rows import refuse_untrained
     from posttrain.tasks.reading import HUB
 
     words, lines = {"task": recipe.task}, dict[str, None]()
@@ -106,7 +108,10 @@ def check_data(recipe: Recipe) -> None:
         if not paths or any(path.startswith(HUB) for path in paths):
             continue
         try:
-            lines |= dict.fromkeys(build_task(named, key).notices)
+            task = build_task(named, key)
+            if key == "task" and recipe.data is not None:
+                refuse_untrained(task.name, task.examples, recipe.data.train_on or "assistant")
+            lines |= dict.fromkeys(task.notices)
         except (DataNotThere, MissingExtra) as error:
             lines[f"{key}: {error}"] = None
     for line in lines:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
 from posttrain.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
 from posttrain.render.template import Template, end_id, stop_ids
-from posttrain.render.turns import render_pieces
+from posttrain.render.turns import probed, render_pieces
 from posttrain.types import Example, Message
 
 _OPENED = re.compile(r"<think>\s*\Z")
-_LEADS: WeakKeyDictionary[Any, dict[str, tuple[str, tuple[str, str]]]] = WeakKeyDictionary()
 _LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
 
 
@@ -136,12 +134,8 @@ def _leads(tokenizer: Any, template: Template, variables: Mapping[str, Any]) -> 
 
     Only what holds a marker: white space before an answer is the model's own.
     """
-    settings = {key: value for key, value in {**template.variables, **variables}.items() if key != "tools"}
-    key = repr((tokenizer.chat_template, sorted(settings.items(), key=lambda item: item[0])))
-    known = _LEADS.setdefault(tokenizer, {})
-    if key not in known:
-        known[key] = _probe(tokenizer, settings)
-    return known[key]
+    own = {**template.variables, **variables}
+    return probed(tokenizer, "leads", own, lambda settings: _probe(tokenizer, settings))
 
 
 def _probe(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:

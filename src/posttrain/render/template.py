@@ -28,8 +28,6 @@ class Template:
         extract: the answer in a graded text (opening + completion), or None.
         chat: the prompt is written by the tokenizer's chat template: a response ends with the end
             of the turn.
-        own_start: the prompt itself spells out whatever must come first (BOS); otherwise the ids that the
-            tokenizer puts in front of any text are added.
         variables: what the chat template is passed.
         frame: what stands before and behind a reply to a turn, where there is no chat template (trusted).
         quote: makes a text safe to stand there, where it could look like the start of a turn.
@@ -46,17 +44,12 @@ class Template:
     response: Callable[[Example], list[Piece]]
     extract: Callable[[str], str | None]
     chat: bool = False
-    own_start: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     frame: tuple[str, str] = ("\n", "\n")
     quote: Callable[[str], str] = str
     system: str = ""
     space: str = ""
     turns: Literal["rendered", "apart", "last"] = "apart"
-
-    def respond(self, example: Example) -> str:
-        """The demonstration as text, without the end token."""
-        return "".join(piece.text for piece in self.response(example))
 
 
 def prompt_pieces(
@@ -96,10 +89,9 @@ def encode_prompt(
         UsageError: no messages, a blank one, an unknown role, or no chat template where one is needed.
     """
     ids = encode_pieces(tokenizer, prompt_pieces(tokenizer, template, messages, variables or {}))
-    leading = list(markers_of(tokenizer).leading)
-    if not template.own_start and ids[: len(leading)] != leading:
-        ids = leading + ids
-    return ids
+    # a chat template and a document spell out whatever must come first (BOS)
+    leading = [] if template.chat or template.name == "document" else list(markers_of(tokenizer).leading)
+    return ids if ids[: len(leading)] == leading else leading + ids
 
 
 def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:

@@ -6,20 +6,18 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
 from posttrain.render.calls import HERMES, TAGGED, CallForm, Parameters
 from posttrain.render.encoding import markers_of
 from posttrain.render.template import Template
-from posttrain.render.turns import render_dicts, turn_end
+from posttrain.render.turns import probed, render_dicts, turn_end
 
 _NAMES, _KEYS, _VALUES = ("zqnamea", "zqnameb"), ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
 _TEXT, _QUESTION = "zqtext", "zqquestion"
 _DECODER = json.JSONDecoder()
 _CUT_TAG = re.compile(r"<[^<>\s]*\Z")
 _EMPTY_THINKING = re.compile(r"\A(?:<think>)?\s*</think>\s*")
-_FORMS: WeakKeyDictionary[Any, dict[str, CallForm]] = WeakKeyDictionary()
 
 Arguments = dict[str, str]
 
@@ -31,13 +29,8 @@ def call_form(tokenizer: Any, template: Template) -> CallForm:
     """
     if not template.chat or not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
         return TAGGED
-    variables = {key: value for key, value in template.variables.items() if key != "tools"}
-    key = repr((tokenizer.chat_template, sorted(variables.items(), key=lambda item: item[0])))
-    known = _FORMS.setdefault(tokenizer, {})
-    if key not in known:
-        hermes = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
-        known[key] = _learn(tokenizer, variables) or hermes
-    return known[key]
+    default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
+    return probed(tokenizer, "form", template.variables, lambda settings: _learn(tokenizer, settings) or default)
 
 
 def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from posttrain.errors import UsageError
@@ -27,9 +27,9 @@ ROLES = ("system", "user", "assistant", "tool")
 _OPEN, _CLOSE = "\ue0f1", "\ue0f2"
 _MARK = re.compile(f'({_OPEN}|\\\\ue0f1)(\\d+)(\\\\?"|)({_CLOSE}|\\\\ue0f2)')
 _PAD = " "
-_ENDS: WeakKeyDictionary[Any, tuple[str, int | None]] = WeakKeyDictionary()
-_CALLS: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
+_PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 Dicts = list[dict[str, Any]]
+Found = TypeVar("Found")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -145,19 +145,18 @@ def render_pieces(
 
 def _in_its_form(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
     """The messages with their calls as the chat template can show them, told by a short conversation of our own."""
-    known = _CALLS.get(tokenizer)
-    if known is None or known[0] != tokenizer.chat_template:
-        call = Call("f", '{"a": "b"}', "", "ok")
-        calling = Message("assistant", "", calls=(call,))
+
+    def find(settings: Mapping[str, Any]) -> str:
+        calling = Message("assistant", "", calls=(Call("f", '{"a": "b"}', "", "ok"),))
         asked = [Message("user", "q"), calling, Message("tool", "r"), Message("assistant", "s")]
-        form = "user"
         for name, probe in (("own", asked), ("tool", spell_calls(asked))):
             with suppress(UsageError):
-                _Sheet(tokenizer, "", {k: v for k, v in variables.items() if k != "tools"}).render(probe, prompt=False)
-                form = name
-                break
-        known = _CALLS[tokenizer] = (tokenizer.chat_template, form)
-    return messages if known[1] == "own" else spell_calls(messages, results=known[1])
+                _Sheet(tokenizer, "", settings).render(probe, prompt=False)
+                return name
+        return "user"
+
+    form = probed(tokenizer, "calls", variables, find)
+    return messages if form == "own" else spell_calls(messages, results=form)
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
@@ -365,26 +364,31 @@ def turn_end(tokenizer: Any) -> int | None:
     Raises:
         UsageError: no chat template.
     """
-    template = tokenizer.chat_template
-    known = _ENDS.get(tokenizer)
-    if known is not None and known[0] == template:
-        return known[1]
-    rendered = _render(tokenizer, ["user", "assistant"], {}, prompt=False)
-    _, _, tail = rendered.partition(mark(1))
-    end = next((index for _, _, index in markers_of(tokenizer).find(tail)), None)
-    _ENDS[tokenizer] = (template, end)
-    return end
+
+    def find(settings: Mapping[str, Any]) -> int | None:
+        turns = [(role, f"{_PAD}{mark(number)}{_PAD}") for number, role in enumerate(("user", "assistant"))]
+        _, _, tail = render_history(tokenizer, turns, settings, prompt=False).partition(mark(1))
+        return next((index for _, _, index in markers_of(tokenizer).find(tail)), None)
+
+    return probed(tokenizer, "end", {}, find)
+
+
+def probed(
+    tokenizer: Any, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
+) -> Found:
+    """What ``find`` reads off the chat template with these variables but the tools, computed once for each of them."""
+    settings = {key: value for key, value in variables.items() if key != "tools"}
+    key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
+    known = _PROBED.setdefault(tokenizer, {})
+    if key not in known:
+        known[key] = find(settings)
+    found: Found = known[key]
+    return found
 
 
 def mark(number: int) -> str:
     """A placeholder for a content."""
     return f"{_OPEN}{number}{_CLOSE}"
-
-
-def _render(tokenizer: Any, roles: Sequence[str], variables: Mapping[str, Any], *, prompt: bool) -> str:
-    """The chat template's text for messages whose contents are placeholders."""
-    turns = [(role, f"{_PAD}{mark(number)}{_PAD}") for number, role in enumerate(roles)]
-    return render_history(tokenizer, turns, variables, prompt=prompt)
 
 
 def render_history(
@@ -408,7 +412,7 @@ def render_dicts(tokenizer: Any, rows: Dicts, variables: Mapping[str, Any], *, p
     if not tokenizer.chat_template:
         raise UsageError(
             "the tokenizer has no chat template. Choose a prompt.template that needs none (plain, r1_zero, boxed, "
-            "dialogue for several turns, or xml_reasoning with `chat: false`), or a model that has one"
+            "dialogue for several turns), or a model that has one"
         )
     try:
         rendered = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from posttrain.errors import UsageError
@@ -63,50 +63,28 @@ def behind_thinking(text: str) -> str | None:
     return text
 
 
-def last_number_said(text: str) -> str | None:
-    """The last number of what follows the thinking."""
-    rest = behind_thinking(text)
-    return None if rest is None else last_number(rest)
-
-
 def boxed_answer(text: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``; a blank one is no answer."""
     answer = last_boxed(text)
     return None if answer is None or is_blank(answer) else answer
 
 
-def chat_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, or else the last number, of what follows the thinking.
+def answer_behind_thinking(text: str, *ways: Callable[[str], str | None]) -> str | None:
+    """What the first way finds that finds anything in what follows the thinking.
 
     Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
     off and has no answer.
     """
     rest = behind_thinking(text)
-    return None if rest is None else _first_complete(rest, "answer") or last_number(rest)
+    return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
 
 
-def written_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, else the last box, else the last number, of what follows the thinking."""
-    rest = behind_thinking(text)
-    return None if rest is None else _first_complete(rest, "answer") or boxed_answer(rest) or last_number(rest)
+_FIRST_TAGGED = partial(_first_complete, tag="answer")
 
 
-def boxed_behind_thinking(text: str) -> str | None:
-    """The last complete box of a text whose thinking has ended."""
-    return None if behind_thinking(text) is None else boxed_answer(text)
-
-
-def split_thinking(text: str) -> tuple[str, str] | None:
-    """(thinking, what follows it) of a response that is thought before it is said, in either pair of tags.
-
-    The opening tag may be missing, for in some formats it ends the prompt. None where no thinking closes.
-    """
-    closing = _CLOSING.search(text)
-    if closing is None:
-        return None
-    opening = _OPENING.match(text)
-    start = opening.end() if opening is not None and opening[1] == closing[1] else 0
-    return text[start : closing.start()], text[closing.end() :]
+def chat_answer(text: str) -> str | None:
+    """The first complete ``<answer>``, or else the last number, of what follows the thinking."""
+    return answer_behind_thinking(text, _FIRST_TAGGED, last_number)
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -116,12 +94,13 @@ def split_response(text: str) -> tuple[str, str | None]:
     it is the ``<answer>`` that follows the reasoning, the last box (which stays in the reasoning), or what the last
     line gives as the answer (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
     """
-    parts = split_thinking(text)
-    if parts is not None:
-        thinking, said = parts
+    opening, closing = _OPENING.match(text), _CLOSING.search(text)
+    if closing is not None:  # the opening tag may be missing, where it ends the prompt
+        start = opening.end() if opening is not None and opening[1] == closing[1] else 0
+        said = text[closing.end() :]
         answer = _first_complete(said, "answer") or boxed_answer(said)
-        return thinking.strip(), answer or (None if is_blank(said) else said.strip())
-    if _OPENING.match(text):
+        return text[start : closing.start()].strip(), answer or (None if is_blank(said) else said.strip())
+    if opening is not None:
         return text.strip(), None
     tagged = _first_complete(text, "answer")
     if tagged is not None:
@@ -138,7 +117,7 @@ def split_response(text: str) -> tuple[str, str | None]:
 # Conversations as plain text, for models without turn markers: ``User: …``, one paragraph for each message.
 # Here the marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
 # look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with ``From``.
-# Quoting can be undone exactly: ``style.read(style.write(messages)) == messages``.
+# Quoting can be undone exactly (tests/render/test_dialogue.py).
 
 # What a reader may take for the end of a line, and for space within one.
 _BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
@@ -147,21 +126,11 @@ _SPACE = rf"(?:(?!{_BREAK})\s)*"
 
 @dataclass(frozen=True)
 class Dialogue:
-    """How turns are written: the name of each role, and what stands between two turns (it ends a line)."""
+    """How turns are written: the names of user and assistant, and what stands between two turns (it ends a line)."""
 
-    system: str = "System"
-    user: str = "User"
-    assistant: str = "Assistant"
-    separator: str = "\n"
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """Role to name."""
-        return {"system": self.system, "user": self.user, "assistant": self.assistant}
-
-    @cached_property
-    def _looks_like_a_turn(self) -> str:
-        return rf">*{_SPACE}(?:{'|'.join(map(re.escape, self.names.values()))}){_SPACE}:"
+    user: str
+    assistant: str
+    separator: str
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """One paragraph per message; the names are trusted, the contents are not.
@@ -170,40 +139,21 @@ class Dialogue:
             UsageError: no messages, a blank one, an unknown role, or the last is the assistant's.
         """
         check_messages(messages)
+        names = {"system": "System", "user": self.user, "assistant": self.assistant}
         pieces: list[Piece] = []
         for number, message in enumerate(spell(messages)):
-            name = Piece(f"{self.separator if number else ''}{self.names[message.role]}: ", trusted=True)
-            pieces += [name, Piece(self.quote(message.content), trusted=False)]
+            pieces.append(_ours(f"{self.separator if number else ''}{names[message.role]}: "))
+            pieces.append(_theirs(self.quote(message.content)))
         return pieces
-
-    def write(self, messages: Sequence[Message]) -> str:
-        """The text of ``pieces``."""
-        return "".join(piece.text for piece in self.pieces(messages))
-
-    def read(self, text: str) -> tuple[Message, ...]:
-        """Who said what in a text that ``write`` wrote.
-
-        Raises:
-            ValueError: the text does not begin with a turn.
-        """
-        roles = {name: role for role, name in self.names.items()}
-        known = "|".join(map(re.escape, roles))
-        starts = list(re.finditer(rf"(?:\A|{re.escape(self.separator)})({known}): ", text))
-        if not starts or starts[0].start() != 0:
-            raise ValueError(f"a dialogue begins with one of {', '.join(f'{name}: ' for name in roles)}")
-        ends = [match.start() for match in starts[1:]] + [len(text)]
-        quoted = re.compile(f"({_BREAK})>(?={self._looks_like_a_turn})", re.IGNORECASE)
-        return tuple(
-            Message(roles[match[1]], quoted.sub(r"\1", text[match.end() : end]))
-            for match, end in zip(starts, ends, strict=True)
-        )
 
     def quote(self, content: str) -> str:
         """``content`` with ``>`` before each line that looks like the start of a turn (``Assistant: …``)."""
-        return re.sub(f"({_BREAK})(?={self._looks_like_a_turn})", r"\1>", content, flags=re.IGNORECASE)
+        start = rf">*{_SPACE}(?:System|{self.user}|{self.assistant}){_SPACE}:"
+        return re.sub(f"({_BREAK})(?={start})", r"\1>", content, flags=re.IGNORECASE)
 
 
-PARAGRAPHS = Dialogue()
+PARAGRAPHS = Dialogue("User", "Assistant", "\n")
+TRANSCRIPT = Dialogue("Human", "Assistant", "\n\n")
 
 
 R1_ZERO_PREAMBLE = (
@@ -254,23 +204,16 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
 
 
 @register("template")
-def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
+def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
     """A system prompt asks for ``<reasoning>`` and ``<answer>`` blocks, each tag on a line of its own.
 
-    The answer is the first complete ``<answer>`` after the first ``</reasoning>``.
+    The answer is the first complete ``<answer>`` after the first ``</reasoning>``. Needs a chat template.
 
     Args:
         system: the system message (trusted). May be empty.
-        chat: render with the tokenizer's chat template; ``false`` writes plain paragraphs for a
-            model that has none.
 
     Source: the format of the widely shared GSM8K GRPO notebooks; the wording is ours.
     """
-
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
-        if chat:
-            return chat_pieces(messages, tokenizer, system, variables)
-        return [_ours(f"{system}\n\n" if system else ""), *PARAGRAPHS.pieces(messages), _ours("\nAssistant:\n")]
 
     def response(example: Example) -> list[Piece]:
         solution, answer = _parts_of(example)
@@ -279,18 +222,8 @@ def xml_reasoning(*, system: str = XML_SYSTEM, chat: bool = True) -> Template:
         return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
 
     extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
-    return Template(
-        "xml_reasoning",
-        "",
-        ("reasoning", "answer"),
-        prompt,
-        response,
-        extract,
-        chat=chat,
-        own_start=chat,
-        frame=("\nUser: ", "\nAssistant:\n"),
-        quote=str if chat else PARAGRAPHS.quote,
-    )
+    tags = ("reasoning", "answer")
+    return Template("xml_reasoning", "", tags, _asking(system, chat=True), response, extract, chat=True)
 
 
 @register("template")
@@ -307,10 +240,8 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
-        if chat:
-            return chat_pieces(messages, tokenizer, instruction, variables)
-        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+    def extract(text: str) -> str | None:
+        return None if behind_thinking(text) is None else boxed_answer(text)
 
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
@@ -323,7 +254,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
             return [_theirs(example.solution)]
         return [_theirs(example.solution), *_box("\n", answer)]
 
-    return Template("boxed", "", (), prompt, response, boxed_behind_thinking, chat=chat, own_start=chat)
+    return Template("boxed", "", (), _asking(instruction, chat), response, extract, chat=chat)
 
 
 @register("template")
@@ -342,18 +273,13 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = None) -> list[Piece]:
-        if chat:
-            return chat_pieces(messages, tokenizer, instruction, variables)
-        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
-
     def response(example: Example) -> list[Piece]:
         return [_theirs(example.demonstration or example.solution or _answer_of(example))]
 
     def extract(text: str) -> str | None:
         return None if behind_thinking(text) is None else last_program(text)
 
-    return Template("code", "", (), prompt, response, extract, chat=chat, own_start=chat)
+    return Template("code", "", (), _asking(instruction, chat), response, extract, chat=chat)
 
 
 @register("template")
@@ -371,11 +297,6 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
             prints today's date renders other prompts every day: give it its date variable here.
     """
 
-    own = variables or {}
-
-    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
-        return chat_pieces(messages, tokenizer, system, variables)
-
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
             return [_theirs(example.demonstration)]
@@ -384,8 +305,10 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
         return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
 
-    own_way: dict[str, Any] = {"variables": own, "system": system, "turns": "rendered"}
-    return Template("chat", "", (), prompt, response, chat_answer, chat=True, own_start=True, **own_way)
+    own = variables or {}
+    prompt = _asking(system, chat=True, own=own)
+    way: dict[str, Any] = {"variables": own, "system": system, "turns": "rendered"}
+    return Template("chat", "", (), prompt, response, chat_answer, chat=True, **way)
 
 
 @register("template")
@@ -396,55 +319,40 @@ def plain() -> Template:
     that are no numbers are never found: use another template for them.
     """
 
-    def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
-        return [*_bare(messages), _ours("\n")]
-
     def response(example: Example) -> list[Piece]:
         if example.demonstration is not None:
             return [_theirs(example.demonstration)]
         reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
         return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
-    return Template("plain", "", (), prompt, response, last_number_said)
+    def extract(text: str) -> str | None:
+        return answer_behind_thinking(text, last_number)
+
+    return Template("plain", "", (), _asking("", chat=False), response, extract)
 
 
 @register("template")
-def dialogue(*, user: str = "Human", assistant: str = "Assistant", separator: str = "\n\n") -> Template:
+def dialogue() -> Template:
     """A transcript, for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
 
     It ends with the assistant's name, behind which the model goes on; a demonstration is the solution, or else the
     answer. The whole reply is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
 
-    Args:
-        user, assistant: the names of the two.
-        separator: stands between two turns; it ends a line.
-
     Source: the transcripts of HH-RLHF (Bai et al. 2022).
-
-    Raises:
-        UsageError: equal or blank names, or a separator that does not end a line.
     """
-    if not user.strip() or not assistant.strip() or len({n.casefold() for n in ("System", user, assistant)}) < 3:
-        raise UsageError(
-            f"template dialogue: user and assistant need names that differ (not System); got {user!r}, {assistant!r}"
-        )
-    if not separator.endswith("\n"):
-        raise UsageError(f"template dialogue: separator must end a line, as '\\n' does; got {separator!r}")
-    style = Dialogue(user=user, assistant=assistant, separator=separator)
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
-        return [*style.pieces(messages), _ours(f"{separator}{assistant}:")]
+        return [*TRANSCRIPT.pieces(messages), _ours("\n\nAssistant:")]
 
     def response(example: Example) -> list[Piece]:
         text = example.demonstration or example.solution or _answer_of(example)
         return [_ours("" if text[0].isspace() else " "), _theirs(text)]
 
-    frame = (f"{separator}{user}: ", f"{separator}{assistant}:")
-
     def extract(text: str) -> str | None:
         return None if is_blank(text) or behind_thinking(text) is None else text.strip()
 
-    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=style.quote, space=" ")
+    frame = ("\n\nHuman: ", "\n\nAssistant:")
+    return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=TRANSCRIPT.quote, space=" ")
 
 
 @register("template")
@@ -469,7 +377,7 @@ def document() -> Template:
             raise UsageError(f"example {example.id!r}: template document trains on the solution, and there is none")
         return [_ours(text)]
 
-    return Template("document", "", (), prompt, response, last_number, own_start=True, turns="last")
+    return Template("document", "", (), prompt, response, last_number, turns="last")
 
 
 @register("template")
@@ -493,7 +401,10 @@ def as_is() -> Template:
     def response(example: Example) -> list[Piece]:
         return [_ours(example.demonstration or example.solution or _answer_of(example))]
 
-    return Template("as_is", "", (), prompt, response, written_answer, turns="last")
+    def extract(text: str) -> str | None:
+        return answer_behind_thinking(text, _FIRST_TAGGED, boxed_answer, last_number)
+
+    return Template("as_is", "", (), prompt, response, extract, turns="last")
 
 
 def _ours(text: str) -> Piece:
@@ -515,6 +426,17 @@ def _parts_of(example: Example) -> tuple[str | None, str | None]:
     reasoning, answer = split_response(example.demonstration)
     cut_off = answer is None and reasoning.startswith("<")
     return reasoning, answer or (None if cut_off else example.answer)
+
+
+def _asking(instruction: str, chat: bool, own: Variables = None) -> Callable[..., list[Piece]]:
+    """The prompt with an instruction: as the system message of a chat, or after the last message."""
+
+    def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
+        if chat:
+            return chat_pieces(messages, tokenizer, instruction, variables)
+        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+
+    return prompt
 
 
 def _bare(messages: Sequence[Message]) -> list[Piece]:

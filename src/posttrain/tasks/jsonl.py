@@ -6,20 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
-
-from pydantic import Field
 
 from posttrain.errors import UsageError
 from posttrain.graders.answers import parse_quantity
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.registry import find, register, suggest
-from posttrain.render.conversation import split_turns
+from posttrain.render.rows import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import REASONING_KEYS, add_system, read_variables
 from posttrain.tasks.preferences.rows import read_instruction
-from posttrain.tasks.reader import Collected, Split, answer_text, choose_split, collect, opening_hash, reads_rows
+from posttrain.tasks.reader import Collected, Share, Split, answer_text, choose_split, collect, opening_hash, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Turn
 
@@ -48,10 +45,9 @@ def jsonl(
     answer_key: str = "answer",
     solution_key: str = "solution",
     response_key: str = "response",
-    meta_keys: list[str] | None = None,
     ignore_keys: list[str] | None = None,
     grader: str | None = None,
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    validation_share: Share = 0.05,
     strip_thinking: bool = False,
     correct_only: bool = False,
 ) -> Task:
@@ -66,8 +62,6 @@ def jsonl(
     key is carried along in ``meta``; one that would change what is trained is refused.
 
     Args:
-        path: the file, or ``hf:NAME`` for a data set of the hub (``hf:NAME:CONFIG@SPLIT``; ``#1000`` behind it streams
-            its first rows and downloads no more).
         split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
             that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
@@ -75,13 +69,8 @@ def jsonl(
         answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
-        meta_keys: further keys that every row must have: for breakdowns (``subject``), or for the grader (``choices``).
-        ignore_keys: keys of rows and messages that are left out.
         grader: what says whether an answer is right (``posttrain explain grader``). By default ``math`` where a gold
             answer is a formula, else ``numeric``, which compares words as text; a run says which, and why.
-        validation_share: share of the rows that is held out.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of solutions and responses; a row whose thinking never
-            closes, or that holds nothing else, is dropped and counted.
         correct_only: keep only the demonstrations that the grader finds right by the row's gold answer; how many went,
             and why, is counted.
 
@@ -92,19 +81,13 @@ def jsonl(
     if grader is not None:
         find("grader", grader, "task.grader")
     keys = Keys(prompt_key, messages_key, answer_key, solution_key, response_key)
-    read = partial(_read_row, split=split, keys=keys, meta_keys=meta_keys or (), strip_thinking=strip_thinking)
-    collected = collect(read_file(path), read, path, carries=True, ignored=ignore_keys or ())
+    read = partial(read_example, keys=keys, strip_thinking=strip_thinking)
+    collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
     chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
     examples = keep_correct(collected, chosen_grader, path) if correct_only else collected.examples
     chosen = choose_split(examples, split, validation_share, path, opening_hash)
     return Task("jsonl", split, chosen, dict(collected.dropped), keys=dict(collected.keys), notices=notices)
-
-
-def _read_row(row: Row, split: str, keys: Keys, meta_keys: Sequence[str], *, strip_thinking: bool) -> Example:
-    """One row as an example, with what is kept of it in ``meta``."""
-    example = _without_thinking(read_example(row, split, keys), strip_thinking)
-    return replace(example, meta=_read_meta(row, meta_keys))
 
 
 @dataclass(frozen=True)
@@ -146,7 +129,7 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
     return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
 
 
-def read_example(row: Row, split: str, keys: Keys) -> Example:
+def read_example(row: Row, keys: Keys, *, strip_thinking: bool = False) -> Example:
     """One row as an example.
 
     Raises:
@@ -185,8 +168,8 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
     working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
     if working.strip() and result.strip():
         answer, solution = result.strip(), solution if parts else working.strip()
-    return Example(
-        f"jsonl/{split}/{row.line}",
+    example = Example(
+        "",
         messages,
         answer=answer,
         solution=solution,
@@ -194,7 +177,9 @@ def read_example(row: Row, split: str, keys: Keys) -> Example:
         turns=turns,
         conversation=conversation,
         variables=read_variables(row),
+        meta=row.meta(),
     )
+    return _without_thinking(example) if strip_thinking else example
 
 
 def _asked(row: Row, keys: Keys) -> tuple[Message, ...]:
@@ -227,9 +212,7 @@ def _require(row: Row, key: str, option: str) -> None:
         raise row.fail(f"the key {key!r} is missing.{guess} There are: {there}. Name the right one as {option}")
 
 
-def _without_thinking(example: Example, strip_thinking: bool) -> Example:
-    if not strip_thinking:
-        return example
+def _without_thinking(example: Example) -> Example:
     solution, response = (
         text and answer_text(text, strip_thinking=True) for text in (example.solution, example.demonstration)
     )
@@ -266,14 +249,3 @@ def keep_correct(collected: Collected, grader: str, place: str) -> list[Example]
     collected.examples = [e for e, outcome in zip(graded, outcomes, strict=True) if outcome == "right"]
     collected.require_examples(place)
     return collected.examples
-
-
-def _read_meta(row: Row, keys: Sequence[str]) -> dict[str, Any]:
-    """The row's ``meta``, where it is an object, and the keys that the recipe names."""
-    for key in keys:
-        if key not in row.data:
-            there = ", ".join(row.data)
-            raise row.fail(f"the key {key!r} of task.meta_keys is missing.{suggest(key, row.data)} There are: {there}")
-    meta = row.plain("meta") if row.has("meta") and "meta" not in keys else None
-    own = dict(meta) if isinstance(meta, Mapping) else {} if meta is None else {"meta": meta}
-    return own | {key: row.plain(key) for key in keys}

@@ -1,4 +1,4 @@
-"""What all tasks of rows have in common: which rows are examples, how many, their split, and where rows are had."""
+"""Tasks of rows: which rows are examples, how many, their split, and where the rows are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,16 +24,29 @@ from posttrain.randomness import permutation
 from posttrain.strict_yaml import read_yaml
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import SYSTEM_KEYS
-from posttrain.tasks.reading import FOLDER, SUFFIXES, Row
+from posttrain.tasks.reading import FOLDER, HUB, SUFFIXES, Row, read_file
 from posttrain.types import Example, Message
 
 Reader = Callable[..., Task]
 Split = Literal["train", "validation", "test"]
-Half = Literal["first", "second"]
-# What the docstring of every reader says of these options, and of errors, where it does not say more itself.
+TestSplit = Literal["test"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+# What the docstring of every task of rows says of these options, and of errors, where it does not say more itself.
 _ABOUT = {
-    "path": "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file",
-    "hub": "name of the data set on the hub.",
+    "split": (
+        "``validation`` is a part of the training rows chosen by a hash of the prompt, and ``train`` is the rest;\n"
+        "        ``test`` of a local file is the whole file."
+    ),
+    "path": (
+        "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a data set of the hub (``hf:NAME``,\n"
+        "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
+    ),
+    "validation_share": "share of the prompts that is held out.",
+    "strip_thinking": (
+        "leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that holds nothing\n"
+        "        else, is dropped and counted."
+    ),
+    "ignore_keys": "keys of rows and messages that are left out.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
         "        there are fewer, all of them. The size of a training split does not cut what is held out."
@@ -49,49 +62,103 @@ _ERRORS = {
 def reads_rows(read: Reader) -> Reader:
     """A task that reads rows, with the options ``size`` and ``seed`` beside its own; stands below ``register``.
 
-    Where no path is asked for, its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``) before the hub is
-    asked; what is not there is refused with where it is to be had.
+    Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``) before the hub is asked; what
+    is not there is refused with where it is to be had.
     """
     own = inspect.signature(read, eval_str=True).parameters
     place = _places().get(read.__name__, {})
+    needs_path = own["path"].default is inspect.Parameter.empty
 
     @wraps(read)
     def sized(*, size: int | None = None, seed: int = 0, **options: Any) -> Task:
         try:
             origin = None
             if place and options.get("path") is None:
-                options |= _local_files(read.__name__, str(options.get("split", _default(own, "split"))), options)
-                if options.get("path") is None and own["path"].default is inspect.Parameter.empty:
-                    raise DataNotThere("task.path", "no file is named")
+                split = options.get("split", own["split"].default if "split" in own else "test")
+                options |= _local_files(read.__name__, split, options)
                 origin = options.get("path")
+                if origin is None and needs_path:
+                    raise DataNotThere("task.path", "no file is named")
             return replace(choose_size(read(**options), size, seed), origin=origin)
         except (DataNotThere, MissingExtra) as error:
             error.args = (f"{error}{_where_to_get(read.__name__, place)}",)
             raise
 
     further = (("size", Annotated[int, Field(ge=1)] | None, None), ("seed", Seed, 0))
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [*own.values(), *(inspect.Parameter(n, kind, default=d, annotation=a) for n, a, d in further)]
-    if place:  # a path that must be named may be left to POSTTRAIN_DATA
-        needed = own["path"].default is inspect.Parameter.empty
-        optional = own["path"].replace(default=None, annotation=str | None) if needed else own["path"]
-        parameters = [optional if p.name == "path" else p for p in parameters]
-    sized.__signature__ = inspect.Signature(parameters, return_annotation=Task)  # type: ignore[attr-defined]
-    sized.__doc__ = _document(inspect.getdoc(read) or "", {parameter.name for parameter in parameters})
+    parameters = {**own, **{name: _option(name, kind, default) for name, kind, default in further}}
+    if place and needs_path:  # it may be left to POSTTRAIN_DATA
+        parameters["path"] = _option("path", str | None, None)
+    _declare(sized, parameters)
+    sized.__doc__ = _document(inspect.getdoc(read) or "", parameters)
     return sized
 
 
-def _document(doc: str, options: set[str]) -> str:
+def row_task(
+    hub: str,
+    *,
+    train: str = "train",
+    test: str = "test",
+    share: float | None = 0.05,
+    splits: Any = Split,
+    split: str | None = None,
+) -> Callable[[Callable[..., Example]], Reader]:
+    """Make a task of a function that reads a ``row`` (and maybe ``split``) as one example; its options are the task's.
+
+    Args:
+        hub: name of the data set on the hub, maybe with a configuration: ``openai/gsm8k:main``.
+        train, test: names of its splits there; ``validation`` is a part of ``train``.
+        share: default of ``validation_share``; None: every split is taken as it is.
+        splits: type of the option ``split``, and ``split`` its default, else ``train`` (``test`` where that is all).
+    """
+
+    def make(read: Callable[..., Example]) -> Reader:
+        name = read.__name__
+        own = [p for p in inspect.signature(read, eval_str=True).parameters.values() if p.name not in ("row", "split")]
+        first = split or ("test" if splits is TestSplit else "train")
+        there = {"train": train, "validation": "validation" if share is None else train, "test": test}
+        takes_split = "split" in inspect.signature(read).parameters
+
+        def task(
+            *, path: str | None = None, split: Any = first, validation_share: float = share or 0.0, **options: Any
+        ) -> Task:
+            place = path or f"{HUB}{hub}@{there[split]}"
+            options |= {"split": split} if takes_split else {}
+            collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
+            return collected.as_task(name, place, split, None if share is None else validation_share)
+
+        parameters = [
+            _option("split", splits, first),
+            _option("path", str | None, None),
+            *([] if share is None else [_option("validation_share", Share, share)]),
+            *own,
+        ]
+        task.__name__, task.__qualname__, task.__module__, task.__doc__ = name, name, read.__module__, read.__doc__
+        _declare(task, {parameter.name: parameter for parameter in parameters})
+        return reads_rows(task)
+
+    return make
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
+    signature = inspect.Signature(list(parameters.values()), return_annotation=Task)
+    task.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
     """A reader's docstring with what it has in common with all others."""
     ends = [place for part in ("\n\nRaises:", "\n\nSource:") if (place := doc.find(part)) >= 0]
     about, rest = doc[: min(ends, default=len(doc))], doc[min(ends, default=len(doc)) :]
     about += "" if "\n\nArgs:" in about else "\n\nArgs:"
-    for name, told in _ABOUT.items():
+    for name, text in _ABOUT.items():
         if name in options and f"\n    {name}:" not in about:
-            of_hub = ("" if "hub" not in options else " instead of the hub") + "." if name == "path" else ""
-            about += f"\n    {name}: {told}{of_hub}"
+            only_test = name == "split" and options[name].annotation is TestSplit
+            about += f"\n    {name}: {'there is nothing but a test split.' if only_test else text}"
     about += "\n\nRaises:"
-    about += "".join(f"\n    {name}: {told}" for name, told in _ERRORS.items() if f"\n    {name}:" not in rest)
+    about += "".join(f"\n    {name}: {text}" for name, text in _ERRORS.items() if f"\n    {name}:" not in rest)
     return about + rest.removeprefix("\n\nRaises:")
 
 
@@ -111,10 +178,6 @@ def _places() -> Mapping[str, Mapping[str, Any]]:
     text = (resources.files("posttrain") / "tasks" / "places.yaml").read_text(encoding="utf-8")
     table: dict[str, Any] = read_yaml(text, "places.yaml")[0]
     return table
-
-
-def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
-    return parameters[name].default if name in parameters else "test"
 
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -188,7 +251,7 @@ class Collected:
             DataError: there were rows, and all of them were dropped; the message has the reasons.
         """
         if not self.examples and self.dropped:
-            reasons = show_counts(self.dropped)
+            reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
 
     def as_task(
@@ -196,58 +259,28 @@ class Collected:
         name: str,
         place: str,
         split: Split = "test",
-        share: float = 0.0,
+        share: float | None = None,
         hash_of: Callable[[Example], float] | None = None,
     ) -> Task:
-        """A split of it (``choose_split``); by default all of it, as a test split.
+        """A split of it (``choose_split``); all of it where no ``share`` is given.
 
         Raises:
             DataError: there is nothing, or nothing is left for the split.
         """
         self.require_examples(place)
-        chosen = choose_split(self.examples, split, share, place, hash_of or prompt_hash)
+        chosen = choose_split(self.examples, "test" if share is None else split, share or 0, place, hash_of)
         return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys))
 
 
 LEFT_OUT = "left out (task.ignore_keys)"
 # Keys that change what is trained. Where a task does not read them, leaving them out would train something else.
 _OF_INSTRUCTION = ("input", "context")
-MEANT = frozenset(
-    [
-        "system",
-        "tools",
-        "functions",
-        "function_call",
-        "tool_calls",
-        "margin",
-        "weight",
-        "history",
-        "chat_template_kwargs",
-        "reasoning_content",
-        "thinking",
-        "image",
-        "images",
-        "video",
-        "videos",
-        "audio",
-        *_OF_INSTRUCTION,
-        "train",
-        "sample_weight",
-        "loss_weight",
-        *SYSTEM_KEYS,
-    ]
-)
+MEANT = frozenset((
+    "system", "tools", "functions", "function_call", "tool_calls", "margin", "weight", "history",
+    "chat_template_kwargs", "reasoning_content", "thinking", "image", "images", "video", "videos", "audio", "train",
+    "sample_weight", "loss_weight", *_OF_INSTRUCTION, *SYSTEM_KEYS,
+))  # fmt: skip
 _NO_SLIPS = frozenset([*_OF_INSTRUCTION, "train"])  # words that other keys are like
-
-
-def refuse_unread(row: Row) -> None:
-    """Refuse a row with a key that nothing has read, and that would change what is trained.
-
-    Raises:
-        DataError: with the key.
-    """
-    for key in row.unused():
-        _refuse_meant(row, key)
 
 
 def _refuse_meant(row: Row, key: str) -> None:
@@ -285,13 +318,16 @@ def collect(
     place: str,
     dropped: Counter[str] | None = None,
     *,
+    name: str = "",
     carries: bool = False,
     ignored: Sequence[str] = (),
 ) -> Collected:
     """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
 
-    ``dropped``: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
-    ``carries``: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
+    Args:
+        dropped: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
+        name: with which the id of an example begins; the row's number follows where ``read`` gives no id.
+        carries: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
 
     Raises:
         DataError: a malformed row, or rows of which none can be used.
@@ -307,15 +343,11 @@ def collect(
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
             continue
-        carried = collected.settle_keys(row, carries=carries)
-        collected.examples.append(replace(example, meta={**carried, **example.meta}) if carried else example)
+        meta = {**collected.settle_keys(row, carries=carries), **example.meta}
+        id = "/".join(filter(None, (name, example.id or row.number)))
+        collected.examples.append(replace(example, id=id, meta=meta))
     collected.require_examples(place)
     return collected
-
-
-def show_counts(counts: Counter[str]) -> str:
-    """``2 × a reason, 1 × another``."""
-    return ", ".join(f"{n} × {reason}" for reason, n in counts.items())
 
 
 # Train and validation parts of data that come without a validation split.
@@ -335,20 +367,6 @@ def opening_hash(example: Example) -> float:
     return _hash(example.messages[:first])
 
 
-def choose_half(
-    examples: Sequence[Example], half: Half | None, hash_of: Callable[[Example], float] = prompt_hash
-) -> list[Example]:
-    """The examples of one half of all prompts, in order; all where ``half`` is None.
-
-    The halves are told apart by the 40th bit of a prompt's hash, which says nothing of its split: so two models can
-    learn from the same file and never see the same prompt, held-out ones included.
-    """
-    if half is None:
-        return list(examples)
-    wanted = {"first": 0, "second": 1}[half]
-    return [example for example in examples if int(hash_of(example) * 2**40) & 1 == wanted]
-
-
 def _hash(messages: Sequence[Message]) -> float:
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
@@ -360,7 +378,7 @@ def choose_split(
     split: Split,
     share: float,
     place: str,
-    hash_of: Callable[[Example], float] = prompt_hash,
+    hash_of: Callable[[Example], float] | None = None,
 ) -> list[Example]:
     """The examples of one split, in order.
 
@@ -381,7 +399,7 @@ def choose_split(
         return list(examples)
     if share == 0:
         raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
-    hashes = [hash_of(example) for example in examples]
+    hashes = [(hash_of or prompt_hash)(example) for example in examples]
     lowest, highest = min(hashes), max(hashes)
     if lowest == highest:
         raise DataError(
@@ -395,6 +413,12 @@ def choose_split(
 # Thinking in given answers: what stands between ``<think>`` and ``</think>``, and the answer without it.
 
 _TAG = re.compile(r"</?think>")
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+def strip_calculations(text: str) -> str:
+    """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
+    return _CALCULATION.sub("", text)
 
 
 def remove_thinking(text: str) -> str | None:

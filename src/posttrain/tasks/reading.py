@@ -167,6 +167,11 @@ class Row:
             raise self.fail(f"{key!r} {_NO_CHARACTER}") from None
         return value
 
+    def meta(self) -> dict[str, Any]:
+        """The object under ``meta``, or another value there under this name; empty where there is none."""
+        value = self.plain("meta") if self.has("meta") else {}
+        return dict(value) if isinstance(value, Mapping) else {"meta": value}
+
     def entries(self, key: str, what: str) -> list[Any]:
         """The list under ``key``, of at least one entry; ``what`` is said of it in messages: ``of two texts``.
 
@@ -223,7 +228,7 @@ def read_file(path: str | Path) -> Iterator[Row]:
         MissingExtra: a parquet file without pyarrow.
     """
     if str(path).startswith(HUB):
-        yield from _read_hub_name(str(path))
+        yield from _read_hub(str(path))
         return
     path = Path(path)
     kind = kind_of_file(path)
@@ -240,17 +245,6 @@ def read_file(path: str | Path) -> Iterator[Row]:
         raise DataError(path, f"unknown kind of file; known are {', '.join(SUFFIXES)}")
     readers = {".parquet": _read_parquet, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
     yield from readers.get(path.suffix.lower(), _read_lines)(path)
-
-
-def read_source(path: str | None, hub: str, config: str | None, split: str) -> tuple[Iterator[Row], str]:
-    """The rows of a local file or, without one, of a split on the hub; and the name of that place in messages."""
-    if path is not None:
-        return read_file(path), path
-    return read_hub(hub, config, split), _hub_place(hub, config, split)
-
-
-def _hub_place(name: str, config: str | None, split: str) -> str:
-    return f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
@@ -406,27 +400,23 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(path, f"not a readable parquet file ({error}); give a whole one") from None
 
 
-def _read_hub_name(path: str) -> Iterator[Row]:
-    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]``."""
-    parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
-    if parts is None:
-        raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
-    rows = int(parts["rows"]) if parts["rows"] else None
-    yield from read_hub(parts["name"], parts["config"], parts["split"] or "train", first=rows)
-
-
-def read_hub(name: str, config: str | None, split: str, first: int | None = None) -> Iterator[Row]:
-    """The rows of a data set on the Hugging Face hub; ``first``: so many of them, streamed.
+def _read_hub(path: str) -> Iterator[Row]:
+    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]``; with N so many of them, streamed.
 
     Raises:
         MissingExtra: the package ``datasets`` is not installed.
         DataNotThere: no such data set, configuration or split, or the hub cannot be reached.
     """
+    parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
+    if parts is None:
+        raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
+    name, config, split = parts["name"], parts["config"], parts["split"] or "train"
+    first = int(parts["rows"]) if parts["rows"] else None
     try:
         import datasets
     except ImportError:
         raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
-    place = _hub_place(name, config, split)
+    place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
     streamed = {} if first is None else {"streaming": True}
     own = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     try:

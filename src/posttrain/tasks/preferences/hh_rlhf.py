@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
-
-from pydantic import Field
+from functools import partial
+from typing import Literal
 
 from posttrain.errors import DataError, UsageError
 from posttrain.registry import register
@@ -15,10 +14,9 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.reader import (
     Collected,
     Dropped,
-    Half,
+    Share,
     Split,
     answer_text,
-    choose_half,
     choose_split,
     collect,
     opening_hash,
@@ -67,7 +65,9 @@ def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(merged)
 
 
+Half = Literal["first", "second"]
 Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
+HUB = "Anthropic/hh-rlhf"  # with a folder for each subset
 SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
 
 
@@ -79,9 +79,8 @@ def hh_rlhf(
     subset: Subset = "all",
     path: str | None = None,
     test_path: str | None = None,
-    hub: str = "Anthropic/hh-rlhf",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.02,
-    test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    validation_share: Share = 0.02,
+    test_share: Share = 0.0,
     half: Half | None = None,
     strip_thinking: bool = False,
 ) -> Task:
@@ -101,7 +100,6 @@ def hh_rlhf(
             file is the whole file.
         subset: one of the four, or all. Kept in meta.
         test_path: the test dialogues of a local ``path``; needed with ``test_share``.
-        hub: name of the data set on the hub (a folder for each subset).
         validation_share: share of the first turns that is held out.
         test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
             test split, which the reward model has not been trained on. These have no responses, so nothing can
@@ -110,7 +108,6 @@ def hh_rlhf(
             dialogue does are left out and counted. Other splits are as without it.
         half: only the dialogues of one half, told by a hash of their first human turn: so a second reward model can
             judge what the first has never seen. The others are counted.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers.
 
     Raises:
         UsageError: ``test_share`` with a local file and no ``test_path``.
@@ -118,16 +115,18 @@ def hh_rlhf(
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:
         raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
-    collected = _read(path, hub, source, subset, split, strip_thinking)
-    place = path or f"hub:{hub}/{source}"
+    collected = _read(path, source, subset, split, strip_thinking)
+    place = path or f"hub:{HUB}/{source}"
     examples = choose_split(collected.examples, split, validation_share, place, opening_hash)
     if split == "train" and test_share > 0:
-        test = _read(test_path, hub, "test", subset, "test", strip_thinking)
+        test = _read(test_path, "test", subset, "test", strip_thinking)
         examples = mix_prompts(examples, _unseen(test, collected, examples), test_share, collected)
-    kept = choose_half(examples, half, opening_hash)
     if half is not None:
+        # told by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
+        kept = [e for e in examples if int(opening_hash(e) * 2**40) & 1 == {"first": 0, "second": 1}[half]]
         collected.dropped["of the other half"] += len(examples) - len(kept)
-    return Task("hh_rlhf", split, kept, dict(collected.dropped))
+        examples = kept
+    return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
 
 
 def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list[Example]:
@@ -140,21 +139,20 @@ def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list
     return unseen
 
 
-def _read(path: str | None, hub: str, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
+def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
     """All dialogues of a file, or of a split on the hub, that can be used."""
-    rows = read_file(path) if path is not None else _read_hub(hub, source, subset)
+    rows = read_file(path) if path is not None else _read_hub(source, subset)
     chosen = (row for row in rows if subset == "all" or _subset_of(row) == subset)
-    collected = collect(
-        chosen, lambda row: read_example(row, split, strip_thinking=strip_thinking), path or f"hub:{hub}"
-    )
+    read = partial(read_example, strip_thinking=strip_thinking)
+    collected = collect(chosen, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
 
 
-def _read_hub(hub: str, source: str, subset: Subset) -> Iterator[Row]:
+def _read_hub(source: str, subset: Subset) -> Iterator[Row]:
     for name in SUBSETS if subset == "all" else (subset,):
-        for row in read_hub_file(hub, f"{name}/{source}.jsonl.gz"):
+        for row in read_hub_file(HUB, f"{name}/{source}.jsonl.gz"):
             yield Row(row.place, row.line, {**row.data, "subset": name})
 
 
@@ -164,7 +162,7 @@ def _subset_of(row: Row) -> str:
     return row.text("subset")
 
 
-def read_example(row: Row, split: str, *, strip_thinking: bool = False) -> Example:
+def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
     """One row as a pair.
 
     Raises:
@@ -184,8 +182,8 @@ def read_example(row: Row, split: str, *, strip_thinking: bool = False) -> Examp
         raise Dropped("'chosen' and 'rejected' are the same")
     subset = row.text("subset") if row.has("subset") else None
     return Example(
-        id="/".join(part for part in ("hh_rlhf", split, subset, str(row.line)) if part is not None),
-        messages=better[:-1],
+        "" if subset is None else f"{subset}/{row.line}",
+        better[:-1],
         responses=(Response(answers[0], 1.0), Response(answers[1], 0.0)),
         meta={} if subset is None else {"subset": subset},
     )

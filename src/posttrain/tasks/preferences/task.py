@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
@@ -17,15 +15,17 @@ from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.preferences.rows import (
     PROMPT_KEYS,
     RATING_KEYS,
+    SCORE_KEYS,
     is_blank,
     read_judged,
     read_pair,
     read_prompt,
     read_score,
+    require,
     score_keys,
     verdict_key,
 )
-from posttrain.tasks.reader import Dropped, Split, collect, opening_hash, reads_rows
+from posttrain.tasks.reader import Dropped, Share, Split, collect, opening_hash, reads_rows, row_task
 from posttrain.tasks.reading import Row, read_file
 from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, step_classes, stepwise
 from posttrain.types import Example, Message, Response
@@ -47,7 +47,7 @@ def preferences(
     *,
     path: str,
     split: Split = "train",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    validation_share: Share = 0.05,
     num_classes: NumClasses = 2,
     neutral: Neutral | None = None,
     step_separator: str = "\n",
@@ -79,28 +79,42 @@ def preferences(
     Of an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
 
     Args:
-        path: the file.
         split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
             ``train`` is the rest, so that conversations that begin alike stand on one side; ``test`` is the whole file.
         validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         neutral: reads labels −1, 0, 1 as two classes: 1 is good, −1 is bad, and 0 is what is said here.
         step_separator: stands between two steps.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of pairs and judged answers.
-        ignore_keys: keys of rows and messages that are left out.
 
     Raises:
         UsageError: ``neutral`` with three classes, or ``strip_thinking`` with steps.
     """
     classes = step_classes(num_classes, neutral)
     choose = partial(choose_reader, classes=classes, separator=step_separator, strip_thinking=strip_thinking)
-    rows = paired_rows(read_file(path), dropped := Counter[str]())
-    read = _as_examples(f"preferences/{split}", choose)
-    collected = collect(rows, read, path, dropped, carries=True, ignored=ignore_keys or ())
+    rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
+    collected = collect(rows, _as_examples(choose), path, dropped, name=name, carries=True, ignored=ignore_keys or ())
     return collected.as_task("preferences", path, split, validation_share, opening_hash)
 
 
-def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> Callable[[Row], Example]:
+@register("task", held_out="validation")
+@row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
+def ultrafeedback(row: Row, *, strip_thinking: bool = False) -> Example:
+    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by a model.
+
+    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation as a list of messages);
+    ``score_chosen`` and ``score_rejected``, from 1 to 10. Cui et al. (2023), "UltraFeedback: boosting language models
+    with high-quality feedback". GPT-4 gave the scores: the chosen answer is the best of four, the rejected
+    one of the others. The difference of the scores is the pair's margin.
+
+    Dropped and counted: equal scores (about one pair in ten), equal answers, and whatever is blank or missing.
+    """
+    for key in SCORE_KEYS[0]:
+        require(row, key)
+    messages, responses = read_pair(row, scores=SCORE_KEYS[0], strip_thinking=strip_thinking)
+    return Example("", messages, responses=responses)
+
+
+def _as_examples(choose: Callable[[Row], Callable[[Row], Parts]]) -> Callable[[Row], Example]:
     """Return the reader of all rows; the first row decides how, and whether every row has a margin."""
     chosen: list[tuple[Callable[[Row], Parts], bool]] = []
 
@@ -110,10 +124,10 @@ def _as_examples(name: str, choose: Callable[[Row], Callable[[Row], Parts]]) -> 
         read, has_margin = chosen[0]
         messages, responses = read(row)
         return Example(
-            f"{name}/{row.number}",
+            "",
             messages,
             responses=responses,
-            meta=_meta_of(row),
+            meta=row.meta(),
             variables=read_variables(row),
             margin=_read_margin(row) if has_margin and len(responses) == 2 else None,
         )
@@ -126,13 +140,6 @@ def _read_margin(row: Row) -> float:
     if margin < 0:
         raise Dropped("'margin' is below 0, so the rejected answer is the better one")
     return margin
-
-
-def _meta_of(row: Row) -> Mapping[str, Any]:
-    if not row.has("meta"):
-        return {}
-    meta = row.plain("meta")
-    return meta if isinstance(meta, Mapping) else {"meta": meta}
 
 
 def choose_reader(
@@ -167,16 +174,12 @@ def detect_layout(row: Row) -> Layout:
         return "judged"
     if len(layouts) == 1:
         return layouts[0]
-    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in _ways())
-    known = {*PROMPT_KEYS, *(key for keys in _ways() for key in keys)}
+    every = [keys for ways in LAYOUTS.values() for keys in ways]
+    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in every)
+    known = {*PROMPT_KEYS, *(key for keys in every for key in keys)}
     near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
     what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
-
-
-def _ways() -> Iterator[tuple[str, str]]:
-    for ways in LAYOUTS.values():
-        yield from ways
 
 
 def read_steps(row: Row, *, classes: dict[int, int], separator: str) -> Parts:

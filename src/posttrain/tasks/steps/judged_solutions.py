@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated
-
-from pydantic import Field
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.own_samples import RESPONSE_IDS, judged_rows
 from posttrain.tasks.preferences.rows import read_verdict, require
-from posttrain.tasks.reader import Collected, Dropped, Split, answer_text, reads_rows, refuse_unread
+from posttrain.tasks.reader import Collected, Dropped, Share, Split, answer_text, reads_rows, strip_calculations
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
 
-# Facts about a problem that evaluation breaks results down by.
-META_KEYS = ("level", "subject", "type")
+META_KEYS = ("level", "subject", "type")  # of a problem, by which evaluation breaks results down
+_ANSWER = re.compile(r"\n(?:A:|####)\s*(\S[^\n]*)\s*\Z")
 
 
 @register("task", held_out="validation")
@@ -28,7 +24,7 @@ def judged_solutions(
     *,
     path: str,
     split: Split = "train",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    validation_share: Share = 0.05,
     problem_key: str = "question",
     solution_key: str = "response",
     verdict_key: str = "is_correct",
@@ -37,8 +33,8 @@ def judged_solutions(
     """A file with one row per solution: the problem, the solution, and whether it is right.
 
     ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions,
-    with the grader's word. What the grader could not judge (a time-out, a problem without a gold answer) is dropped and
-    counted; a solution in which no answer was found is wrong. A dialogue's question is there as one text.
+    with the grader's verdict. What the grader could not judge (a time-out, a problem without a gold answer) is dropped
+    and counted; a solution in which no answer was found is wrong. A dialogue's question is there as one text.
 
     All solutions of a problem, wherever they stand in the file, are the responses of one example (1 right, 0
     wrong), in their order: an outcome model learns every one of them, and is evaluated by which of them it ranks
@@ -48,13 +44,8 @@ def judged_solutions(
     Dropped and counted: solutions that are blank or not judged.
 
     Args:
-        path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, or the ``items.jsonl`` of an evaluation.
-        split: ``validation`` is a part of the problems chosen by a hash, and ``train`` is the rest; ``test`` is the
-            whole file.
-        validation_share: share of the problems that is held out.
         problem_key, solution_key: where the texts stand.
         verdict_key: where true, false, 1 or 0 stands.
-        strip_thinking: leave ``<think>`` … ``</think>`` out of the solutions.
     """
 
     def read(row: Row) -> Response:
@@ -67,14 +58,14 @@ def judged_solutions(
 
     collected = Collected()
     rows = judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped)
-    for first, example in group_by_problem(rows, problem_key, read, f"judged_solutions/{split}", collected.dropped):
+    for first, example in group_by_problem(rows, problem_key, read, f"judged_solutions/{split}", collected):
         meta = {key: first.plain(key) for key in META_KEYS if first.has(key)}
         collected.examples.append(replace(example, meta=meta))
     return collected.as_task("judged_solutions", path, split, validation_share)
 
 
 def group_by_problem(
-    rows: Iterable[Row], problem_key: str, read: Callable[[Row], Response], name: str, dropped: Counter[str]
+    rows: Iterable[Row], problem_key: str, read: Callable[[Row], Response], name: str, collected: Collected
 ) -> Iterator[tuple[Row, Example]]:
     """Each problem in the order of its first row: that row, and an example (``name``/line) with all rows' responses.
 
@@ -87,28 +78,18 @@ def group_by_problem(
             require(row, problem_key)
             response = read(row)
         except Dropped as reason:
-            dropped[str(reason)] += 1
+            collected.dropped[str(reason)] += 1
         else:
-            refuse_unread(row)
-            groups.setdefault(row.text(problem_key).strip(), (row, []))[1].append(response)
+            problem = row.text(problem_key).strip()
+            collected.settle_keys(row, carries=False)
+            groups.setdefault(problem, (row, []))[1].append(response)
     for problem, (first, responses) in groups.items():
         yield first, Example(f"{name}/{first.line}", (Message("user", problem),), responses=tuple(responses))
 
 
-# Solutions of GSM8K's test questions by four models, judged by their answers (Cobbe et al. 2021).
-
-_CALCULATION = re.compile(r"<<[^<>]*>>")
-_ANSWER = re.compile(r"\n(?:A:|####)\s*(\S[^\n]*)\s*\Z")
-
-
 @register("task", held_out="validation")
 @reads_rows
-def gsm8k_solutions(
-    *,
-    path: str,
-    split: Split = "train",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
-) -> Task:
+def gsm8k_solutions(*, path: str, split: Split = "train", validation_share: Share = 0.05) -> Task:
     """``example_model_solutions.jsonl`` of openai/grade-school-math, or the same with one row per solution.
 
     Cobbe et al. (2021), "Training verifiers to solve math word problems". Keys as published: ``question``,
@@ -121,15 +102,16 @@ def gsm8k_solutions(
 
     These are GSM8K's test questions: a policy or verifier that learns from them cannot be tested on GSM8K. Dropped
     and counted: solutions that are blank or not judged.
-
-    Args:
-        split: ``validation`` is a part of the questions chosen by a hash, and ``train`` is the rest; ``test`` is the
-            whole file.
-        validation_share: share of the questions that is held out.
     """
+
+    def read(row: Row) -> Response:
+        require(row, "solution")
+        reasoning, answer = split_answer(row.text("solution"))
+        return Response(reasoning, read_verdict(row, "is_correct"), answer=answer)
+
     collected = Collected()
     rows, name = _flat(read_file(path)), f"gsm8k_solutions/{split}"
-    for first, example in group_by_problem(rows, "question", _read, name, collected.dropped):
+    for first, example in group_by_problem(rows, "question", read, name, collected):
         working, answer = split_answer(first.text("ground_truth")) if first.has("ground_truth") else ("", None)
         solution = (working or None) if answer is not None else None
         collected.examples.append(replace(example, answer=answer, solution=solution))
@@ -148,18 +130,12 @@ def _flat(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
         elif by_model:
             for model, value in by_model.items():
-                facts = {key: row.data.get(key) for key in ("question", "ground_truth")}
-                yield Row(row.place, row.line, {**facts, "model": model, **value})
+                shared = {key: row.data.get(key) for key in ("question", "ground_truth")}
+                yield Row(row.place, row.line, {**shared, "model": model, **value})
         else:
             raise row.fail(
                 f"no 'solution', neither in the row nor under a model's name. There are: {', '.join(row.data)}"
             )
-
-
-def _read(row: Row) -> Response:
-    require(row, "solution")
-    reasoning, answer = split_answer(row.text("solution"))
-    return Response(reasoning, read_verdict(row, "is_correct"), answer=answer)
 
 
 def split_answer(text: str) -> tuple[str, str | None]:
@@ -172,8 +148,3 @@ def split_answer(text: str) -> tuple[str, str | None]:
     if match is None:
         return text, None
     return text[: match.start()].strip(), match[1].strip()
-
-
-def strip_calculations(text: str) -> str:
-    """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
-    return _CALCULATION.sub("", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from posttrain.errors import UsageError
@@ -27,17 +27,8 @@ def step_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
     return {0: 0, 1: 1} if neutral is None else {-1: 0, 0: int(neutral == "good"), 1: 1}
 
 
-def rating_classes(num_classes: int, neutral: str | None) -> dict[int, int]:
-    """From a rating −1, 0 or 1 to a class; of two classes a rating of 0 is good unless ``neutral`` says otherwise.
-
-    Raises:
-        UsageError: ``neutral`` with three classes.
-    """
-    return step_classes(num_classes, (neutral or "good") if num_classes == 2 else neutral)
-
-
 def stepwise(
-    steps: Sequence[str], labels: Sequence[int | None], separator: str, *, score: float | None = None
+    steps: Sequence[str], labels: Sequence[int | None], separator: str = "\n", *, score: float | None = None
 ) -> Response:
     """A solution of these steps, with ``separator`` in front of every step but the first.
 
@@ -49,11 +40,6 @@ def stepwise(
     if score is None:
         score = float(all(label != 0 for label in labels if label is not None))
     return Response("".join(texts), score, texts, tuple(labels))
-
-
-def classes_of(ratings: Sequence[int | None], classes: Mapping[int, int]) -> list[int | None]:
-    """The class of each rating; None (no rating) stays None."""
-    return [None if rating is None else classes[rating] for rating in ratings]
 
 
 def first_error(ratings: Sequence[int | None], wrong: int = -1) -> int | None:

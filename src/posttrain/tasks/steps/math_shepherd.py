@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
-
-from pydantic import Field
 
 from posttrain.registry import register
-from posttrain.tasks.base import Task
-from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
-from posttrain.tasks.reading import Row, read_source
-from posttrain.tasks.steps.judged_solutions import strip_calculations
+from posttrain.tasks.reader import Dropped, row_task, strip_calculations
+from posttrain.tasks.reading import Row
 from posttrain.tasks.steps.labelled_steps import first_error, stepwise
 from posttrain.types import Example, Message
 
@@ -21,16 +16,9 @@ _FIRST_STEP = "Step 1:"
 
 
 @register("task", held_out="validation")
-@reads_rows
-def math_shepherd(
-    *,
-    split: Split = "train",
-    path: str | None = None,
-    hub: str = "peiyi9979/Math-Shepherd",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.02,
-    step_separator: str = "\n",
-) -> Task:
-    """Math-Shepherd from the hub, or from a local file with the keys ``input``, ``label`` and maybe ``task``.
+@row_task("peiyi9979/Math-Shepherd", share=0.02)
+def math_shepherd(row: Row) -> Example:
+    """Math-Shepherd, with the keys ``input``, ``label`` and maybe ``task``.
 
     Wang et al. (2023), "Math-Shepherd: verify and reinforce LLMs step-by-step without human annotations". ``input``
     is the problem and its solution from ``Step 1:`` on, with ``ки`` at the end of each step; ``label`` is the same
@@ -39,24 +27,6 @@ def math_shepherd(
     (``<<48/2=24>>``) are removed. ``meta["first_error"]`` is the first step (from 0) with ``-``, or None.
 
     Dropped and counted: texts that differ in more than the tags, no step, a blank step or problem.
-
-    Args:
-        split: upstream there is one split: ``validation`` is a part of the problems chosen by a hash, and ``train`` is
-            the rest. ``test`` of a local file is the whole file.
-        validation_share: share of the problems that is held out.
-        step_separator: stands between two steps.
-    """
-    rows, place = read_source(path, hub, None, "test" if split == "test" else "train")
-    collected = collect(rows, lambda row: read_example(row, split, step_separator), place)
-    return collected.as_task("math_shepherd", place, split, validation_share)
-
-
-def read_example(row: Row, split: str, separator: str) -> Example:
-    """One row as a solution with labelled steps.
-
-    Raises:
-        Dropped: the row cannot be used.
-        DataError: a key is missing or of the wrong type.
     """
     pieces, labels = align(row.text("input"), row.text("label"))
     problem, mark, first = pieces[0].rpartition(_FIRST_STEP)
@@ -72,9 +42,9 @@ def read_example(row: Row, split: str, separator: str) -> Example:
     if not all(re.sub(r"\AStep \d+:", "", step).strip() for step in steps):
         raise Dropped("a blank step")
     return Example(
-        id=f"math_shepherd/{split}/{row.line}",
-        messages=(Message("user", problem.strip()),),
-        responses=(stepwise(steps, labels, separator, score=float(labels[-1])),),
+        "",
+        (Message("user", problem.strip()),),
+        responses=(stepwise(steps, labels, score=float(labels[-1])),),
         meta={"first_error": first_error(labels, wrong=0)} | ({} if kind is None else {"task": kind}),
     )
 

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.preferences.rows import is_blank
-from posttrain.tasks.reader import Collected, Dropped, Split, reads_rows
+from posttrain.tasks.reader import Collected, Dropped, Share, Split, reads_rows
 from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, classes_of, first_error, rating_classes, stepwise
+from posttrain.tasks.steps.labelled_steps import Neutral, NumClasses, first_error, step_classes, stepwise
 from posttrain.types import Example, Message, Response
 
 # PRM800K in its two layouts, both read as labelled solutions: the published files, and one row per candidate step.
@@ -52,8 +50,8 @@ class Solution:
     finish: str | None = None
 
 
-def read_solutions(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solution]:
-    """The labelled solutions of a file of either layout, told by the first row's keys; ``dropped`` counts the rest.
+def read_solutions(rows: Iterable[Row], collected: Collected) -> Iterator[Solution]:
+    """The labelled solutions of a file of either layout, told by the first row's keys; ``collected`` counts the rest.
 
     Raises:
         DataError: a row of neither layout, or a malformed one.
@@ -70,15 +68,18 @@ def read_solutions(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solut
             f"the row has the keys {', '.join(first.data) or 'none'}, of neither layout; one needs {known}"
         )
     every = chain([first], rows)
-    yield from _published(every, dropped) if layouts[0] == "the published files" else _one_per_step(every, dropped)
+    yield from _published(every, collected) if layouts[0] == "the published files" else _one_per_step(every, collected)
 
 
-def _published(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solution]:
+def _published(rows: Iterable[Row], collected: Collected) -> Iterator[Solution]:
     for row in rows:
         try:
-            yield read_published(row)
+            solution = read_published(row)
         except Dropped as reason:
-            dropped[str(reason)] += 1
+            collected.dropped[str(reason)] += 1
+        else:
+            collected.settle_keys(row, carries=False)
+            yield solution
 
 
 def read_published(row: Row) -> Solution:
@@ -136,7 +137,7 @@ def _candidate(row: Row, completion: Any, number: int) -> Candidate:
     return Candidate(_step_text(row, completion.get("text"), number), _rating(row, rating))
 
 
-def _one_per_step(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Solution]:
+def _one_per_step(rows: Iterable[Row], collected: Collected) -> Iterator[Solution]:
     """Rows that follow one another belong to one solution as long as each goes on from, or stands beside, the last.
 
     The step that the next rows have as the end of their ``responses`` is the chosen one.
@@ -147,13 +148,13 @@ def _one_per_step(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Soluti
         try:
             problem, before, candidate = row.text("instruction").strip(), _prefix(row), _next_step(row)
         except Dropped as reason:
-            dropped[str(reason)] += 1
+            collected.dropped[str(reason)] += 1
             continue
         if solution is None or problem != solution.problem or not _goes_on(solution, prefix, before):
             if solution is not None:
                 yield solution
-            solution, prefix = Solution(row.line, problem, [_given(text) for text in before]), before
-            solution.steps.append(Step([]))
+            given = [Step([Candidate(text, None)], 0) for text in before]
+            solution, prefix = Solution(row.line, problem, [*given, Step([])]), before
         elif len(before) > len(prefix):
             _choose(solution.steps[-1], before[-1])
             solution.steps.append(Step([]))
@@ -162,6 +163,7 @@ def _one_per_step(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Soluti
         if row.data.get("is_preferred_response"):
             step.chosen = len(step.candidates)
         step.candidates.append(candidate)
+        collected.settle_keys(row, carries=False)
     if solution is not None:
         yield solution
 
@@ -176,11 +178,6 @@ def _choose(step: Step, text: str) -> None:
     """Mark what the next rows go on from; of equal texts it is the preferred one, or the first."""
     if step.chosen is None or step.candidates[step.chosen].text != text:
         step.chosen = next(i for i, candidate in enumerate(step.candidates) if candidate.text == text)
-
-
-def _given(text: str) -> Step:
-    """A step of which only the text is known."""
-    return Step([Candidate(text, None)], 0)
 
 
 def _prefix(row: Row) -> list[str]:
@@ -218,6 +215,7 @@ def _mapping(row: Row, key: str) -> Row:
 
 
 StepPath = Sequence[Candidate]
+HUB = "tasksource/PRM800K"  # with the published files of both phases
 
 
 @register("task", held_out="validation")
@@ -226,12 +224,9 @@ def prm800k(
     *,
     split: Split = "train",
     path: str | None = None,
-    hub: str = "tasksource/PRM800K",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
+    validation_share: Share = 0.05,
     num_classes: NumClasses = 2,
     neutral: Neutral | None = None,
-    alternatives: bool = True,
-    step_separator: str = "\n",
 ) -> Task:
     """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
 
@@ -252,25 +247,28 @@ def prm800k(
     Args:
         split: ``validation`` is a part of the training problems chosen by a hash, and ``train`` is the rest; ``test``
             of a local file is the whole file. The test problems are those of MATH-500.
-        hub: name of the data set on the hub, with the published files of both phases.
-        validation_share: share of the training problems that is held out.
         num_classes: 2 (good, bad) or 3 (negative, neutral, positive); the same as that of the objective ``process``.
         neutral: of two classes, the one of a step that is rated 0, not wrong but of no use; good if nothing is said.
-        alternatives: false leaves only the first response of each solution.
-        step_separator: stands between two steps.
 
     Raises:
         UsageError: ``neutral`` with three classes.
     """
     source = "test" if split == "test" else "train"
-    place = path or f"hub:{hub}/{source}"
     if path is not None:
         files = {"": read_file(path)}
     else:
-        files = {f"phase{phase}/": read_hub_file(hub, f"phase{phase}_{source}.jsonl") for phase in (1, 2)}
-    maker = ExampleMaker(rating_classes(num_classes, neutral), step_separator, alternatives=alternatives)
-    collected = maker.read(files, f"prm800k/{split}")
-    return collected.as_task("prm800k", place, split, validation_share)
+        files = {f"phase{phase}/": read_hub_file(HUB, f"phase{phase}_{source}.jsonl") for phase in (1, 2)}
+    classes = step_classes(num_classes, (neutral or "good") if num_classes == 2 else neutral)
+    collected = Collected()
+    maker = ExampleMaker(classes, collected.dropped)
+    for name, rows in files.items():
+        for solution in read_solutions(rows, collected):
+            example = maker.make(solution, f"prm800k/{split}/{name}{solution.line}")
+            if example is None:
+                collected.dropped["a solution that adds no rated step"] += 1
+            else:
+                collected.examples.append(example)
+    return collected.as_task("prm800k", path or f"hub:{HUB}/{source}", split, validation_share)
 
 
 class ExampleMaker:
@@ -279,22 +277,9 @@ class ExampleMaker:
     ``dropped`` counts solutions and candidates that are left out, by reason.
     """
 
-    def __init__(self, classes: Mapping[int, int], separator: str, *, alternatives: bool = True) -> None:
-        self.classes, self.separator, self.alternatives = classes, separator, alternatives
-        self.dropped: Counter[str] = Counter()
+    def __init__(self, classes: Mapping[int, int], dropped: Counter[str]) -> None:
+        self.classes, self.dropped = classes, dropped
         self._rated: dict[bytes, int] = {}
-
-    def read(self, files: Mapping[str, Iterable[Row]], id: str) -> Collected:
-        """The examples of all files, whose names (may be blank) come into the ids."""
-        collected = Collected(dropped=self.dropped)
-        for name, rows in files.items():
-            for solution in read_solutions(rows, self.dropped):
-                example = self.make(solution, f"{id}/{name}{solution.line}")
-                if example is None:
-                    self.dropped["a solution that adds no rated step"] += 1
-                else:
-                    collected.examples.append(example)
-        return collected
 
     def make(self, solution: Solution, id: str) -> Example | None:
         """The example of a solution; None where no step of it gets a label."""
@@ -302,7 +287,7 @@ class ExampleMaker:
         if ignored:
             self.dropped["a candidate step behind one that nothing goes on from"] += ignored
         labelled = [(trunk, self._new_ratings(solution.problem, trunk, 0))]
-        for branch in branches if self.alternatives else ():
+        for branch in branches:
             if branch[-1].rating is None:
                 self.dropped["a candidate step without a rating"] += 1
             else:
@@ -312,14 +297,15 @@ class ExampleMaker:
             return None
         meta = {"first_error": first_error([candidate.rating for candidate in kept[0][0]])}
         return Example(
-            id=id,
-            messages=(Message("user", solution.problem),),
+            id,
+            (Message("user", solution.problem),),
             responses=tuple(self._response(path, ratings) for path, ratings in kept),
             meta=meta if solution.finish is None else {**meta, "finish": solution.finish},
         )
 
     def _response(self, path: StepPath, ratings: Sequence[int | None]) -> Response:
-        return stepwise([candidate.text for candidate in path], classes_of(ratings, self.classes), self.separator)
+        labels = [None if rating is None else self.classes[rating] for rating in ratings]
+        return stepwise([candidate.text for candidate in path], labels)
 
     def _new_ratings(self, problem: str, path: StepPath, start: int) -> list[int | None]:
         """The ratings of a path from its step ``start`` on, without those that have been given before."""

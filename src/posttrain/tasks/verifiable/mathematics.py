@@ -3,86 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import isfinite
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.math.extraction import read_boxes
 from posttrain.option_types import shorten
 from posttrain.registry import register
-from posttrain.tasks.base import Task
-from posttrain.tasks.reader import Dropped, Split, collect, reads_rows
-from posttrain.tasks.reading import Row, read_source
+from posttrain.tasks.reader import Dropped, Reader, TestSplit, row_task, strip_calculations
+from posttrain.tasks.reading import Row
 from posttrain.types import Example, Message
 
-# Grade-school mathematics: GSM8K (Cobbe et al. 2021).
-
-_CALCULATION = re.compile(r"<<[^<>]*>>")
+# "Enter only one of the foci, not both."
+_ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
+# Under these keys a suite may state what kind of problem a row is; kept in meta under the names on the right.
+_META = {
+    "subject": "subject",
+    "subfield": "subject",
+    "Type": "type",
+    "type": "type",
+    "level": "level",
+    "difficulty": "difficulty",
+    "answer_type": "answer_type",
+    "year": "year",
+}
+_MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
 
 
 @register("task", held_out="validation")
-@reads_rows
-def gsm8k(
-    *,
-    split: Split = "train",
-    path: str | None = None,
-    hub: str = "openai/gsm8k",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
-) -> Task:
-    """GSM8K from the hub, or from a local file with the keys ``question`` and ``answer``.
+@row_task("openai/gsm8k:main")
+def gsm8k(row: Row) -> Example:
+    """Grade-school mathematics (GSM8K), with the keys ``question`` and ``answer``.
 
-    ``answer`` is the worked solution and, behind ``####``, the result. The solution becomes a
+    ``answer`` is the worked solution and, after ``####``, the result (or ``final_answer`` is). The solution becomes a
     demonstration without its calculator notes (``<<48/2=24>>``).
 
-    Args:
-        split: there is no validation split upstream: ``validation`` is a part of the training rows
-            chosen by a hash of the question, and ``train`` is the rest. ``test`` of a local file is
-            the whole file.
-        hub: name of the data set on the hub (its configuration ``main``).
-        validation_share: share of the training rows that is held out.
-    """
-    rows, place = read_source(path, hub, "main", "test" if split == "test" else "train")
-    return collect(rows, lambda row: read_gsm8k(row, split), place).as_task("gsm8k", place, split, validation_share)
-
-
-def read_gsm8k(row: Row, split: str) -> Example:
-    """One row as an example.
-
-    Raises:
-        DataError: a key is missing or empty, or there is no ``####`` with a result behind it.
+    Source: Cobbe et al. 2021 (arXiv 2110.14168).
     """
     working, mark, result = row.text("answer").rpartition("####")
     if not mark:
         working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
     if not result.strip():
         raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
-    return Example(
-        id=f"gsm8k/{split}/{row.line}",
-        messages=(Message("user", row.text("question").strip()),),
-        answer=result.strip(),
-        solution=_CALCULATION.sub("", working).strip() or None,
-    )
-
-
-# Competition mathematics: MATH (Hendrycks et al. 2021).
-
-# "Enter only one of the foci, not both."
-_ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
+    solution = strip_calculations(working).strip() or None
+    return Example("", _asked(row.text("question")), answer=result.strip(), solution=solution)
 
 
 @register("task", held_out="validation")
-@reads_rows
-def math(
-    *,
-    split: Split = "train",
-    path: str | None = None,
-    hub: str = "DigitalLearningGmbH/MATH-lighteval",
-    validation_share: Annotated[float, Field(ge=0, lt=1)] = 0.05,
-) -> Task:
-    """MATH from the hub, or from a local file in its layout.
+@row_task("DigitalLearningGmbH/MATH-lighteval")
+def math(row: Row) -> Example:
+    """Competition mathematics (MATH).
 
     Keys: ``problem``; ``solution`` (optional); ``answer`` (optional: otherwise the last ``\\boxed{}`` of the
     solution); ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither an
@@ -90,26 +60,28 @@ def math(
     and ``answer`` is no more than the last of them, all of them are the answer; where the problem asks for only one,
     each of them is right (``meta["answers"]``).
 
-    Args:
-        split: ``validation`` is a part of the training rows chosen by a hash of the problem, and
-            ``train`` is the rest. ``test`` of a local file is the whole file.
-        validation_share: share of the training rows that is held out.
+    Source: Hendrycks et al. 2021 (arXiv 2103.03874).
     """
-
-    def read(row: Row) -> Example:
-        example = read_example(row, split)
-        if example.answer is None:
-            raise Dropped("no answer and no \\boxed{} in the solution")
-        return example
-
-    rows, place = read_source(path, hub, None, "test" if split == "test" else "train")
-    return collect(rows, read, place).as_task("math", place, split, validation_share)
+    return _read_math(row, "no answer and no \\boxed{} in the solution")
 
 
-def read_example(row: Row, split: str, name: str = "math") -> Example:
-    """One row as an example of the task ``name``; its answer is None where the row gives none.
+@register("task", held_out="test")
+@row_task("HuggingFaceH4/MATH-500", share=None, splits=TestSplit)
+def math500(row: Row) -> Example:
+    """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
+
+    Keys as in the task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
+
+    Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
+    """
+    return _read_math(row, "no answer")
+
+
+def _read_math(row: Row, without: str) -> Example:
+    """One row of MATH as an example.
 
     Raises:
+        Dropped: no answer, for the reason ``without``.
         DataError: the problem is missing, or a key has the wrong type or is empty.
     """
     solution = row.text("solution").strip() if row.has("solution") else None
@@ -127,9 +99,9 @@ def read_example(row: Row, split: str, name: str = "math") -> Example:
     subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
     if subject is not None:
         meta["subject"] = subject
-    place = f"{name}/{split}/{row.line}"
-    message = Message("user", problem)
-    return Example(place, (message,), answer=answer, solution=solution, meta=meta, grader=grader)
+    if answer is None:
+        raise Dropped(without)
+    return Example("", _asked(problem), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
 def _read_level(row: Row) -> int | None:
@@ -143,151 +115,81 @@ def _read_level(row: Row) -> int | None:
     return int(digits)
 
 
-# The mathematics suites that models are compared on. All are test sets, for evaluation only.
-# Those in the common layout are rows of a table; MATH-500 and SVAMP have layouts of their own.
-
-# Under these keys a suite may state what kind of problem a row is; kept in meta under the names on the right.
-_META = {
-    "subject": "subject",
-    "subfield": "subject",
-    "Type": "type",
-    "type": "type",
-    "level": "level",
-    "difficulty": "difficulty",
-    "answer_type": "answer_type",
-    "year": "year",
-}
-_MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
+# The suites in the common layout, a problem with its answer or answers, as a table; and SVAMP.
 
 
-@register("task", held_out="test")
-@reads_rows
-def math500(*, split: Literal["test"] = "test", path: str | None = None, hub: str = "HuggingFaceH4/MATH-500") -> Task:
-    """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
+def _suite(name: str, hub: str, hub_split: str, grader: Literal["math", "numeric"], about: str) -> Reader:
+    def suite(row: Row) -> Example:
+        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
+        return _example(row, row.text(key).strip(), read_golds(row, ("answer", "final_answer")), grader)
 
-    Keys as in the task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
-
-    Args:
-        split: there is nothing but a test split.
-
-    Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
-    """
-
-    def read(row: Row) -> Example:
-        return read_example(row, split, "math500")
-
-    return _read_suite("math500", path, hub, "test", read)
-
-
-@register("task", held_out="test")
-@reads_rows
-def svamp(
-    *,
-    split: Literal["test"] = "test",
-    path: str | None = None,
-    hub: str = "ChilleD/SVAMP",
-    hub_split: str = "train+test",
-) -> Task:
-    """SVAMP: 1,000 word problems of one step, varied to catch those who do not read; graded by ``numeric``.
-
-    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
-
-    Args:
-        split: there is nothing but a test split: all 1,000 problems.
-        hub: name of the data set on the hub, where the problems were parted into 700 and 300.
-        hub_split: what its split is called there.
-
-    Source: Patel et al. 2021 (arXiv 2103.07191).
-    """
-
-    def read(row: Row) -> Example:
-        body, question = row.text("Body").strip(), row.text("Question").strip()
-        joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
-        return _example("svamp", row, joined, read_golds(row, ("Answer",)), "numeric")
-
-    return _read_suite("svamp", path, hub, hub_split, read)
-
-
-_OPTIONS = """
-Args:
-    split: there is nothing but a test split.
-    hub_split: what its split is called there.
-"""
-
-
-def _suite(
-    name: str, at: str, at_split: str, says: str, *, grader: str = "math", source: str = ""
-) -> Callable[..., Task]:
-    """The task of a suite in the common layout: a problem and its answer or answers. ``at``: where on the hub."""
-
-    def suite(
-        *, split: Literal["test"] = "test", path: str | None = None, hub: str = at, hub_split: str = at_split
-    ) -> Task:
-        def read(row: Row) -> Example:
-            key = "question" if "problem" not in row.data and "question" in row.data else "problem"
-            golds = read_golds(row, ("answer", "final_answer"))
-            return _example(name, row, row.text(key).strip(), golds, grader)
-
-        return _read_suite(name, path, hub, hub_split, read)
-
-    suite.__name__ = suite.__qualname__ = name
-    suite.__doc__ = f"{says}{_OPTIONS}" + (f"\nSource: {source}\n" if source else "")
-    return register("task", held_out="test")(reads_rows(suite))
+    suite.__name__, suite.__doc__ = name, about
+    return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
 
 
 _AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
 
 Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
 """
-aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", _AIME.format(year=2024), grader="numeric")
-aime25 = _suite("aime25", "math-ai/aime25", "test", _AIME.format(year=2025), grader="numeric")
+aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", "numeric", _AIME.format(year=2024))
+aime25 = _suite("aime25", "math-ai/aime25", "test", "numeric", _AIME.format(year=2025))
 amc = _suite(
     "amc",
     "AI-MO/aimo-validation-amc",
     "train",
+    "math",
     """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
 
 Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-others call AMC 23 set ``hub: math-ai/amc23`` and ``hub_split: test``.
+others call AMC 23 set ``path: hf:math-ai/amc23@test``.
 """,
 )
 minerva_math = _suite(
     "minerva_math",
     "math-ai/minervamath",
     "test",
+    "math",
     """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
 
 Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
 (``meta["answers"]``).
+
+Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
 """,
-    source="Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.",
 )
 olympiad_bench = _suite(
     "olympiad_bench",
     "math-ai/olympiadbench",
     "test",
+    "math",
     """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
 
 Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
 text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
 meta, the first as ``subject``).
+
+Source: He et al. 2024 (arXiv 2402.14008).
 """,
-    source="He et al. 2024 (arXiv 2402.14008).",
 )
 
 
-def _read_suite(name: str, path: str | None, hub: str, hub_split: str, read: Callable[[Row], Example]) -> Task:
-    def read_answered(row: Row) -> Example:
-        example = read(row)
-        if example.answer is None:
-            raise Dropped("no answer")
-        return example
+@register("task", held_out="test")
+@row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
+def svamp(row: Row) -> Example:
+    """SVAMP: 1,000 word problems of one step, varied to catch those who do not read; graded by ``numeric``.
 
-    rows, place = read_source(path, hub, None, hub_split)
-    return collect(rows, read_answered, place).as_task(name, place)
+    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
+
+    Source: Patel et al. 2021 (arXiv 2103.07191).
+    """
+    body, question = row.text("Body").strip(), row.text("Question").strip()
+    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
+    return _example(row, joined, read_golds(row, ("Answer",)), "numeric")
 
 
-def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -> Example:
+def _example(row: Row, problem: str, golds: list[str], grader: str) -> Example:
+    if not golds:
+        raise Dropped("no answer")
     meta: dict[str, Any] = {}
     for key, kept in _META.items():
         if row.has(key) and kept not in meta:
@@ -300,16 +202,13 @@ def _example(name: str, row: Row, problem: str, golds: list[str], grader: str) -
         if grader != "math":
             raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
         meta["answers"], grader = tuple(golds), "any_answer"
-    return Example(
-        id=f"{name}/test/{row.line}",
-        messages=(Message("user", problem),),
-        answer=golds[0] if golds else None,
-        solution=row.text("solution").strip()
-        if row.has("solution") and isinstance(row.data["solution"], str)
-        else None,
-        meta=meta,
-        grader=grader,
-    )
+    has_solution = row.has("solution") and isinstance(row.data["solution"], str)
+    solution = row.text("solution").strip() if has_solution else None
+    return Example("", _asked(problem), answer=golds[0], solution=solution, meta=meta, grader=grader)
+
+
+def _asked(question: str) -> tuple[Message, ...]:
+    return (Message("user", question.strip()),)
 
 
 def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
