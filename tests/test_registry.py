@@ -12,9 +12,9 @@ from typing import Literal
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
 from posttrain.registry import Entry
+from posttrain.untrusted import declare_code
 
 
 def sample_word(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
+from posttrain.untrusted import declare_code
 from posttrain.errors import UsageError
 
 pytestmark = pytest.mark.slow

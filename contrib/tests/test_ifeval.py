@@ -22,7 +22,7 @@ from ifeval import (
 )
 
 from posttrain import registry
-from posttrain.consent import declare_code
+from posttrain.untrusted import declare_code
 from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
 from posttrain.graders.grading import Submission, Verdict, grade
 

@@ -14,7 +14,7 @@ import pytest
 from nim import winning
 
 from posttrain import registry
-from posttrain.consent import declare_code
+from posttrain.untrusted import declare_code
 from posttrain.environments.games import TextGame
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe

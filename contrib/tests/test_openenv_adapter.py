@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import openenv_adapter as openenv
 import pytest
 
-from posttrain.consent import declare_code
+from posttrain.untrusted import declare_code
 from posttrain.environments.contract import Session, build_toolset
 from posttrain.environments.pool import Pool
 from posttrain.errors import UsageError

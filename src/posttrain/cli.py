@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain import __version__
-from posttrain.commands.options.argument_types import (
+from posttrain.commands.options import (
     ACCEPT_HELP,
     Parser,
     add_consent,
@@ -36,9 +36,8 @@ from posttrain.commands.options.argument_types import (
     share,
     shown,
 )
-from posttrain.consent import declare_from_command_line
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
-from posttrain.untrusted import guard_output
+from posttrain.untrusted import declare_from_command_line, guard_output
 
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -261,8 +260,8 @@ COMMANDS = {
                        "recipes:run_explain", _add_explain_options, tables=True, runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
                     tables=True, runs=False),
-    "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="runs.options:add_options"),
-    **{f"runs {name}": Command(text, f"runs.{body}", f"runs.options:add_{name}_options", tables="show:" in body)
+    "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="options:add_runs_options"),
+    **{f"runs {name}": Command(text, f"runs.{body}", f"options:add_{name}_options", tables="show:" in body)
        for name, body, text in (
            ("list", "show:run_list", "every run: where it stands, what it came from, what it takes up"),
            ("show", "show:run_show", "one run or comparison in full"),
@@ -272,7 +271,7 @@ COMMANDS = {
            ("delete", "change:run_delete", "delete runs or comparisons"),
            ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
            ("resume", "change:run_resume", "go on with a run by its own recipe, from its newest checkpoint"),
-           ("manage", "menu:run_manage", "all of this from a menu"),
+           ("manage", "change:run_manage", "all of this, line by line in a terminal"),
        )},
     "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
                            keys=_ASKED, models=("model", "paired"), tables=True),
@@ -360,6 +359,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
+        if command == "runs":
+            rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         actions = (f"posttrain {command}", " ".join(["posttrain", *rest[start : start + 2]]))
         options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
         for gone in (*actions, *options):
@@ -373,8 +374,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if (keys := COMMANDS[name].keys) is not None:
             own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)
             rest = rest[:end] + own
-        elif command == "runs":
-            rest = rest[: start + 1] + imported("runs.options:complete_action")(rest[start + 1 :])
     namespace, unknown = parser.parse_known_args(rest)
     if unknown:
         key, equals, value = unknown[0].partition("=")

@@ -5,7 +5,7 @@ Positional parameters are what the machine provides; keyword-only parameters, wi
 defaults, *are* the function's YAML keys. No configuration class mirrors a function.
 
 A name of the form ``module:function`` is imported, so users' functions need no registration; but only if the user
-wrote it (``consent``), and not because a stored recipe names it.
+wrote it (``untrusted``), and not because a stored recipe names it.
 No torch is imported here; the module of a word is imported when that word is first asked for.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
+from posttrain.untrusted import is_declared, prepare_import
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
 HOMES: dict[str, dict[str, str]] = {

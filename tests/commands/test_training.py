@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, template_of, write_summary
+from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, write_summary
 from posttrain.recipes.recipe import load_recipe
+from posttrain.render.template import build_template
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow
 from posttrain.store.rollouts import RecordedRollout
@@ -134,7 +135,7 @@ def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
 
 
 def test_a_recorded_answer_is_judged_by_its_parts() -> None:
-    extract = template_of(load_recipe("grpo-math")).extract
+    extract = build_template(load_recipe("grpo-math").prompt.template).extract
     row = RecordedRollout(
         1, 0, 0, 0, 0, "x", "question", "<think> a </think> <answer> 7 </answer>", "8", {"correct": 0.0}, 0.0, None, 9,
         "length", -0.5,

@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import GONE, RecipeError
-from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import explain_type, faults, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
+from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
 # Where a run works, in how many processes, who watches it and what it is called: no part of the fingerprint, and free
 # to change when it is resumed (the change is written into its log). Everything else decides what comes out.
@@ -84,7 +83,7 @@ class Document(Generic[T]):
     """Plain data on the way to a ``model``, and where each of its keys stands.
 
     ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
-    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``consent``).
+    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``untrusted``).
     """
 
     model: type[T]
@@ -340,7 +339,7 @@ def _read_file(path: Path) -> str:
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in ``text`` and the 1-based line of every dotted key.
 
-    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``consent``).
+    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``untrusted``).
 
     Raises:
         RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain import registry
-from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import (
@@ -37,6 +36,7 @@ from posttrain.recipes.sections import (
     as_list,
     broken_parts,
 )
+from posttrain.untrusted import declare_code, is_declared, without_remote_code
 
 WORD_KINDS = {
     "task": "task",
@@ -228,7 +228,7 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
 def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True) -> Recipe:
     """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
 
-    ``is_own``: a file of the user's may name code (``consent``).
+    ``is_own``: a file of the user's may name code (``untrusted``).
 
     Raises:
         RecipeError: with file, line and key.

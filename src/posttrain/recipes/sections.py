@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
-from posttrain.consent import trusts_remote_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.registry import explain_validation
+from posttrain.untrusted import trusts_remote_code
 
 # So many steps; 0 and, as other libraries have it, -1 mean never.
 Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
@@ -231,7 +231,7 @@ class ModelSection(Section):
 
     @property
     def runs_remote_code(self) -> bool:
-        """Whether the model's own Python may run. Files cannot say so (``consent``); the command line can."""
+        """Whether the model's own Python may run. Files cannot say so (``untrusted``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
 
     @field_validator("attention", mode="before")

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.consent import STORED_RECIPE
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
 from posttrain.evals.ranking import Combine
@@ -24,6 +23,7 @@ from posttrain.registry import find, register
 from posttrain.reward_models.scoring import RewardModel, load_reward_model
 from posttrain.tasks.base import build_task
 from posttrain.types import Example
+from posttrain.untrusted import STORED_RECIPE
 
 Bits = Literal[4, 8]
 

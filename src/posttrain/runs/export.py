@@ -22,9 +22,8 @@ import yaml
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import TAGS, RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
-from posttrain.runs.notes import NOTES
 from posttrain.store.checkpoint_files import (
     MANIFEST,
     Unverified,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # listing runs imports no torch
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
-RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
+RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", TAGS)
 # Of a checkpoint, what only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)

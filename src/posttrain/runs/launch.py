@@ -16,13 +16,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.consent import (
-    consent_options,
-    declare_code,
-    declare_from_command_line,
-    declared_code,
-    trusts_remote_code,
-)
 from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
@@ -41,6 +34,13 @@ from posttrain.runs.directory import (
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
+from posttrain.untrusted import (
+    consent_options,
+    declare_code,
+    declare_from_command_line,
+    declared_code,
+    trusts_remote_code,
+)
 from posttrain.world import ONE, World
 
 if TYPE_CHECKING:

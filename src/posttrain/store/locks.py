@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from posttrain.file_kinds import kind_of_file
+from posttrain.untrusted import kind_of_file
 
 _REFUSALS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _NAME = re.compile(r"pid [0-9]{1,18} on [A-Za-z0-9._-]+")

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from posttrain import registry
-from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
 from posttrain.recipes.document import (
@@ -31,6 +30,7 @@ from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME
+from posttrain.untrusted import is_stored
 
 SHELF = "sweep/"
 LABELLED = "labelled"

@@ -13,7 +13,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import SECTIONS
-from posttrain.commands.options.words import words_of
+from posttrain.commands.options import words_of
 from posttrain.engines.models import complete_template, open_model
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.evals.plan import EVALUATIONS, slug

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.options.argument_types import ACCEPT_HELP, natural, repetitions
+from posttrain.commands.options import ACCEPT_HELP, natural, repetitions
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
