@@ -257,7 +257,7 @@ COMMANDS = {
     "recipes": Command("list the recipes that ship, or show one", "recipes:run_recipes", _add_recipes_options,
                        tables=True, runs=False),
     "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
-                       "recipes:run_explain", _add_explain_options, tables=True, runs=False),
+                       "explain:run_explain", _add_explain_options, tables=True, runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="options:add_runs_options"),

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, say
+from posttrain.runs.launch import start_text
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -202,23 +203,6 @@ class Progress:
 
     def close(self) -> None:
         """Nothing to put away."""
-
-
-def start_text(payload: dict[str, Any]) -> str:
-    """What begins: steps, examples, what was dropped and why, what stands there twice."""
-    text = payload.get("length") or f"{payload['steps']} steps on {payload['num_examples']:,} examples"
-    if payload.get("origin"):
-        text += f", from {payload['origin']}"
-    dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
-    if dropped:
-        text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
-    if payload.get("num_repeated"):
-        text += f"; {payload['num_repeated']:,} rows repeat an earlier one, and count again"
-    if payload.get("trained"):
-        text += f"; {payload['trained']}"
-    if payload.get("resumed_from"):
-        text += f"; resumed after step {payload['resumed_from']}"
-    return text
 
 
 class PlainProgress(Progress):
