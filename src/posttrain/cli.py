@@ -94,7 +94,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
 
     ``wanted``: the one command that gets its options (``""``: none does); by default every command.
     """
-    common = Parser(add_help=False)
+    common: argparse.ArgumentParser = Parser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
@@ -109,7 +109,11 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     made: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         group, _, own = name.rpartition(" ")
-        parents = [common, *([_places(group)] if command.runs else []), *([form] if command.tables else [])]
+        parents = [common, *([form] if command.tables else [])]
+        if command.runs:  # an action says where runs are if its command does not
+            parents.append(Parser(add_help=False))
+            add_runs_dir(parents[-1], argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
+            add_consent(parents[-1])
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
         if command.body is None:
@@ -121,14 +125,6 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         if options:
             (imported(options) if isinstance(options, str) else options)(made[name])
     return parser, made
-
-
-def _places(group: str) -> argparse.ArgumentParser:
-    """Where runs are; an action says it where its command does not."""
-    places = Parser(add_help=False)
-    add_runs_dir(places, argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
-    add_consent(places)
-    return places
 
 
 TRAIN_EPILOG = """\
@@ -314,16 +310,11 @@ def split_overrides(
             following = value if equals else next(tokens, None)
             if following is None or (not equals and following.startswith("--")):
                 raise UsageError(f"{shown(name)[1:-1]}: this key needs a value.{_suggest(name, own_options)}")
-            _note_key(name, keys)
+            if name in keys:
+                raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
+            keys.add(name)
             overrides.append((name.removeprefix("--"), following))
     return own, overrides
-
-
-def _note_key(name: str, keys: set[str]) -> None:
-    """Refuse a key that was given before; ``keys`` gains the key."""
-    if name in keys:
-        raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
-    keys.add(name)
 
 
 def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -130,18 +130,22 @@ class Entry:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in kinds)
 
+    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
     def options_model(self) -> type[Options]:
         """The pydantic model of the keyword-only parameters (unknown keys forbidden).
 
         Raises:
-            RecipeError: an annotation that is no type.
+            RecipeError: an annotation that is no type, or cannot be evaluated.
         """
-        return self._options_model
-
-    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
-    def _options_model(self) -> type[Options]:
+        try:
+            signature = inspect.signature(self.function, eval_str=True)
+        except (NameError, SyntaxError, TypeError, ValueError) as error:
+            raise RecipeError(
+                f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
+                "module, outside of `if TYPE_CHECKING`"
+            ) from error
         fields: dict[str, Any] = {}
-        for parameter in self._signature().parameters.values():
+        for parameter in signature.parameters.values():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
@@ -155,15 +159,6 @@ class Entry:
                 f"{self.kind} {self.name!r}: its options cannot be read; give them types ({reason})"
             ) from error
 
-    def _signature(self) -> inspect.Signature:
-        try:
-            return inspect.signature(self.function, eval_str=True)
-        except (NameError, SyntaxError, TypeError, ValueError) as error:
-            raise RecipeError(
-                f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
-                "module, outside of `if TYPE_CHECKING`"
-            ) from error
-
     def options(self, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         """All options with defaults filled in.
 
@@ -174,7 +169,7 @@ class Entry:
         for key in options:
             if gone := GONE.get(f"{self.name}.{key}"):
                 raise RecipeError(f"{where or self.kind}.{key}: this option was removed. Use {gone}")
-        model = self.options_model()
+        model = self.options_model
         try:
             checked = model.model_validate(dict(options), context={"where": where or self.kind})
         except ValidationError as error:
@@ -346,14 +341,17 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
-        if item["type"] == "extra_forbidden" and key in GONE:
-            lines.append(f"{key}: this key was removed. Use {GONE[key]}")
-        elif item["type"] == "extra_forbidden":
-            last = str(item["loc"][-1])
-            names = list(known)
-            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
-        elif item["type"] == "missing":
-            lines.append(f"{key}: {label} needs this key")
-        else:
-            lines.append(f"{key}: {explain_type(item['msg'], item['input'])}")
+        lines.append(f"{key}: {explain_fault(item, key, label, list(known))}")
     return "\n".join(lines)
+
+
+def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence[str], hint: str = "") -> str:
+    """Explain what is wrong with a key of the section ``label``, which has the ``known`` keys."""
+    if item["type"] == "missing":
+        return f"{label} needs this key"
+    if item["type"] != "extra_forbidden":
+        return f"{explain_type(item['msg'], item['input'])}{hint}"
+    if key in GONE:
+        return f"this key was removed. Use {GONE[key]}"
+    last = str(item["loc"][-1])
+    return f"{label} has no key {last!r}.{hint or suggest(last, known)} Known keys: {', '.join(known)}"

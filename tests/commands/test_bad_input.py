@@ -80,12 +80,6 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert "no prompt is left" in capsys.readouterr().err
 
 
-def flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
 def test_a_flipped_byte_is_noticed_and_the_checkpoint_before_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

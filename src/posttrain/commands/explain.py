@@ -190,12 +190,11 @@ def _choices(annotation: Any) -> list[Any]:
 def words_of(recipe: Recipe) -> set[tuple[str, str]]:
     """(kind, name) of every component that a resolved recipe uses, its defaults included."""
     used = {("task", part.name) for task in (recipe.task, *recipe.eval.tasks) for part in (task, *task_words(task))}
-    used |= {("template", recipe.prompt.template.name)}
-    used |= {("reward", word.name) for word in recipe.rewards} | {("tracker", word.name) for word in recipe.track}
-    words = {kind: getattr(recipe, key) for key, kind in WORD_KINDS.items()}
-    if recipe.rollout is not None:
-        words |= {"engine": recipe.rollout.engine, "selection": recipe.rollout.select}
-    return used | {(kind, word.name) for kind, word in words.items() if word is not None}
+    for path, kind in WORD_KINDS.items():
+        above, _, key = path.rpartition(".")
+        value = getattr(getattr(recipe, above) if above else recipe, key, None)
+        used |= {(kind, word.name) for word in (value if isinstance(value, list) else [value]) if word is not None}
+    return used
 
 
 def recipes_by_word() -> dict[tuple[str, str], list[str]]:

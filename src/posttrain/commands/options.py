@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,7 @@ def new_place(text: str) -> str:
 def folder_of_runs(text: str) -> str:
     """A folder, or a name that one could be made under."""
     path = Path(new_place(text))
-    if path.is_symlink() and not path.exists():
-        raise argparse.ArgumentTypeError(f"{shown(text)} is a link that leads nowhere; give a folder")
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{shown(text)} is no folder; give one, or a name for a new one")
     return text
 
@@ -131,56 +129,30 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = natural(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, not {shown(text)}")
-    return value
+def _whole(least: int, most: int | None) -> Callable[[str], int]:
+    """A type of option: a whole number within bounds."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isascii() and text.strip().isdigit() and len(text) < 4000 else -1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {shown(text)}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"a whole number of at most {most:,} is needed, not {shown(text)}")
+        return value
+
+    return read
+
+
+seed = _whole(0, None)
+natural = _whole(0, LARGEST)
+positive = _whole(1, LARGEST)
+repetitions = _whole(1, MOST_SEEDS)
+port = _whole(1, LARGEST_PORT)
 
 
 def positives(text: str) -> list[int]:
     """``1,4,8``: whole numbers of at least 1."""
     return [positive(part) for part in names(text)]
-
-
-def natural(text: str) -> int:
-    """A whole number of at least 0 and at most ``LARGEST``."""
-    value = seed(text)
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"a whole number of at most {LARGEST:,} is needed, not {shown(text)}")
-    return value
-
-
-def seed(text: str) -> int:
-    """A whole number of at least 0."""
-    try:
-        value = int(text) if text.isascii() else -1
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed, not {shown(text)}")
-    return value
-
-
-def repetitions(text: str) -> int:
-    """How many seeds something is done with."""
-    value = positive(text)
-    if value > MOST_SEEDS:
-        raise argparse.ArgumentTypeError(f"at most {MOST_SEEDS:,} seeds can be given, not {shown(text)}")
-    return value
-
-
-def port(text: str) -> int:
-    """The number of a port.
-
-    Raises:
-        UsageError: it is none; one message, without the usage of the command.
-    """
-    value = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(LARGEST_PORT)) else 0
-    if not 1 <= value <= LARGEST_PORT:
-        raise UsageError(f"--port {shown(text)}: a whole number from 1 to {LARGEST_PORT} is needed")
-    return value
 
 
 def naturals(text: str) -> list[int]:

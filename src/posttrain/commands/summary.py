@@ -47,7 +47,7 @@ def write_summary(folder: str | Path) -> Path:
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
-    leave = consent_options(os.getcwd())  # for the code that the recipe names
+    leave, folder = consent_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
     again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *leave]
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
     if not recipe.trains_scorer:
@@ -62,7 +62,7 @@ def write_summary(folder: str | Path) -> Path:
         transcripts=_before_and_after(run.folder, recipe, points),
         transcripts_note=f"The same {headline.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
-        commands=[(what, shlex.join(map(str, words))) for what, words in commands],
+        commands=[(what, shlex.join(words)) for what, words in commands],
     )
     return write_html(render_report(report), run.folder / "report.html")
 

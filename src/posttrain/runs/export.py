@@ -127,8 +127,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     recipe = RunDirectory(run).read_recipe()
     summary = summarize_run(run)
     base = _text(recipe, "model", "name")
-    starts = RunDirectory(run).read_environment().get("starts") or [{}]
-    version = (starts[-1].get("versions") or {}).get("posttrain", "?")
+    version = RunDirectory(run).made_by() or "?"
     library = "peft" if is_adapter(str(weights)) else "transformers"
     front: dict[str, Any] = {"library_name": library, "tags": ["posttrain"]}
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}

@@ -156,7 +156,8 @@ def list_runs(root: str | Path, *, with_cells: bool = False, newest: int | None 
     names = every_run_name(root) if with_cells else run_names(root)
     if newest is not None and len(names) > newest:
         read = {name: RunDirectory(Path(root) / name).read_environment for name in names}
-        started = {name: _read_or(read[name], {}, []).get("created", "") for name in names}
+        none: dict[str, Any] = {}
+        started = {name: _read_or(read[name], none, []).get("created", "") for name in names}
         names = sorted(names, key=lambda name: (started[name], name))[-newest:]
     summaries = [replace(summarize_run(Path(root) / name), name=name) for name in names]
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
@@ -197,7 +198,7 @@ def summarize_run(path: str | Path) -> RunSummary:
     status = _read_or(directory.read_status, None, problems)
     log = MetricsLog(directory.folder / "metrics.jsonl")
     last = _read_or(lambda: log.last(lambda row: not is_evaluation(row)), None, problems)
-    tags = _read_or(lambda: read_tags(directory.folder), (), problems)
+    tags: tuple[str, ...] = _read_or(lambda: read_tags(directory.folder), (), problems)
     state = _state(status, is_live(directory.folder))
     return RunSummary(
         name=directory.folder.name,
@@ -385,14 +386,7 @@ def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
 # Runs compared: the keys in which their recipes differ, and their results.
 
 
-class _Absent:
-    """The value of a key that a recipe does not have."""
-
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT = _Absent()
+ABSENT = "not there"  # in place of the value of a key that a recipe does not have
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
     if wants_json():
         links = find_links(root, [run.name for run in runs])
-        listing = {"runs": runs, "links": links, "comparisons": comparisons}
+        listing: dict[str, Sequence[Any]] = {"runs": runs, "links": links, "comparisons": comparisons}
         write_json({key: [asdict(item) for item in items] for key, items in listing.items()})
         return 0
     if limit:
@@ -363,10 +363,9 @@ def _table(title: str, labels: Sequence[str]) -> Table:
 
 
 def _value_text(value: Any) -> Text:
-    if value is ABSENT:
-        return Text("not there", style="dim")
     text = harmless(str(value))
-    return Text(text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…")
+    text = text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
+    return Text(text, style="dim" if value is ABSENT else "")
 
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
@@ -376,7 +375,9 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
         ("step", [f"{run.step} of {run.steps}" for run in runs]),
     ]
     for name, results in side_by_side.last.items():
-        rows.append((f"{name}, last", _show_results(results, side_by_side)))
+        told = zip(results, side_by_side.headlines, strict=True)
+        cells = ["–" if r is None else f"{h.tell(r, in_column=True)} at step {r['step']}" for r, h in told]
+        rows.append((f"{name}, last", cells))
     for metric, label, form in SHOWN:
         values = side_by_side.metrics.get(metric)
         if values is not None:
@@ -384,9 +385,3 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
     return rows
-
-
-def _show_results(items: Sequence[dict[str, Any] | None], side_by_side: SideBySide) -> list[str]:
-    """What each run is told by, in one evaluation."""
-    told = zip(items, side_by_side.headlines, strict=True)
-    return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]
