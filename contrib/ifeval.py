@@ -70,7 +70,7 @@ def read_arguments(identifier: str, arguments: Mapping[str, Any] | None) -> dict
 
 @cache
 def _arguments_model(identifier: str) -> type[BaseModel]:
-    return Entry("instruction", identifier, INSTRUCTIONS[identifier], {}).options_model()
+    return Entry("instruction", identifier, INSTRUCTIONS[identifier], {}).options_model
 
 
 # Which language a text is written in: the one place that knows ``langdetect``.

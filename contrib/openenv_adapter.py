@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
-from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.environments.contract import NO_TOOLS, EnvironmentFailed
 from posttrain.environments.tools import result_text
 from posttrain.errors import UsageError
+from posttrain.option_types import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.registry import register
 from posttrain.untrusted import first_fault, harmless
 

@@ -78,12 +78,12 @@ def no_curves() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def consent_kept() -> Iterator[None]:
-    """What one test allows to be imported (``consent``) is not allowed in the next."""
-    from posttrain import consent
+    """What one test allows to be imported (``untrusted``) is not allowed in the next."""
+    from posttrain import untrusted
 
-    folders, imported, remote_code = dict(consent._FOLDERS), set(consent._IMPORTED), list(consent._REMOTE_CODE)
+    folders, imported, remote_code = dict(untrusted._FOLDERS), set(untrusted._IMPORTED), list(untrusted._REMOTE_CODE)
     yield
-    consent._FOLDERS.clear()
-    consent._FOLDERS.update(folders)
-    consent._IMPORTED.intersection_update(imported)
-    consent._REMOTE_CODE[:] = remote_code
+    untrusted._FOLDERS.clear()
+    untrusted._FOLDERS.update(folders)
+    untrusted._IMPORTED.intersection_update(imported)
+    untrusted._REMOTE_CODE[:] = remote_code

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.commands.explain import KINDS
-from posttrain.commands.recipes import recipes_called
+from posttrain.commands.explain import KINDS, recipes_called
 from posttrain.evals.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import recipe_names

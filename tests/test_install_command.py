@@ -45,10 +45,3 @@ def test_from_elsewhere_it_names_that_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stated: Any, command: str
 ) -> None:
     assert install_from(monkeypatch, tmp_path, stated) == command
-
-
-def test_pip_of_another_python_is_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(errors.shutil, "which", lambda name: str(tmp_path / "pip"))
-    assert errors.install_command("studio").startswith(f"{errors.sys.executable} -m pip install ")
-    monkeypatch.setattr(errors.shutil, "which", lambda name: str(Path(errors.sys.executable).parent / "pip"))
-    assert errors.install_command("studio").startswith("pip install ")

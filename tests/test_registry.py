@@ -12,9 +12,9 @@ from typing import Literal
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
 from posttrain.registry import Entry
+from posttrain.untrusted import declare_code
 
 
 def sample_word(
@@ -107,7 +107,7 @@ def test_every_registered_word_is_documented_with_typed_options():
     for kind in registry.HOMES:
         for name, entry in registry.entries(kind).items():
             assert len(entry.doc) > 40, f"{kind} {name} has no docstring"
-            for field in entry.options_model().model_fields.values():
+            for field in entry.options_model.model_fields.values():
                 assert field.annotation is not None, f"{kind} {name} has an option without a type"
 
 

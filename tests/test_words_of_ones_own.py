@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from posttrain import consent, registry
+from posttrain import registry, untrusted
 from posttrain.cli import main
 from posttrain.graders.numeric import exact  # noqa: F401  (its module is imported before the registry is looked at)
 from small_runs import recorded, steps_of
@@ -163,7 +163,7 @@ def test_it_trains_by_its_name_alone(kind: str, word: str, own: Own, capsys: pyt
     assert len(named) == 1
     check(run, own)
     # Whoever runs the stored recipe again must name the code.
-    consent._FOLDERS.clear()
+    untrusted._FOLDERS.clear()
     capsys.readouterr()
     stored = ["train", str(run / "recipe.yaml"), "--dry-run"]
     allowed = ["--allow-code", named[0], "--allow-code", "small_runs:digit_share"]

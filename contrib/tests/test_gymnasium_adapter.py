@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import UsageError
+from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.slow
 

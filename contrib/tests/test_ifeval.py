@@ -22,9 +22,9 @@ from ifeval import (
 )
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
 from posttrain.graders.grading import Submission, Verdict, grade
+from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ import pytest
 from nim import winning
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.environments.games import TextGame
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe
@@ -23,6 +22,7 @@ from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
 from posttrain.tasks.base import build_task
 from posttrain.types import Example
+from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import openenv_adapter as openenv
 import pytest
 
-from posttrain.consent import declare_code
 from posttrain.environments.contract import Session, build_toolset
 from posttrain.environments.pool import Pool
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.types import Call, Example, Message
+from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain import __version__
-from posttrain.commands.options.argument_types import (
+from posttrain.commands.options import (
     ACCEPT_HELP,
     Parser,
     add_consent,
@@ -36,9 +36,8 @@ from posttrain.commands.options.argument_types import (
     share,
     shown,
 )
-from posttrain.consent import declare_from_command_line
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
-from posttrain.untrusted import guard_output
+from posttrain.untrusted import declare_from_command_line, guard_output
 
 # What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -95,7 +94,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
 
     ``wanted``: the one command that gets its options (``""``: none does); by default every command.
     """
-    common = Parser(add_help=False)
+    common: argparse.ArgumentParser = Parser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
@@ -110,7 +109,11 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     made: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         group, _, own = name.rpartition(" ")
-        parents = [common, *([_places(group)] if command.runs else []), *([form] if command.tables else [])]
+        parents = [common, *([form] if command.tables else [])]
+        if command.runs:  # an action says where runs are if its command does not
+            parents.append(Parser(add_help=False))
+            add_runs_dir(parents[-1], argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
+            add_consent(parents[-1])
         description = f"{command.help[0].upper()}{command.help[1:]}."
         made[name] = groups[group].add_parser(own, help=command.help, description=description, parents=parents, **how)
         if command.body is None:
@@ -122,14 +125,6 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         if options:
             (imported(options) if isinstance(options, str) else options)(made[name])
     return parser, made
-
-
-def _places(group: str) -> argparse.ArgumentParser:
-    """Where runs are; an action says it where its command does not."""
-    places = Parser(add_help=False)
-    add_runs_dir(places, argparse.SUPPRESS if group and COMMANDS[group].runs else "runs")
-    add_consent(places)
-    return places
 
 
 TRAIN_EPILOG = """\
@@ -258,11 +253,11 @@ COMMANDS = {
     "recipes": Command("list the recipes that ship, or show one", "recipes:run_recipes", _add_recipes_options,
                        tables=True, runs=False),
     "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
-                       "recipes:run_explain", _add_explain_options, tables=True, runs=False),
+                       "explain:run_explain", _add_explain_options, tables=True, runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
                     tables=True, runs=False),
-    "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="runs.options:add_options"),
-    **{f"runs {name}": Command(text, f"runs.{body}", f"runs.options:add_{name}_options", tables="show:" in body)
+    "runs": Command("list, compare, tag, prune, delete, export and resume runs", options="options:add_runs_options"),
+    **{f"runs {name}": Command(text, f"runs.{body}", f"options:add_{name}_options", tables="show:" in body)
        for name, body, text in (
            ("list", "show:run_list", "every run: where it stands, what it came from, what it takes up"),
            ("show", "show:run_show", "one run or comparison in full"),
@@ -272,7 +267,7 @@ COMMANDS = {
            ("delete", "change:run_delete", "delete runs or comparisons"),
            ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
            ("resume", "change:run_resume", "go on with a run by its own recipe, from its newest checkpoint"),
-           ("manage", "menu:run_manage", "all of this from a menu"),
+           ("manage", "change:run_manage", "all of this, line by line in a terminal"),
        )},
     "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
                            keys=_ASKED, models=("model", "paired"), tables=True),
@@ -315,16 +310,11 @@ def split_overrides(
             following = value if equals else next(tokens, None)
             if following is None or (not equals and following.startswith("--")):
                 raise UsageError(f"{shown(name)[1:-1]}: this key needs a value.{_suggest(name, own_options)}")
-            _note_key(name, keys)
+            if name in keys:
+                raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
+            keys.add(name)
             overrides.append((name.removeprefix("--"), following))
     return own, overrides
-
-
-def _note_key(name: str, keys: set[str]) -> None:
-    """Refuse a key that was given before; ``keys`` gains the key."""
-    if name in keys:
-        raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
-    keys.add(name)
 
 
 def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str]) -> None:
@@ -360,6 +350,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
         command, known = rest[start], [name for name in choices if " " not in name]
+        if command == "runs":
+            rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         actions = (f"posttrain {command}", " ".join(["posttrain", *rest[start : start + 2]]))
         options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
         for gone in (*actions, *options):
@@ -373,8 +365,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if (keys := COMMANDS[name].keys) is not None:
             own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)
             rest = rest[:end] + own
-        elif command == "runs":
-            rest = rest[: start + 1] + imported("runs.options:complete_action")(rest[start + 1 :])
     namespace, unknown = parser.parse_known_args(rest)
     if unknown:
         key, equals, value = unknown[0].partition("=")

@@ -28,9 +28,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -85,6 +85,11 @@ GONE = {
     "posttrain runs list --recipe": "a pattern of names, `--state` or `--tag`",
     "posttrain runs list --objective": "a pattern of names, `--state` or `--tag`",
     "posttrain runs list --model": "a pattern of names, `--state` or `--tag`",
+    "posttrain runs list --families": "`posttrain runs`, whose column `from` names the parents",
+    "posttrain runs delete --state": "names or a pattern; `posttrain runs --state STATE` lists them",
+    "posttrain runs delete --tag": "names or a pattern; `posttrain runs --tag TAG` lists them",
+    "posttrain runs prune --state": "names or a pattern; `posttrain runs --state STATE` lists them",
+    "posttrain runs prune --tag": "names or a pattern; `posttrain runs --tag TAG` lists them",
     "posttrain runs list --reverse": "`--sort KEY`, which puts the largest first where that is best",
     "posttrain compare": "`posttrain sweep` with the same name or file, whose methods are called rows",
     "posttrain study": "`posttrain sweep` with the same name or file, whose parts are called rows",
@@ -267,29 +272,18 @@ class MissingExtra(UsageError):
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra to this installation: from its checkout, or from where it was installed.
-
-    ``pip`` is that of this Python, named by its path where another one would answer to ``pip``.
-    """
-    pip_path = shutil.which("pip")
-    own = pip_path is not None and Path(pip_path).parent.resolve() == Path(sys.executable).parent.resolve()
-    pip = "pip" if own else f"{sys.executable} -m pip"
+    """The command that adds an extra to this installation: from its checkout, or from where it was installed."""
     checkout = Path(__file__).parents[2]
-    if (checkout / "pyproject.toml").is_file() and (checkout / "src" / "posttrain") == Path(__file__).parent:
+    if (checkout / "pyproject.toml").is_file():
         place = "." if checkout == Path.cwd() else str(checkout)
-        return f"{pip} install -e '{place}[{extra}]'"
-    return f"{pip} install 'posttrain[{extra}]{_origin()}'"
-
-
-def _origin() -> str:
-    """`` @ URL`` of an installation that came from a folder, a file or a repository (PEP 610), else empty."""
-    try:
+        return f"{sys.executable} -m pip install -e '{place}[{extra}]'"
+    with suppress(PackageNotFoundError, ValueError):  # a folder, a file or a repository (PEP 610)
         stated = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        return ""
-    url, vcs = stated.get("url", ""), stated.get("vcs_info") or {}
-    commit = f"@{vcs['commit_id']}" if vcs.get("commit_id") else ""
-    return f" @ {vcs['vcs']}+{url}{commit}" if vcs.get("vcs") else f" @ {url}" if url else ""
+        vcs = stated.get("vcs_info") or {}
+        source = f"{vcs.get('vcs', '')}{'+' * bool(vcs)}{stated['url']}" if stated else ""
+        source += f"@{vcs['commit_id']}" if vcs.get("commit_id") else ""
+        return f"{sys.executable} -m pip install 'posttrain[{extra}]{' @ ' * bool(source)}{source}'"
+    return f"{sys.executable} -m pip install 'posttrain[{extra}]'"
 
 
 class RunConflict(UsageError):

@@ -5,7 +5,7 @@ Positional parameters are what the machine provides; keyword-only parameters, wi
 defaults, *are* the function's YAML keys. No configuration class mirrors a function.
 
 A name of the form ``module:function`` is imported, so users' functions need no registration; but only if the user
-wrote it (``consent``), and not because a stored recipe names it.
+wrote it (``untrusted``), and not because a stored recipe names it.
 No torch is imported here; the module of a word is imported when that word is first asked for.
 """
 
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from posttrain.consent import is_declared, prepare_import
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
+from posttrain.untrusted import is_declared, prepare_import
 
 # The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
 HOMES: dict[str, dict[str, str]] = {
@@ -129,18 +129,22 @@ class Entry:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in kinds)
 
+    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
     def options_model(self) -> type[Options]:
         """The pydantic model of the keyword-only parameters (unknown keys forbidden).
 
         Raises:
-            RecipeError: an annotation that is no type.
+            RecipeError: an annotation that is no type, or cannot be evaluated.
         """
-        return self._options_model
-
-    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
-    def _options_model(self) -> type[Options]:
+        try:
+            signature = inspect.signature(self.function, eval_str=True)
+        except (NameError, SyntaxError, TypeError, ValueError) as error:
+            raise RecipeError(
+                f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
+                "module, outside of `if TYPE_CHECKING`"
+            ) from error
         fields: dict[str, Any] = {}
-        for parameter in self._signature().parameters.values():
+        for parameter in signature.parameters.values():
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
@@ -154,15 +158,6 @@ class Entry:
                 f"{self.kind} {self.name!r}: its options cannot be read; give them types ({reason})"
             ) from error
 
-    def _signature(self) -> inspect.Signature:
-        try:
-            return inspect.signature(self.function, eval_str=True)
-        except (NameError, SyntaxError, TypeError, ValueError) as error:
-            raise RecipeError(
-                f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
-                "module, outside of `if TYPE_CHECKING`"
-            ) from error
-
     def options(self, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         """All options with defaults filled in.
 
@@ -170,7 +165,7 @@ class Entry:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
             UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
         """
-        model = self.options_model()
+        model = self.options_model
         for key in (key for key in options if key not in model.model_fields):
             if gone := GONE.get(f"{self.name}.{key}") or GONE.get(f"{self.kind}.{key}"):
                 raise RecipeError(f"{where or self.kind}.{key}: this key was removed. Use {gone}.")
@@ -345,14 +340,17 @@ def explain_validation(error: ValidationError, known: Iterable[str], where: str,
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])
         key = f"{where}.{location}" if where and location else where or location
-        if item["type"] == "extra_forbidden" and key in GONE:
-            lines.append(f"{key}: this key was removed. Use {GONE[key]}.")
-        elif item["type"] == "extra_forbidden":
-            last = str(item["loc"][-1])
-            names = list(known)
-            lines.append(f"{key}: {label} has no key {last!r}.{suggest(last, names)} Known keys: {', '.join(names)}")
-        elif item["type"] == "missing":
-            lines.append(f"{key}: {label} needs this key")
-        else:
-            lines.append(f"{key}: {explain_type(item['msg'], item['input'])}")
+        lines.append(f"{key}: {explain_fault(item, key, label, list(known))}")
     return "\n".join(lines)
+
+
+def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence[str], hint: str = "") -> str:
+    """Explain what is wrong with a key of the section ``label``, which has the ``known`` keys."""
+    if item["type"] == "missing":
+        return f"{label} needs this key"
+    if item["type"] != "extra_forbidden":
+        return f"{explain_type(item['msg'], item['input'])}{hint}"
+    if key in GONE:
+        return f"this key was removed. Use {GONE[key]}."
+    last = str(item["loc"][-1])
+    return f"{label} has no key {last!r}.{hint or suggest(last, known)} Known keys: {', '.join(known)}"

@@ -11,7 +11,7 @@ import pytest
 from answered import MAX_TOKENS, Answered
 
 from posttrain.cli import main
-from posttrain.consent import declare_code
+from posttrain.untrusted import declare_code
 from serving import Served, serving
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contrib"))

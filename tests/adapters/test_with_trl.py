@@ -11,7 +11,6 @@ import pytest
 from ladder import Ladder
 from transformers import AutoTokenizer
 
-from posttrain.consent import declare_code
 from posttrain.engines.episodes import build_stage
 from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
 from posttrain.engines.scripted import ScriptedEngine
@@ -20,6 +19,7 @@ from posttrain.recipes.recipe import validate_recipe
 from posttrain.render import encode_prompt
 from posttrain.render.template import build_template
 from posttrain.types import Example, Message
+from posttrain.untrusted import declare_code
 
 pytestmark = pytest.mark.adapters
 GOALS = (3, 4)

@@ -92,13 +92,13 @@ WRONG_VALUES: tuple[Any, ...] = ([], {}, [[1]], {"a": 1}, True, float("nan"), fl
 def path_tasks() -> dict[str, Any]:
     """The registered tasks that read a file of rows."""
     return {
-        name: entry for name, entry in registry.entries("task").items() if "path" in entry.options_model().model_fields
+        name: entry for name, entry in registry.entries("task").items() if "path" in entry.options_model.model_fields
     }
 
 
 @cache
 def options_of(task: str) -> tuple[str, ...]:
-    return tuple(registry.entries("task")[task].options_model().model_fields)
+    return tuple(registry.entries("task")[task].options_model.model_fields)
 
 
 def lines(*rows: Any) -> bytes:

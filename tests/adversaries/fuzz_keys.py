@@ -290,7 +290,7 @@ def option_cases(random: Random) -> list[Case]:
     cases = []
     for kind, (command, base, where) in WORD_PLACES.items():
         for name, entry in registry.entries(kind).items():
-            fields = entry.options_model().model_fields
+            fields = entry.options_model.model_fields
             needed = {key: REQUIRED[key] for key, field in fields.items() if field.is_required()}
             own = with_word(base, where, {"name": name, **needed})
             for option, field in fields.items():

@@ -77,7 +77,7 @@ def test_every_command_option_key_word_and_task_is_tried() -> None:
     options = {name for case in fuzz_keys.option_cases(random) for name in case.names}
     for kind, (_, _, where) in fuzz_keys.WORD_PLACES.items():
         for entry in registry.entries(kind).values():
-            wanted = {f"{where}.{key}" for key in entry.options_model().model_fields}
+            wanted = {f"{where}.{key}" for key in entry.options_model.model_fields}
             assert wanted - {f"{where}.{key}" for key in ("texts", "variables", "options", "mode")} <= options
     assert fuzz_keys.WORD_PLACES.keys() == registry.HOMES.keys() - {"stream", "principle"}  # no key names these
     assert fuzz_data.path_tasks().keys() == fuzz_data.ROWS.keys()

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from strangers import CODE, make_evil, plain_recipe
 
-from posttrain import consent, registry
+from posttrain import registry
+from posttrain import untrusted as consent
 from posttrain.cli import build_parser, main
 from posttrain.errors import UnallowedCode
 

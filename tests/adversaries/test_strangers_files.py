@@ -15,12 +15,12 @@ import yaml
 from strangers import contents, make_evil, plain_recipe
 from test_strangers_code import run
 
-from posttrain import consent
-from posttrain.addresses import server_address
+from posttrain import untrusted as consent
 from posttrain.errors import RunFailure, UsageError, hide_secrets
 from posttrain.evals.tables import TextTable, to_markdown
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
+from posttrain.option_types import server_address
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import ModelSection
 from posttrain.runs.export import model_card

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hostile_text import HOSTILE, RAW, leaks
 from jinja2 import UndefinedError
+from posttrain.runs.notes import Notes, change_tags, read_notes
 
 from posttrain.evals.tables import TextTable
 from posttrain.reports.charts import Panel, Series
@@ -17,7 +18,6 @@ from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.notes import Notes, change_tags, read_notes
 from posttrain.store.headline import Headline
 from posttrain.sweeps.head_to_head import Sample
 from posttrain.sweeps.learning import RowResult, TrialResult

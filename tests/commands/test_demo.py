@@ -79,9 +79,16 @@ def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("small", "without_pictures")
-def test_a_second_demo_takes_fresh_names(tmp_path: Path) -> None:
+def test_make_plan_continues_an_unfinished_demo_and_else_takes_fresh_names(tmp_path: Path) -> None:
     arguments = ["demo", "--runs-dir", str(tmp_path), "--quiet"]
     assert main(arguments) == 0
+    directory = RunDirectory(tmp_path / "demo-grpo")
+    status = directory.read_status()
+    assert status is not None
+    directory.write_status(replace(status, state="interrupted"))
+    assert demo.make_plan(tmp_path, 0, REASONING).grpo == tmp_path / "demo-grpo"
+    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
+    directory.write_status(status)
     assert main(arguments) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-grpo-2", "demo-sft", "demo-sft-2"]
     first, second = (json.loads((tmp_path / name / "demo.json").read_text()) for name in ("demo-grpo", "demo-grpo-2"))
@@ -89,20 +96,6 @@ def test_a_second_demo_takes_fresh_names(tmp_path: Path) -> None:
         for results in facts["results"].values():
             results.pop("seconds")
     assert first["results"] == second["results"]  # the same seed tells the same story
-
-
-@pytest.mark.usefixtures("small", "without_pictures")
-def test_an_unfinished_demo_is_continued(tmp_path: Path) -> None:
-    assert main(["demo", "--runs-dir", str(tmp_path), "--quiet"]) == 0
-    directory = RunDirectory(tmp_path / "demo-grpo")
-    status = directory.read_status()
-    assert status is not None
-    directory.write_status(replace(status, state="interrupted"))
-    assert demo.make_plan(tmp_path, 0, REASONING).grpo == tmp_path / "demo-grpo"
-    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
-    assert main(["demo", "--runs-dir", str(tmp_path), "--quiet"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-sft"]
-    assert demo.make_plan(tmp_path, 0, REASONING).sft == tmp_path / "demo-sft-2"
 
 
 def test_the_outcome_follows_the_figures() -> None:

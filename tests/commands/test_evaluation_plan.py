@@ -12,7 +12,7 @@ import pytest
 from posttrain.cli import main, parse
 from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.models import request_of
-from posttrain.commands.options.words import words_of
+from posttrain.commands.options import words_of
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished
 from posttrain.evals.plan import Drawing, Plan, make_plan, notes_of, slug

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main, parse
-from posttrain.commands.runs.options import complete_action
+from posttrain.commands.options import complete_action
 from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.runs.removal import DELETING
@@ -114,14 +114,6 @@ def test_the_list_as_data_and_filtered(place: Path, out: Out) -> None:
     assert "there is no 'los' to sort by. Did you mean 'loss'" in out("--sort", "los", code=2)
 
 
-def test_families_as_trees(place: Path, out: Out) -> None:
-    lines = out("list", "--families", "--cells").splitlines()
-    assert lines[0].startswith("sft  cross_entropy  finished")
-    assert lines[1].startswith("└── more  cross_entropy  finished")
-    assert lines[1].endswith("(start, step 3)")
-    assert lines[2].startswith("compare-x/cells/plain-seed0  cross_entropy")
-
-
 def test_one_run_in_full(place: Path, out: Out) -> None:
     lines = out("show", "sft").splitlines()
     facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
@@ -166,6 +158,7 @@ def test_tags(place: Path, out: Out) -> None:
     assert out("tag", "sft", "-good", "--runs-dir", "runs") == "sft: h\n"
     assert out("tag", "sft") == "sft: h\n"
     assert [run["name"] for run in out.json("--tag", "h")["runs"]] == ["sft"]
+    assert "`posttrain runs list --families` was removed" in out("--families", code=2)
     assert "`posttrain runs note` was removed. Use `posttrain runs tag NAME +TAG`" in out("note", "sft", "x", code=2)
     assert "compare-x is a comparison; name one of its runs" in out("tag", "compare-x", "+a", code=2)
 
@@ -254,13 +247,6 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert "deleted 1 run" in out("delete", "sft", "--force")
     assert run_names("runs") == ["more"]
     assert ["start", "sft,", "step", "3", "(deleted)"] in lines_of(out("show", "more"))
-
-
-def test_deleting_by_state_and_by_tag(place: Path, out: Out) -> None:
-    out("tag", "more", "+old")
-    assert "none of the runs in runs is like that" in out("delete", "--tag", "old", "--state", "failed", code=2)
-    out("delete", "--tag", "old", "--yes")
-    assert run_names("runs") == ["sft"]
 
 
 def test_deleting_a_comparison_with_its_runs(place: Path, out: Out) -> None:

@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from posttrain.cli import main
-from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, run_names
-from posttrain.runs.notes import read_notes
+from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, read_tags, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps, seal
 
 Talk = Callable[..., tuple[str, list[str]]]
@@ -64,49 +63,35 @@ def talk(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return say
 
 
-def test_runs_are_numbered_filtered_and_opened(talk: Talk) -> None:
-    text, prompts = talk("2", "b", "f mm", "1", "q")
-    assert [line.split()[:2] for line in text.splitlines()[1:4]] == [["1", "alpha"], ["2", "beta"], ["3", "gamma"]]
-    assert "1 of 9" in text
-    assert prompts == ["runs> ", "beta> ", "runs> ", "runs> ", "gamma> "]
-
-
-def test_q_inside_a_run_leaves_the_menu_and_ctrl_c_does_not(talk: Talk) -> None:
-    assert talk("alpha", "quit")[1] == ["runs> ", "alpha> "]
-    text, prompts = talk("alpha", "^C", "exit")
+def test_run_manage_lists_first_and_ends_with_quit_but_not_with_ctrl_c(talk: Talk) -> None:
+    text, prompts = talk("^C", "show alpha", "quit")
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == ["alpha", "beta", "gamma"]
     assert "stopped" in text
-    assert prompts == ["runs> ", "alpha> ", "alpha> "]
+    assert "3 of 9" in text
+    assert prompts == ["runs> "] * 3
 
 
-def test_mistakes_are_shown_and_the_menu_goes_on(root: Path, talk: Talk) -> None:
-    text, _ = talk("", "7", "nonsense", 'x "', "1", "zz", "e", "p nothing", "b", "q")
+def test_run_manage_shows_mistakes_and_goes_on(root: Path, talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = talk("", "nonsense", "show nowhere", 'show "', "export alpha", "prune alpha --keep nothing", "q")
     text = " ".join(text.split())
-    for message in (
-        "there is no number 7 in the list; it has 3 runs",
-        "there is no run 'nonsense'",
-        "No closing quotation",
-        "there is no 'zz' in this menu",
-        "give a new folder, or a file that ends in .tar.gz: e PLACE",
-    ):
+    for message in ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best"):
         assert message in text
     assert run_names(root) == ["alpha", "beta", "gamma"]
 
 
-def test_actions_are_those_of_the_commands(root: Path, talk: Talk, tmp_path: Path) -> None:
-    talk("alpha", "t +good +later", "t -later", "q")
-    assert read_notes(root / "alpha").tags == ("good",)
-    talk("1", "p", "n", "q")
+def test_run_manage_takes_the_actions_of_the_commands(root: Path, talk: Talk, tmp_path: Path) -> None:
+    talk("tag alpha +good +later", "tag alpha -later", "q")
+    assert read_tags(root / "alpha") == ("good",)
+    talk("prune alpha", "n", "q")
     assert checkpoint_steps(root / "alpha" / "checkpoints") == [1, 2, 3]
-    talk("1", "p 2", "y", "q")
+    talk("prune alpha --keep 2", "y", "q")
     assert checkpoint_steps(root / "alpha" / "checkpoints") == [2, 3]
-    talk("3", f"e {tmp_path / 'out'}", "q")
+    talk(f"export gamma --to {tmp_path / 'out'}", "q")
     assert sorted(os.listdir(tmp_path / "out")) == ["README.md", "config.json", "recipe.yaml"]
-    _, prompts = talk("2", "d", "", "d", "yes", "q")
-    assert prompts[2].startswith("Delete 1 run, ")
-    assert prompts[-1] == "runs> "
-    assert run_names(root) == ["alpha", "gamma"]
+    _, prompts = talk("delete beta", "", "delete beta", "yes", "q")
+    assert prompts[1].startswith("Delete 1 run, ")
     with lock_run(root / "alpha"):
-        assert "a process is working there" in " ".join(talk("1", "d", "q")[0].split())
+        assert "a process is working there" in " ".join(talk("delete alpha", "q")[0].split())
     assert run_names(root) == ["alpha", "gamma"]
 
 
@@ -122,7 +107,7 @@ def test_in_a_real_terminal(root: Path) -> None:
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
     os.close(theirs)
     seen = b""
-    for line, answer in ((b"", b"runs> "), (b"2", b"beta> "), (b"d", b"[y/N] "), (b"y", b"runs> "), (b"q", b"")):
+    for line, answer in ((b"", b"runs> "), (b"delete beta", b"[y/N] "), (b"y", b"runs> "), (b"q", b"")):
         if line:
             os.write(ours, line + b"\n")
         deadline = time.monotonic() + 60

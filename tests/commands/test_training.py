@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, template_of, write_summary
+from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, write_summary
 from posttrain.recipes.recipe import load_recipe
+from posttrain.render.template import build_template
 from posttrain.store.headline import ACCURACY
-from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow
+from posttrain.store.metrics import EvaluationPoint, MetricsRow
 from posttrain.store.rollouts import RecordedRollout
 
 RECIPE = """\
@@ -78,27 +79,6 @@ def test_the_end_of_a_run_says_where_it_is(place: Path, capsys: pytest.CaptureFi
     assert captured.err == ""
 
 
-def test_a_taken_name_is_refused_and_nothing_changes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = place / "runs" / "mine"
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    arguments = ["train", str(place / "mine.yaml"), "--runs-dir", str(place / "runs"), "--run", "mine"]
-    assert main([*arguments, "--train.lr", "1e-3"]) == 2
-    message = capsys.readouterr().err
-    assert "train.lr: 0.0001 in the run, 0.001 now" in message
-    assert main(arguments) == 2
-    assert "Continue it with --resume" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in before} == before
-
-
-def test_resume_goes_on_to_more_steps(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", str(place / "mine.yaml"), "--runs-dir", str(place / "runs"), "--run", "longer", "--quiet"]
-    assert main([*arguments, "--train.steps", "2"]) == 0
-    assert main([*arguments, "--train.steps", "4", "--resume"]) == 0
-    rows = MetricsLog(place / "runs" / "longer" / "metrics.jsonl").read()
-    assert [row.step for row in rows if "loss" in row.metrics] == [1, 2, 3, 4]
-    assert "train.steps is now 4 instead of 2" in capsys.readouterr().err
-
-
 def test_runs_are_listed_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--runs-dir", str(place / "runs")]) == 0
     listing = capsys.readouterr().out
@@ -134,7 +114,7 @@ def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
 
 
 def test_a_recorded_answer_is_judged_by_its_parts() -> None:
-    extract = template_of(load_recipe("grpo-math")).extract
+    extract = build_template(load_recipe("grpo-math").prompt.template).extract
     row = RecordedRollout(
         1, 0, 0, 0, 0, "x", "question", "<think> a </think> <answer> 7 </answer>", "8", {"correct": 0.0}, 0.0, None, 9,
         "length", -0.5,

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.engines import episodes as played
 from posttrain.engines.base import Sampling
 from posttrain.engines.episodes import Episodes, build_stage
@@ -36,6 +35,7 @@ from posttrain.render.template import build_template
 from posttrain.tasks.base import Task
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Call, Example, Message, Turn
+from posttrain.untrusted import declare_code
 
 TEMPLATES = ["r1_zero", "chat", "dialogue", "plain", "boxed"]
 CALL, ANSWER = " <tool>calculator: 20 + 22</tool>", " </think> <answer> 42 </answer>"

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.engines import rollout
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
@@ -19,6 +18,7 @@ from posttrain.render import Template, encode_prompt, stop_ids
 from posttrain.rewards.calling import bind_reward
 from posttrain.rewards.words import boxed_format
 from posttrain.types import Completion, Example, Message
+from posttrain.untrusted import declare_code
 
 
 def template(name: str = "r1_zero", **options) -> Template:

@@ -13,7 +13,6 @@ import pytest
 
 from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.served_names import served_names
 from posttrain.engines.vllm.engine import VllmEngine
@@ -21,6 +20,7 @@ from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare
 from posttrain.types import Completion
+from posttrain.untrusted import declare_code
 from serving import free_port
 
 pytestmark = pytest.mark.usefixtures("no_waiting")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import example_environments as mine
-from posttrain.consent import declare_code
 from posttrain.environments.contract import Session, build_toolset, row_for
 from posttrain.environments.pool import Pool
 from posttrain.errors import RecipeError, UnallowedCode, UnknownWord, UsageError
 from posttrain.recipes.sections import Word
 from posttrain.types import Example, Message
+from posttrain.untrusted import declare_code
 
 EXAMPLE = Example("row/1", (Message("user", "Question?"),), answer="7", meta={"level": 3, "not a name": 1})
 LONG, SHORT = 60.0, 0.05

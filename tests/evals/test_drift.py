@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
@@ -26,6 +25,7 @@ from posttrain.recipes.sections import AdapterSection, RewardWord
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.tasks.base import Task
 from posttrain.types import Completion, Example, Message
+from posttrain.untrusted import declare_code
 
 TEMPERATURE = 1.4
 

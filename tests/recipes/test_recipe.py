@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipes.document import apply_override, merge, parse_yaml
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.recipes.sections import Word
+from posttrain.untrusted import declare_code
 
 TEXT = """\
 model: {name: tiny}

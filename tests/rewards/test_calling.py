@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RewardFailure, UnknownWord, UsageError
 from posttrain.rewards.calling import BoundReward, bind_reward
+from posttrain.untrusted import declare_code
 
 GIVEN: dict[str, Any] = {
     "prompt": "1 + 1?",

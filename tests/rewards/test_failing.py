@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from posttrain.consent import declare_code
 from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.errors import RewardFailure
 from posttrain.recipes.sections import RewardWord
 from posttrain.registry import find
 from posttrain.types import Completion, Example, Message
+from posttrain.untrusted import declare_code
 
 
 def grade(function: Callable[..., object], weight: float, monkeypatch: pytest.MonkeyPatch) -> float:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from posttrain import __version__
-from posttrain.consent import declare_code, prepare_import
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch, resume_command, stop_on_signals
 from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
+from posttrain.untrusted import declare_code, prepare_import
 from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]
@@ -56,6 +56,7 @@ class FakeLoop:
         done = sorted(int(p.name[5:]) for p in files.checkpoints.glob("step-*"))
         step = done[-1] if done else 0
         facts = {"steps": recipe.train.steps, "resumed_from": step if resume else None, "dropped": {"too long": 3}}
+        facts["num_examples"] = 50
         observer("start", facts)
         while step < recipe.train.steps and step != self.stop_after and not should_stop():
             step += 1
@@ -107,8 +108,7 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert directory.changed_keys(make_recipe()) == {}
     assert directory.read_environment()["recipe"] == "tiny/grpo"
     assert [line[21:] for line in directory.log_path.read_text().splitlines()] == [
-        "started",
-        "dropped 3 of the data: too long",
+        "started: 10 steps on 50 examples; dropped: 3 too long",
         "step 10: saved there",
         "step 10: held out: accuracy 0.5",
         "finished",

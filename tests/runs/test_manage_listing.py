@@ -11,19 +11,19 @@ import yaml
 from fake_runs import make_comparison, make_run
 
 from posttrain.errors import UsageError
-from posttrain.runs.directory import RunDirectory, lock_run
+from posttrain.runs.directory import RunDirectory, change_tags, lock_run
 from posttrain.runs.listing import (
+    ABSENT,
     Filter,
     check_states,
     disk_bytes,
-    disk_use,
     list_comparisons,
     list_runs,
+    put_side_by_side,
+    show_run,
     sort_runs,
     summarize_comparison,
 )
-from posttrain.runs.notes import change_tags
-from posttrain.runs.side_by_side import ABSENT, put_side_by_side
 from posttrain.store.headline import REWARD
 from posttrain.store.metrics import MetricsLog
 
@@ -113,7 +113,7 @@ def test_a_comparison_counts_the_cells_that_its_file_asks_for(root: Path) -> Non
 def test_disk_use_by_kind(root: Path) -> None:
     (root / "a" / "rollouts.db").write_bytes(b"x" * 700)
     (root / "a" / "rollouts.db-wal").write_bytes(b"x" * 50)
-    used = disk_use(root / "a")
+    used = show_run(root / "a")["disk"]
     assert used["rollouts"] == 750
     assert used["checkpoints"] == disk_bytes(root / "a" / "checkpoints")
     assert sum(used.values()) == disk_bytes(root / "a")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from made_up_items import make_item
-from posttrain.consent import declare_code
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.measures import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
@@ -19,6 +18,7 @@ from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task, choose_task, held_out_task, num_repeated
 from posttrain.tasks.mixture import allot, next_turn
 from posttrain.types import Example, Message
+from posttrain.untrusted import declare_code
 
 EASY: dict[str, Any] = {"name": "stories", "max_steps": 1, "size": 30}
 HARD: dict[str, Any] = {"name": "stories", "min_steps": 2, "size": 60}

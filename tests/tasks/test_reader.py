@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> str:
 
 def test_every_task_says_how_many_examples() -> None:
     for name, entry in registry.entries("task").items():
-        fields = entry.options_model().model_fields
+        fields = entry.options_model.model_fields
         assert {"size", "seed"} <= fields.keys(), name
         assert "size: " in entry.doc.partition("Args:")[2].partition("Raises:")[0], name
         assert (fields["size"].default is None) == (name not in MAKERS), name
@@ -90,7 +90,7 @@ def test_every_task_says_where_its_rows_are_to_be_had() -> None:
         assert place["licence"], name
         assert place["get"].split()[0] in ("curl", "hf", "git", "posttrain"), name
         for option in place.get("also", {}):
-            assert option in registry.find("task", name).options_model().model_fields, name
+            assert option in registry.find("task", name).options_model.model_fields, name
 
 
 def write_gsm8k(file: Path, n: int) -> None:

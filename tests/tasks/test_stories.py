@@ -9,10 +9,10 @@ from fractions import Fraction
 import pytest
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UsageError
 from posttrain.tasks.stories.families import Equation, is_worked, signature
 from posttrain.tasks.stories.task import split_of, stories
+from posttrain.untrusted import declare_code
 
 FROZEN = (
     "Tom picks 11 carrots every day for 4 days. How many carrots are there now?",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from posttrain.consent import declare_code
 from posttrain.engines.rollout import build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.randomness import draw_indices
@@ -20,6 +19,7 @@ from posttrain.train.checks import words_of
 from posttrain.train.sources.rollouts import RolloutSource
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Message, Rollout
+from posttrain.untrusted import declare_code
 from small_runs import make_recipe
 
 DIGITS = "0123456789"

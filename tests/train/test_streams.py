@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe
@@ -21,6 +20,7 @@ from posttrain.train.build import Parts, prepare
 from posttrain.train.step import accumulate, apply_update
 from posttrain.train.streams import Scorer, needed_streams
 from posttrain.types import Batch, Completion, Loss, Outputs
+from posttrain.untrusted import declare_code
 from small_runs import BASE, make_recipe, run, save_perturbed
 
 LORA = {"adapter": {"rank": 4, "dropout": 0.3}}

@@ -18,13 +18,13 @@ from pydantic import Field
 from posttrain import registry
 from posttrain.algorithms.objectives.primitives import row_sum
 from posttrain.cli import main
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import register
 from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from posttrain.types import Batch, Loss, Outputs
+from posttrain.untrusted import declare_code
 from small_runs import BASE, recorded, run, same_bits, saved_tensors, steps_of
 
 TOKENS = "test_toy_objective:bounded_reinforce"

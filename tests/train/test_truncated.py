@@ -12,7 +12,6 @@ from small_sources import groups_of, rows_of, same_batch, sampled, sums
 from test_turns import game_recipe
 
 from posttrain import registry
-from posttrain.consent import declare_code
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.recipes.recipe import Recipe
 from posttrain.rewards.words import truncated
@@ -20,6 +19,7 @@ from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate
 from posttrain.types import TRUNCATED, Batch, Completion, Finish
+from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe, recorded, run, saved_tensors, steps_of
 
 # Answers of a group of four, whose reward is the last digit: of three tokens at most, so that the third is cut off.

@@ -16,7 +16,6 @@ from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
 from posttrain.cli import main
 from posttrain.commands.summary import write_summary
-from posttrain.consent import declare_code
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import KLInRewardSection
 from posttrain.runs.launch import launch
@@ -26,6 +25,7 @@ from posttrain.train.credit import Credit, number_turns
 from posttrain.train.sources.rollouts import pay_turns
 from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.types import Batch, Completion, Example, Rollout, Sample, Turn, collate
+from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe, recorded, run
 
 A = "■"  # a token of the model; all others it was told

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from posttrain.commands.runs.show import _last_episode
-from posttrain.consent import declare_code
 from posttrain.environments.contract import EnvironmentFailed
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.train.build import prepare
@@ -17,6 +16,7 @@ from posttrain.train.credit import Credit
 from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.train.step import accumulate
 from posttrain.types import Rollout
+from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe, recorded, run, steps_of
 
 TEXTS = [

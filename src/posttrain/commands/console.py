@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -120,7 +120,7 @@ def tables_as(form: str) -> Iterator[None]:
     if form == "json" and collected.content is not None:
         output.write(_to_json(collected.content))
     else:
-        output.write(WRITERS[form](collected.tables))
+        output.write(_written(form, collected.tables))
 
 
 def write_json(content: Any) -> bool:
@@ -147,46 +147,22 @@ def _to_json(content: Any) -> str:
     return harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n"
 
 
-def _tables_to_json(tables: Sequence[TextTable]) -> str:
-    return _to_json(
-        [
-            {
-                "title": table.title,
-                "rows": [dict(zip(_unique(table.header), line, strict=True)) for line in table.lines],
-            }
-            for table in tables
-        ]
-    )
+def _written(form: str, tables: Sequence[TextTable]) -> str:
+    """Tables as text in a form; the second column of a name is ``name (2)``."""
+    if form == "md":
+        from posttrain.evals.tables import to_markdown
 
-
-def _unique(labels: Sequence[str]) -> list[str]:
-    """Labels as keys: the second of a name is ``name (2)``."""
-    return [
-        label if label not in labels[:index] else f"{label} ({list(labels[: index + 1]).count(label)})"
-        for index, label in enumerate(labels)
-    ]
-
-
-def _tables_to_csv(tables: Sequence[TextTable]) -> str:
-    parts = []
+        return "\n".join(map(to_markdown, tables))
+    parts: list[str] = []
+    rows: list[dict[str, Any]] = []
     for table in tables:
+        seen = [list(table.header[: index + 1]).count(label) for index, label in enumerate(table.header)]
+        header = [f"{label} ({n})" if n > 1 else label for label, n in zip(table.header, seen, strict=True)]
         part = io.StringIO()
-        csv.writer(part, lineterminator="\n").writerows([_unique(table.header), *table.lines])
+        csv.writer(part, lineterminator="\n").writerows([header, *table.lines])
         parts.append(part.getvalue())
-    return "\n".join(parts)
-
-
-def _tables_to_markdown(tables: Sequence[TextTable]) -> str:
-    from posttrain.evals.tables import to_markdown
-
-    return "\n".join(to_markdown(table) for table in tables)
-
-
-WRITERS: dict[str, Callable[[Sequence[TextTable]], str]] = {
-    "json": _tables_to_json,
-    "csv": _tables_to_csv,
-    "md": _tables_to_markdown,
-}
+        rows.append({"title": table.title, "rows": [dict(zip(header, line, strict=True)) for line in table.lines]})
+    return _to_json(rows) if form == "json" else "\n".join(parts)
 
 
 def read_table(table: Table) -> TextTable:

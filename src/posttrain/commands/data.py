@@ -14,9 +14,8 @@ from rich.table import Table
 from posttrain import registry
 from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.explain import summary
-from posttrain.commands.options.words import chosen_words
+from posttrain.commands.options import chosen_words
 from posttrain.errors import UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_plain
@@ -25,6 +24,7 @@ from posttrain.reports.curves import data_panels
 from posttrain.tasks.base import Task, build_task
 from posttrain.tasks.description import PERCENTILES, Description, describe_task, percentile, random_examples
 from posttrain.types import Example
+from posttrain.untrusted import kind_of_file
 
 NUM_COMMONEST = 5
 WHOLE_TASK = 10**9

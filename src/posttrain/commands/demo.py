@@ -7,6 +7,7 @@ says right or wrong, finds out what pays. All three are measured on the same hel
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
-from posttrain.commands.summary import chapter_of, last_start, template_of, write_summary
+from posttrain.commands.summary import chapter_of, last_start, write_summary
 from posttrain.engines.models import ModelSource, open_model
 from posttrain.errors import INTERRUPTED
 from posttrain.evals.files import EvaluationStore
@@ -29,6 +30,7 @@ from posttrain.evals.plan import Drawing, measure
 from posttrain.evals.tables import Row, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Word
+from posttrain.render.template import build_template
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
@@ -42,7 +44,7 @@ from posttrain.tasks.base import Task, build_task
 NUM_HELD_OUT = 500
 NUM_TRANSCRIPTS = 6
 NUM_SHOWN = 2
-BASE_LABEL, SFT_LABEL, GRPO_LABEL = LABELS = ("base", "after SFT", "after GRPO")
+LABELS = ("base", "after SFT", "after GRPO")
 
 # The stories: which recipes, what is said of them, and what became of it.
 
@@ -176,29 +178,27 @@ class Measured:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Tell the story: measure, train, train, measure, show."""
+    """Tell the story: measure, train, measure, train, measure, show."""
     started = time.monotonic()
     console = open_console()
     root, story = Path(arguments.runs_dir), STORIES[arguments.story]
     plan = make_plan(root, arguments.seed, story)
-    task = held_out_part(plan.grpo_recipe)
-    _say(console, "1. The base model", story.texts[0])
-    sources = [replace(find_source(plan.sft_recipe.model.name, root), recipe=plan.grpo_recipe)]
-    stages = [_measure(console, sources[0], task, plan, BASE_LABEL)]
-
-    _say(console, "2. Demonstrations (SFT)", story.texts[1])
-    result = _train(plan.sft_recipe, plan.sft, arguments.quiet)
-    if result.reason != "finished":
-        return _interrupted(console, arguments.story)
-    sources.append(replace(find_source(str(plan.sft), root), recipe=plan.grpo_recipe))
-    stages.append(_measure(console, sources[1], task, plan, SFT_LABEL))
-
-    _say(console, "3. Reinforcement learning (GRPO)", story.texts[2])
-    result = _train(plan.grpo_recipe, plan.grpo, arguments.quiet)
-    if result.reason != "finished":
-        return _interrupted(console, arguments.story)
-    stages.append(_measure(console, find_source(str(plan.grpo), root), task, plan, GRPO_LABEL))
-
+    word = plan.grpo_recipe.task
+    task = build_task(Word(name=word.name, **(word.options | {"split": "test"})))
+    stages: list[Measured] = []
+    for title, text, folder, recipe in (
+        ("1. The base model", story.texts[0], None, plan.sft_recipe),
+        ("2. Demonstrations (SFT)", story.texts[1], plan.sft, plan.sft_recipe),
+        ("3. Reinforcement learning (GRPO)", story.texts[2], plan.grpo, plan.grpo_recipe),
+    ):
+        _say(console, title, text)
+        if folder is not None and _train(recipe, folder, arguments.quiet).reason != "finished":
+            again = "posttrain demo" + ("" if arguments.story == "reasoning" else f" --story {arguments.story}")
+            what = f"Stopped; everything so far is saved. `{again}` again goes on from here."
+            console.print(Text(what, style="yellow"))
+            return INTERRUPTED
+        source = find_source(recipe.model.name if folder is None else str(folder), root)
+        stages.append(_measure(console, replace(source, recipe=plan.grpo_recipe), task, plan, LABELS[len(stages)]))
     seconds = time.monotonic() - started
     transcripts = side_by_side(stages, plan.grpo_recipe)
     report = write_story(plan, stages, transcripts, arguments.seed, seconds)
@@ -208,40 +208,25 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 def make_plan(root: Path, seed: int, story: Story) -> Plan:
     """Fresh names, or those of the newest demo of the same recipes that did not finish."""
-    count = 1
-    while True:
+    for count in itertools.count(1):
         suffix = "" if count == 1 else f"-{count}"
-        plan = _plan_named(root, suffix, seed, story)
-        if not plan.sft.exists() and not plan.grpo.exists():
-            return plan
-        if _can_continue(plan):
-            return plan
-        count += 1
-
-
-def _plan_named(root: Path, suffix: str, seed: int, story: Story) -> Plan:
-    sft, grpo = root / f"{story.run}-sft{suffix}", root / f"{story.run}-grpo{suffix}"
-    seeded = ("train.seed", str(seed))
-    sft_recipe = load_recipe(story.sft, [seeded]).resolve()
-    grpo_recipe = load_recipe(story.grpo, [seeded, ("model.name", json.dumps(str(sft)))]).resolve()
+        sft, grpo = root / f"{story.run}-sft{suffix}", root / f"{story.run}-grpo{suffix}"
+        seeded = ("train.seed", str(seed))
+        sft_recipe = load_recipe(story.sft, [seeded]).resolve()
+        grpo_recipe = load_recipe(story.grpo, [seeded, ("model.name", json.dumps(str(sft)))]).resolve()
+        if not sft.exists() and not grpo.exists():
+            break
+        status = RunDirectory(grpo).read_status()
+        is_open = sft.exists() and (status is None or status.state != "finished")
+        if is_open and _can_continue(sft, sft_recipe) and _can_continue(grpo, grpo_recipe):
+            break
     return Plan(story, sft, grpo, sft_recipe, grpo_recipe)
 
 
-def _can_continue(plan: Plan) -> bool:
-    for folder, recipe in ((plan.sft, plan.sft_recipe), (plan.grpo, plan.grpo_recipe)):
-        if (folder / "recipe.yaml").is_file():
-            if is_live(folder) or RunDirectory(folder).changed_keys(recipe):
-                return False
-        elif folder.exists():
-            return False
-    status = RunDirectory(plan.grpo).read_status()
-    return plan.sft.exists() and (status is None or status.state != "finished")
-
-
-def held_out_part(recipe: Recipe) -> Task:
-    """The test split of the task that GRPO trains on."""
-    word = recipe.task
-    return build_task(Word(name=word.name, **(word.options | {"split": "test"})))
+def _can_continue(folder: Path, recipe: Recipe) -> bool:
+    if (folder / "recipe.yaml").is_file():
+        return not is_live(folder) and not RunDirectory(folder).changed_keys(recipe)
+    return not folder.exists()
 
 
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
@@ -257,27 +242,32 @@ def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
 def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, label: str) -> Measured:
     """A model on the task as reinforcement learning asks it, with its environment where it has one."""
     max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
-    description = plan.story.descriptions[LABELS.index(label)]
     model = open_model(source).on_stage(None)
     evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
-    about = {"model": model.label, "label": label, "split": task.split}
-    settings = about | {"temperature": 0.0, "max_tokens": max_tokens}
     if model.source.run is not None:
+        settings = {
+            "model": model.label,
+            "label": label,
+            "split": task.split,
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+        }
         folder = model.source.run / "evaluation" / f"{task.name}-{task.split}"
         EvaluationStore(folder, settings).finish(evaluation, write_page)
     r = evaluation.results
-    interval = f"95 % interval {r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}"
-    worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
     parts = [f"{r[key]:.0%} {said}" for key, said in plan.story.told.items() if key in r]
-    told = f": {', '.join(parts)}" if parts else ""
-    line = f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right ({interval}){worked}{told}."
+    worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
+    line = (
+        f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right (95 % interval {r['accuracy_low']:.1%} "
+        f"to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."
+    )
     console.print(Text(line, style="bold"))
-    return Measured(label, description, evaluation)
+    return Measured(label, plan.story.descriptions[LABELS.index(label)], evaluation)
 
 
 def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]:
     """The first held-out problems, answered by every model; nothing is picked."""
-    extract = template_of(recipe).extract
+    extract = build_template(recipe.prompt.template).extract
     by_id = [{r.example.id: r for r in stage.evaluation.rollouts} for stage in stages]
     shared = [key for key in by_id[-1] if all(key in rollouts for rollouts in by_id)]
     transcripts = []
@@ -346,12 +336,6 @@ def _say(console: Console, title: str, text: str) -> None:
     console.print(Panel(Text(text), title=title, title_align="left", width=min(100, console.width)))
 
 
-def _interrupted(console: Console, story: str) -> int:
-    again = "posttrain demo" + ("" if story == "reasoning" else f" --story {story}")
-    console.print(Text(f"Stopped; everything so far is saved. `{again}` again goes on from here.", style="yellow"))
-    return INTERRUPTED
-
-
 def _show_end(
     console: Console,
     plan: Plan,
@@ -363,19 +347,15 @@ def _show_end(
     what = f"The same problems{_asked(plan)}, none of which was trained on. Greedy decoding."
     _say(console, "4. The three, side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
-        console.print(_transcript_table(transcript))
+        title = Text(f"{transcript.question}  (answer: {transcript.gold})")
+        table = Table(title=title, title_justify="left", expand=False)
+        for answer in transcript.answers:
+            verdict = (answer.verdict, "green" if answer.is_right else "red")
+            table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
+        table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
+        console.print(table)
     print_table(console, results_table([Row(s.label, None, s.evaluation.name, s.evaluation.results) for s in stages]))
     console.print(Text(f"\n{outcome(plan.story, stages)} {show_duration(seconds)} in all."))
     # What is to be opened or typed stays on one line, however narrow the terminal.
     console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
     console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
-
-
-def _transcript_table(transcript: Transcript) -> Table:
-    table = Table(title=Text(f"{transcript.question}  (answer: {transcript.gold})"), title_justify="left", expand=False)
-    for answer in transcript.answers:
-        verdict = "right" if answer.is_right else "wrong" if answer.extracted is not None else "no answer"
-        style = "green" if answer.is_right else "red"
-        table.add_column(Text.assemble(f"{answer.label}: ", (verdict, style)), ratio=1)
-    table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
-    return table

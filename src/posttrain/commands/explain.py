@@ -1,10 +1,11 @@
-"""What can be said about a word or a section of a recipe: used by ``explain`` and ``docs/methods.md``.
+"""``posttrain explain``: a component or a section of a recipe. ``docs/methods.md`` is written from here, too.
 
 Everything is read off the code: docstrings, signatures, the shipped recipes.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import re
@@ -15,12 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+from rich.console import Console
 
+from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.errors import GONE, UnknownWord
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import interpretation_names
-from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word, task_words
-from posttrain.registry import HOMES, Entry, entries
+from posttrain.registry import HOMES, Entry, entries, find, kinds_of, suggest
 from posttrain.sweeps.file import training_recipe_names
 
 # What a kind is for and where it stands in a recipe.
@@ -41,6 +45,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "stream": ("objective", "numbers beside the tokens, which objectives ask for (`needs`) and no recipe names"),
     "dictionary": ("dictionary", "how pre-activations become sparse features (`posttrain sae train RECIPE`)"),
 }
+
+_IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 
 @dataclass(frozen=True)
@@ -140,23 +146,21 @@ def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, t
 
 def sections_with(name: str) -> list[str]:
     """The sections with a key called so (``kl``, ``regularize.kl``), or with one whose value it may be (``lora``)."""
-    return [
-        section
-        for section, model in sections().items()
-        if any(
-            name in (key, f"{section}.{key}", *_choices(field.annotation)) for key, field in model.model_fields.items()
-        )
-    ]
+    found: dict[str, None] = {}
+    for section, model in sections().items():
+        for key, field in model.model_fields.items():
+            if name in (key, f"{section}.{key}", *_choices(field.annotation)):
+                found[section] = None
+    return [*found]
 
 
 def words_with(name: str) -> list[tuple[Entry, Option]]:
-    """The words with an option called so: alone, or behind the word or the key where it stands (``rewards.0.mode``)."""
+    """The components with an option called so: alone, or after the component or the key where it stands."""
     place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
     return [
         (entry, option)
-        for kind, group in all_words().items()
-        for entry in group.values()
-        if place in ("", kind, KINDS[kind][0], entry.name)
+        for entry in _all_entries()
+        if place in ("", entry.kind, KINDS[entry.kind][0], entry.name)
         for option in word_options(entry)
         if option.name == key
     ]
@@ -165,10 +169,9 @@ def words_with(name: str) -> list[tuple[Entry, Option]]:
 def all_names() -> set[str]:
     """Everything that ``explain`` knows: words, kinds, sections, keys of both, values of keys, and recipes."""
     fields = [(key, field) for section in sections().values() for key, field in section.model_fields.items()]
-    entered = [entry for group in all_words().values() for entry in group.values()]
     return {
-        *(entry.name for entry in entered),
-        *(option.name for entry in entered for option in word_options(entry)),
+        *(entry.name for entry in _all_entries()),
+        *(option.name for entry in _all_entries() for option in word_options(entry)),
         *(key for key, _ in fields),
         *(choice for _, field in fields for choice in _choices(field.annotation) if isinstance(choice, str)),
         *sections(),
@@ -185,22 +188,12 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def words_of(recipe: Recipe) -> set[tuple[str, str]]:
-    """(kind, name) of every word that a resolved recipe uses, its defaults included."""
-    used = {("task", recipe.task.name), ("objective", recipe.objective.name)}
-    used |= {("optimizer", recipe.optimizer.name), ("template", recipe.prompt.template.name)}
-    used |= {("reward", word.name) for word in recipe.rewards}
-    used |= {("task", part.name) for word in (recipe.task, *recipe.eval.tasks) for part in (word, *task_words(word))}
-    used |= {("tracker", word.name) for word in recipe.track}
-    for kind, word in (
-        ("aggregation", recipe.aggregate),
-        ("advantage", recipe.advantage),
-        ("correction", recipe.correction),
-        ("environment", recipe.environment),
-        ("engine", recipe.rollout.engine if recipe.rollout is not None else None),
-        ("selection", recipe.rollout.select if recipe.rollout is not None else None),
-    ):
-        if word is not None:
-            used.add((kind, word.name))
+    """(kind, name) of every component that a resolved recipe uses, its defaults included."""
+    used = {("task", part.name) for task in (recipe.task, *recipe.eval.tasks) for part in (task, *task_words(task))}
+    for path, kind in WORD_KINDS.items():
+        above, _, key = path.rpartition(".")
+        value = getattr(getattr(recipe, above) if above else recipe, key, None)
+        used |= {(kind, word.name) for word in (value if isinstance(value, list) else [value]) if word is not None}
     return used
 
 
@@ -223,6 +216,115 @@ def all_words() -> dict[str, dict[str, Entry]]:
     return {kind: entries(kind) for kind in HOMES}
 
 
+def _all_entries() -> list[Entry]:
+    return [entry for group in all_words().values() for entry in group.values()]
+
+
 def summary(doc: str) -> str:
     """The first sentence of a docstring, on one line."""
     return " ".join(doc.strip().split("\n\n")[0].split())
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print what a component or a section is; without a name, everything that can be named."""
+    console, name = open_console(), arguments.name
+    if name is None:
+        for kind in KINDS:
+            _print_kind(console, kind)
+        console.print(Text("sections of a recipe", style="bold"))
+        console.print("  " + ", ".join(sections()))
+        console.print("\nposttrain explain NAME tells more.")
+        return 0
+    kinds = [kind for kind, (key, _) in KINDS.items() if name in (kind, key, kind + "s")]
+    named = [find("reward", name)] if ":" in name else kinds_of(name)
+    recipes, shown = recipes_called(name), [name] if name in sections() else []
+    having: list[tuple[Entry, Option]] = []
+    if not named and not kinds and not recipes and not shown:
+        shown, having = sections_with(name), words_with(name)
+        if not shown and not having:
+            if name in GONE:
+                raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
+            raise UnknownWord(
+                f"nothing is called {name!r}.{suggest(name, all_names())} `posttrain explain` lists everything"
+            )
+    for entry in named:
+        _print_entry(console, entry)
+    for kind in sorted(kinds):
+        _print_kind(console, kind)
+    for section in shown:
+        model = sections()[section]
+        _print_heading(console, section, "section of a recipe", inspect.getdoc(model) or "")
+        _print_options(console, section_options(model), "" if section == "recipe" else section)
+    if having:
+        _print_heading(console, name.rpartition(".")[2], "option of")
+        table = plain_table("word", "kind", "type", "default")
+        for entry, option in having:
+            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.type), Text(option.default))
+        console.print(table)
+        console.print(Text("posttrain explain WORD says what it is\n", style="dim"))
+    for recipe in recipes:
+        _print_recipe(console, recipe)
+    return 0
+
+
+def recipes_called(name: str) -> list[str]:
+    """Shipped recipes of this name, with or without their folder: many a method is components put together."""
+    wanted = name.replace("_", "-")
+    return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
+
+
+def _print_heading(console: Console, name: str, what: str, doc: str | None = None) -> None:
+    console.print(Text.assemble((name, "bold cyan"), f"  {what}"))
+    if doc is not None:
+        say(console, f"\n{doc}\n")
+
+
+def _print_kind(console: Console, kind: str) -> None:
+    key, purpose = KINDS[kind]
+    table = plain_table("word", "what it is", show_header=False, padding=(0, 1, 0, 2))
+    table.title, table.title_justify = Text.assemble((kind, "bold"), f" (key {key}): {purpose}"), "left"
+    table.title_style, table.columns[0].no_wrap = "none", True
+    for name, entry in entries(kind).items():
+        table.add_row(Text(name, style="cyan"), Text(summary(entry.doc)))
+    console.print(table)
+    console.print()
+
+
+def _print_entry(console: Console, entry: Entry) -> None:
+    line = inspect.getsourcelines(entry.function)[1]
+    source = f"{entry.function.__module__.replace('.', '/')}.py:{line}"
+    _print_heading(console, entry.name, f"{entry.kind}, {source}", entry.doc or "(no docstring)")
+    # an engine that does not follow training samples for `posttrain evaluate --engine` alone
+    key = KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
+    _print_options(console, word_options(entry), key)
+    users = recipes_by_word().get((entry.kind, entry.name), [])
+    console.print(Text.assemble(("recipes that use it: ", "bold"), ", ".join(users) or "none that ships"))
+    console.print()
+
+
+def _print_recipe(console: Console, name: str) -> None:
+    recipe = load_recipe(name).resolve()
+    _print_heading(console, name, "recipe", recipe.description.strip())
+    words = [(kind, getattr(recipe, key)) for key, kind in WORD_KINDS.items() if kind in _IN_A_METHOD]
+    words += [("selection", recipe.rollout.select)] if recipe.rollout is not None else []
+    table = plain_table("key", "word", "what it is", show_header=False)
+    for kind, word in words:
+        if word is not None and word.name != "every":
+            options = ", ".join(f"{option} {value}" for option, value in word.options.items())
+            what = f"{summary(find(kind, word.name).doc)} {options}".strip()
+            table.add_row(KINDS[kind][0].rpartition(".")[2], Text(word.name, style="cyan"), Text(what))
+    console.print(table)
+    console.print(Text(f"\nread it: posttrain recipes show {name}    train: posttrain train {name}\n", style="dim"))
+
+
+def _print_options(console: Console, options: list[Option], key: str) -> None:
+    if not options:
+        console.print("it has no options")
+        return
+    table = plain_table("option", "type", "default")
+    for option in options:
+        table.add_row(Text(option.name, style="cyan"), Text(option.type), Text(option.default))
+    console.print(table)
+    if key and key != "rewards":
+        console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))
+    console.print()

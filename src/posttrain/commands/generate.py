@@ -9,7 +9,7 @@ from rich.console import Console
 
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.interpret.steering import check_steering, steering_of
-from posttrain.commands.options.words import chosen_words
+from posttrain.commands.options import chosen_words
 from posttrain.engines.models import OpenedModel, complete_template, open_model
 from posttrain.engines.rollout import Attempt
 from posttrain.errors import UsageError

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, say
+from posttrain.runs.launch import start_text
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -54,12 +55,9 @@ PLAIN = (
     "reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "row_accuracy", "final_accuracy",
     "step_accuracy", "entropy", "kl_ref", "clip_fraction",
 )  # fmt: skip
-PHASES = (
-    ("generate_seconds", "generate"),
-    ("score_seconds", "score"),
-    ("fill_seconds", "fill"),
-    ("update_seconds", "update"),
-)
+# Events that a line is shown for, with its style on a terminal.
+STYLES = {"start": "dim", "evaluation": "bold", "notice": "yellow", "finish": "dim"}
+PHASES = ("generate", "score", "fill", "update")
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
@@ -68,16 +66,12 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     Non-finite values are left out; a constant course is drawn at the lowest bar.
     """
     finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return ""
     count = min(width, len(finite))
-    edges = [round(i * len(finite) / count) for i in range(count + 1)]
-    largest = max(map(abs, finite)) or 1.0  # in units of which no sum or difference is too large for a number
+    edges = [round(i * len(finite) / count) for i in range(count + 1)] if count else []
+    largest = max(map(abs, finite), default=0.0) or 1.0  # in its units no sum or difference is too large for a number
     means = [sum(value / largest for value in finite[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    span = high - low
-    if span == 0:
-        return BARS[0] * count
+    low = min(means, default=0.0)
+    span = max(means, default=0.0) - low or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((v - low) / span * len(BARS)))] for v in means)
 
 
@@ -98,9 +92,8 @@ def show_duration(seconds: float) -> str:
 
 def show_parts(metrics: Mapping[str, float]) -> str:
     """``easy 83%, hard 12%``: what was right of each part of a mixture; nothing without one."""
-    split = {name: name.partition(":") for name in metrics if ":" in name and "/" not in name}
-    told = [f"{part} {metrics[name]:.0%}" for name, (part, _, metric) in split.items() if metric.endswith("accuracy")]
-    return ", ".join(told)
+    names = [name for name in metrics if "/" not in name and ":" in name and name.endswith("accuracy")]
+    return ", ".join(f"{name.partition(':')[0]} {metrics[name]:.0%}" for name in names)
 
 
 def show_evaluation(payload: dict[str, Any]) -> str:
@@ -158,16 +151,14 @@ class History:
 
     def phases(self) -> str:
         """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a server samples ahead."""
-        total = sum(self.seconds.get(key, 0.0) for key, _ in PHASES)
-        if total == 0:
-            return ""
-        shares = [(label, self.seconds.get(key, 0.0) / total) for key, label in PHASES]
-        return " · ".join(f"{label} {share:.0%}" for label, share in shares if share >= 0.005)
+        spent = {name: self.seconds.get(f"{name}_seconds", 0.0) for name in PHASES}
+        total = sum(spent.values()) or 1.0
+        return " · ".join(f"{name} {used / total:.0%}" for name, used in spent.items() if used >= 0.005 * total)
 
     def rates(self) -> str:
         """Tokens per second of the last step: generated, updated."""
-        rates = [("generate", "generate_tokens_per_second"), ("update", "update_tokens_per_second")]
-        parts = [f"{label} {self.timing[key]:,.0f}" for label, key in rates if self.timing.get(key)]
+        rates = {name: self.timing.get(f"{name}_tokens_per_second") for name in ("generate", "update")}
+        parts = [f"{name} {rate:,.0f}" for name, rate in rates.items() if rate]
         if not parts and self.timing.get("tokens_per_second"):
             parts = [f"{self.timing['tokens_per_second']:,.0f}"]
         return f"tokens/s: {' · '.join(parts)}" if parts else ""
@@ -197,32 +188,21 @@ class Progress:
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
         if event == "notice":
-            print(f"note: {payload['message']}", file=sys.stderr)
+            print(self.line_of(event, payload), file=sys.stderr)
 
-    def end_line(self, payload: dict[str, Any]) -> str:
-        """``finished after step 40, 1m 49s; steps: generate 43% · score 4% · update 53%``."""
+    def line_of(self, event: str, payload: dict[str, Any]) -> str:
+        """A line for an event of ``STYLES``: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
+        if event == "start":
+            return start_text(payload)
+        if event == "evaluation":
+            return show_evaluation(payload)
+        if event == "notice":
+            return f"note: {payload['message']}"
         spent = f"; steps: {phases}" if (phases := self.history.phases()) else ""
         return f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}{spent}"
 
     def close(self) -> None:
         """Nothing to put away."""
-
-
-def start_text(payload: dict[str, Any]) -> str:
-    """What begins: steps, examples, what was dropped and why, what stands there twice."""
-    text = payload.get("length") or f"{payload['steps']} steps on {payload['num_examples']:,} examples"
-    if payload.get("origin"):
-        text += f", from {payload['origin']}"
-    dropped = {reason: n for reason, n in (payload.get("dropped") or {}).items() if n}
-    if dropped:
-        text += "; dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
-    if payload.get("num_repeated"):
-        text += f"; {payload['num_repeated']:,} rows repeat an earlier one, and count again"
-    if payload.get("trained"):
-        text += f"; {payload['trained']}"
-    if payload.get("resumed_from"):
-        text += f"; resumed after step {payload['resumed_from']}"
-    return text
 
 
 class PlainProgress(Progress):
@@ -233,35 +213,25 @@ class PlainProgress(Progress):
         self._console = console
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
-        if event == "start":
-            self._print(start_text(payload))
-        elif event == "step":
-            every = max(1, self.history.steps // NUM_PLAIN_LINES)
-            if self.history.step % every == 0 or self.history.step == self.history.steps:
-                self._print(self._step_line(payload))
-        elif event == "evaluation":
-            self._print(show_evaluation(payload))
-        elif event == "notice":
-            self._print(f"note: {payload['message']}")
-        elif event == "finish":
-            self._print(self.end_line(payload))
+        every = max(1, self.history.steps // NUM_PLAIN_LINES)
+        if event == "step" and (self.history.step % every == 0 or self.history.step == self.history.steps):
+            say(self._console, self._step_line(payload))
+        elif event in STYLES:
+            say(self._console, self.line_of(event, payload))
 
     def _step_line(self, payload: dict[str, Any]) -> str:
         metrics = payload["metrics"]
-        forms = {name: (label, form) for name, label, form in SHOWN}
         parts = [f"step {payload['step']}/{self.history.steps}"]
-        parts += [f"{forms[name][0]} {show_number(metrics[name], forms[name][1])}" for name in PLAIN if name in metrics]
+        for name, label, form in SHOWN:
+            if name in PLAIN and name in metrics:
+                parts.append(f"{label} {show_number(metrics[name], form)}")
         if of_parts := show_parts(metrics):
             parts.append(f"right by part: {of_parts}")
         if rates := self.history.rates():
             parts.append(rates)
-        remaining = self.history.remaining()
-        if remaining:
+        if remaining := self.history.remaining():
             parts.append(f"{show_duration(remaining)} left")
         return " | ".join(parts)
-
-    def _print(self, line: str) -> None:
-        say(self._console, line)
 
 
 class LiveProgress(Progress):
@@ -272,28 +242,20 @@ class LiveProgress(Progress):
         self._console = console
         self._title = title
         self._live = Live(console=console, refresh_per_second=8, transient=False, get_renderable=self.render)
-        self._open = False
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
+        if event == "finish":
+            self.close()
+        if event in STYLES:
+            self._console.print(Text(self.line_of(event, payload), style=STYLES[event]))
         if event == "start":
-            self._console.print(Text(start_text(payload), style="dim"))
             self._live.start(refresh=True)
             guard_output()  # rich has put its own streams there, which would obey escape sequences
-            self._open = True
-        elif event == "evaluation":
-            self._console.print(Text(show_evaluation(payload), style="bold"))
-        elif event == "notice":
-            self._console.print(Text(f"note: {payload['message']}", style="yellow"))
-        elif event == "finish":
-            self.close()
-            self._console.print(Text(self.end_line(payload), style="dim"))
-        if self._open:
+        elif self._live.is_started:
             self._live.refresh()
 
     def close(self) -> None:
-        if self._open:
-            self._live.stop()
-            self._open = False
+        self._live.stop()
 
     def render(self) -> RenderableType:
         """The panel as it stands."""

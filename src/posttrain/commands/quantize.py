@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from posttrain.commands.options.argument_types import natural, new_place, positive, seed
+from posttrain.commands.options import natural, new_place, positive, seed
 
 EPILOG = """\
 the folder that it writes is a model like any other:
@@ -47,7 +47,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     """Store a model in few bits, measure what was lost, and say so."""
     from pathlib import Path
 
-    from posttrain.commands.options.words import chosen_words
+    from posttrain.commands.options import chosen_words
     from posttrain.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
     from posttrain.runs.models import find_source
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.progress import show_duration
-from posttrain.consent import consent_options
 from posttrain.recipes.recipe import Recipe
 from posttrain.render.template import build_template
 from posttrain.reports.charts import draw_png
@@ -25,7 +24,7 @@ from posttrain.store.headline import REWARD, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.untrusted import fitting
+from posttrain.untrusted import consent_options, fitting
 
 NUM_TRANSCRIPTS = 6
 PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds", "evaluation_seconds")
@@ -48,6 +47,11 @@ def write_summary(folder: str | Path) -> Path:
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
+    leave, folder = consent_options(os.getcwd()), str(run.folder)  # for the code that the recipe names
+    again = ["posttrain", "train", str(run.recipe_path), "--run", f"{run.folder.name}-again", *leave]
+    commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
+    if not recipe.trains_scorer:
+        commands.insert(0, ("ask the trained model", ["posttrain", "generate", folder]))
     report = Report(
         title=title,
         lead=recipe.description or f"{recipe.model.name}, trained with {recipe.objective.name}.",
@@ -58,23 +62,9 @@ def write_summary(folder: str | Path) -> Path:
         transcripts=_before_and_after(run.folder, recipe, points),
         transcripts_note=f"The same {headline.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
-        commands=_commands(run, recipe),
+        commands=[(what, shlex.join(words)) for what, words in commands],
     )
     return write_html(render_report(report), run.folder / "report.html")
-
-
-def _commands(run: RunDirectory, recipe: Recipe) -> list[tuple[str, str]]:
-    """What to type next, with leave for the code that the recipe names; a reward model cannot be asked."""
-
-    def typed(*words: str) -> str:
-        return shlex.join(["posttrain", *words, *consent_options(os.getcwd())])
-
-    folder = str(run.folder)
-    again = ("train it again", typed("train", str(run.recipe_path), "--run", f"{run.folder.name}-again"))
-    measured = ("measure it again", typed("evaluate", folder))
-    if recipe.trains_scorer:
-        return [measured, again]
-    return [("ask the trained model", shlex.join(["posttrain", "generate", folder])), measured, again]
 
 
 def write_results(
@@ -139,7 +129,7 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
 
 
 def note_on(points: Sequence[EvaluationPoint], headline: Headline) -> str:
-    """What was measured, and when: a recipe may have its training split measured, too."""
+    """Note on the measured examples: a recipe may have its training split measured, too."""
     trained = [name for name in dict.fromkeys(point.name for point in points) if name.endswith("/train")]
     but = f", but {', '.join(trained)}: of the split that was trained on" if trained else ", never trained on"
     return f"Held-out {headline.of}{but}. Before the first update and after the last."
@@ -162,30 +152,24 @@ def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationP
         return []
     task, first, last = points[0].name, points[0].step, max(p.step for p in points if p.name == points[0].name)
     store = RolloutStore(folder / "rollouts.db", read_only=True)
-    extract = template_of(recipe).extract
+    extract = build_template(recipe.prompt.template).extract
     columns: list[tuple[str, Mapping[str, RecordedRollout]]] = []
     for step in dict.fromkeys((first, last)):
         label = "before training" if step == 0 else f"after {step} steps"
         columns.append((label, {row.example_id: row for row in store.evaluations(task, step)}))
     shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)][:NUM_TRANSCRIPTS]
-    fit = fitting([text for _, rows in columns for key in shared for text in _texts_of(rows[key])])
+    texts = [
+        (row.transcript, row.prompt, row.answer or "") for _, rows in columns for row in map(rows.get, shared) if row
+    ]
+    fit = fitting([text for each in texts for text in each])
     transcripts, tells_reward = [], RunDirectory(folder).headline().metric == REWARD.metric
     for key in shared:
-        answers = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
-        answers = [replace(answer, text=fit(answer.text)) for answer in answers]
+        given = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
+        answers = [replace(answer, text=fit(answer.text)) for answer in given]
         asked = columns[0][1][key]
         question, gold = fit(asked.prompt), None if asked.answer is None else fit(asked.answer)
         transcripts.append(Transcript(question, gold, answers, turns_of(question)))
     return transcripts
-
-
-def _texts_of(row: RecordedRollout) -> tuple[str, str, str]:
-    return row.transcript, row.prompt, row.answer or ""
-
-
-def template_of(recipe: Recipe) -> Any:
-    """The prompt template of a recipe."""
-    return build_template(recipe.prompt.template)
 
 
 def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:

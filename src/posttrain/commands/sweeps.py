@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options.argument_types import names, positive, repetitions, shown
+from posttrain.commands.options import names, positive, repetitions, shown
 
 if TYPE_CHECKING:
     from rich.console import Console

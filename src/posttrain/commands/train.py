@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from posttrain.commands.progress import choose_progress
@@ -19,29 +18,13 @@ from posttrain.train.checks import words_of
 from posttrain.untrusted import harmless
 
 
-@dataclass(frozen=True)
-class TrainRequest:
-    """What ``train`` and ``sae train`` are asked for where no command line was read: see their options."""
-
-    recipe: str
-    overrides: Sequence[tuple[str, str]]
-    runs_dir: str
-    run: str
-    resume: bool = True
-    accept_changes: bool = False
-    dry_run: bool = False
-    memory: bool = False
-    yes: bool = True
-    quiet: bool = False
-
-
-def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)
     words_of(recipe)  # a dry run refuses what training would
     for line in lost_options(arguments.recipe, arguments.overrides):
-        print(harmless(f"note: {line}"), file=sys.stderr)
+        _note(line)
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
     if arguments.dry_run:
@@ -115,7 +98,7 @@ def check_data(recipe: Recipe) -> None:
         except (DataNotThere, MissingExtra) as error:
             lines[f"{key}: {error}"] = None
     for line in lines:
-        print(harmless(f"note: {line}"), file=sys.stderr)
+        _note(line)
 
 
 def check_tools(recipe: Recipe) -> None:
@@ -136,23 +119,22 @@ def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
 
     ``made``: a folder in which these recipes' runs come to be.
     """
-    missing = {name: key for recipe in recipes for key, name in _places_of(recipe) if is_missing(name)}
-    for name, key in missing.items():
-        if made is None or not Path(name).absolute().is_relative_to(made.absolute()):
-            print(
-                harmless(f"note: {key}: there is no folder {name}; to be made before this is trained"), file=sys.stderr
-            )
+    begins_with: dict[str, str] = {}
+    for recipe in recipes:
+        if recipe.model.init is None:
+            begins_with[recipe.model.name] = "model.name"
+        if recipe.teacher is not None:
+            begins_with[recipe.teacher.name] = "teacher.name"
+        runs = {f"rewards.{i}.run": reward.options.get("run") for i, reward in enumerate(recipe.rewards)}
+        begins_with |= {run: key for key, run in runs.items() if isinstance(run, str)}
+    for name, key in begins_with.items():
+        will_be = made is not None and Path(name).absolute().is_relative_to(made.absolute())
+        if is_missing(name) and not will_be:
+            _note(f"{key}: there is no folder {name}; to be made before this is trained")
 
 
-def _places_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(key, name) of the models and runs that a recipe begins with."""
-    if recipe.model.init is None:
-        yield "model.name", recipe.model.name
-    if recipe.teacher is not None:
-        yield "teacher.name", recipe.teacher.name
-    for number, reward in enumerate(recipe.rewards):
-        if isinstance(run := reward.options.get("run"), str):
-            yield f"rewards.{number}.run", run
+def _note(text: str) -> None:
+    print(harmless(f"note: {text}"), file=sys.stderr)
 
 
 def _print_memory(recipe: Recipe) -> None:

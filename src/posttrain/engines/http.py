@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from posttrain.addresses import server_address
+from posttrain.option_types import server_address
 from posttrain.untrusted import harmless
 
 Item = TypeVar("Item")

@@ -140,7 +140,7 @@ def open_model(
     grader = grader_for(source, template)
     entry = registry.find("engine", engine.name, "--engine")
     options = dict(engine.options)
-    if "checkpoint" in entry.options_model().model_fields:
+    if "checkpoint" in entry.options_model.model_fields:
         options.setdefault("checkpoint", resolve_model_name(source.path))
     build = entry.bind(options, "--engine")
     if entry.traits.get("needs_model", True):

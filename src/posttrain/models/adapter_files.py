@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from posttrain.errors import UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.lora import tied_adapters
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
 from posttrain.models.stated_sizes import read_object
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
+from posttrain.untrusted import kind_of_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file

@@ -17,9 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from posttrain.consent import trusts_remote_code
 from posttrain.errors import PosttrainError, UsageError, first_line
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.sources import (
     SCORE,
@@ -37,6 +35,7 @@ from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
 from posttrain.registry import suggest
 from posttrain.store import posix
+from posttrain.untrusted import kind_of_file, trusts_remote_code
 from posttrain.world import local_rank
 
 BASE_BITS = "base_quantization.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
+from posttrain.untrusted import kind_of_file
 
 MAX_ADDED_TOKENS = 2**17  # 65,536 tokens of speech or of images are usual
 MAX_TOKENIZER_BYTES = 2**27

@@ -11,12 +11,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from posttrain.consent import TRUST_REMOTE_CODE
 from posttrain.errors import UsageError, first_line
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
+from posttrain.untrusted import TRUST_REMOTE_CODE, kind_of_file
 
 TINY = Path(__file__).parent / "tiny"
 ADAPTER_CONFIG = "adapter_config.json"

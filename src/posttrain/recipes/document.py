@@ -11,19 +11,17 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.consent import declare_code, is_stored, refuse_remote_code
 from posttrain.errors import GONE, RecipeError
-from posttrain.file_kinds import kind_of_file
-from posttrain.option_types import explain_type, faults, shorten
+from posttrain.option_types import faults, shorten
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
+from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
 
 # Where a run works, in how many processes, who watches it and what it is called: no part of the fingerprint, and free
 # to change when it is resumed (the change is written into its log). Everything else decides what comes out.
@@ -46,6 +44,7 @@ INTERPRETATION = ("dictionary", "changes")
 # Sections that have a key called name, and yet are no words: what is not given stays as it was below.
 _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
+_SHIPPED = Path(__file__).parent
 Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
 # How long a training is: whoever says one of them means no other that stood there.
 LENGTHS = ("steps", "passes")
@@ -84,7 +83,7 @@ class Document(Generic[T]):
     """Plain data on the way to a ``model``, and where each of its keys stands.
 
     ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
-    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``consent``).
+    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``untrusted``).
     """
 
     model: type[T]
@@ -204,20 +203,16 @@ class Document(Generic[T]):
         key = ".".join(path)
         where = f"{self.line_of(key)}{key}: " if key else self.line_of(key)
         what = f"section {'.'.join(path[:-1])!r}" if path[:-1] else self.model.label
-        if item["type"] == "missing":
-            return f"{where}{what} needs this key"
         if item["type"] != "extra_forbidden":
             names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
-            return f"{where}{explain_type(item['msg'], item['input'])}{hint}"
-        if key in GONE:
-            return f"{where}this key was removed. Use {GONE[key]}."
+            return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
         inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in _known_keys(self.model, [name])]
-        hint = f" Did you mean {' or '.join(inside)}?" if inside else registry.suggest(path[-1], known)
-        return f"{where}{what} has no key {path[-1]!r}.{hint} Known keys: {', '.join(known)}"
+        hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
+        return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
 
 
 def _known_keys(model: Any, path: Sequence[str]) -> list[str]:
@@ -250,7 +245,7 @@ def complete_word(word: Any, kind: str, where: str) -> Any:
     """A word with all of its options, which are checked."""
     entry = registry.find(kind, word.name, where)
     options = entry.options(word.options, where)
-    fields = entry.options_model().model_fields
+    fields = entry.options_model.model_fields
     options = {k: v for k, v in options.items() if v is not None or fields[k].default is not None}
     fixed = {name: getattr(word, name) for name in type(word).model_fields}
     return type(word)(**fixed, **json.loads(json.dumps(options)))
@@ -274,16 +269,8 @@ def is_place(key: str) -> bool:
 
 def recipe_names(shelf: str = "") -> list[str]:
     """Names of the recipes that ship in the package, such as ``tiny/grpo``; of one ``shelf/``, if it is given."""
-    root = resources.files("posttrain") / "recipes"
-    return sorted(name for name in _walk(root, "") if name.startswith(shelf))
-
-
-def _walk(folder: Any, prefix: str) -> Iterator[str]:
-    for item in folder.iterdir():
-        if item.is_dir():
-            yield from _walk(item, f"{prefix}{item.name}/")
-        elif item.name.endswith(".yaml"):
-            yield prefix + item.name.removesuffix(".yaml")
+    names = [path.relative_to(_SHIPPED).with_suffix("").as_posix() for path in _SHIPPED.rglob("*.yaml")]
+    return sorted(name for name in names if name.startswith(shelf))
 
 
 def interpretation_names(section: str | None = None) -> list[str]:
@@ -291,13 +278,9 @@ def interpretation_names(section: str | None = None) -> list[str]:
 
     With ``section``, only those that have it.
     """
-    wanted = INTERPRETATION if section is None else (section,)
-    return [name for name in recipe_names() if any(_has_section(recipe_text(name)[1], key) for key in wanted)]
-
-
-def _has_section(text: str, key: str) -> bool:
-    """Whether a top-level key stands in a file; read as lines, for all recipes are looked through at once."""
-    return any(line.startswith(f"{key}:") for line in text.splitlines())
+    wanted = tuple(f"{key}:" for key in (INTERPRETATION if section is None else (section,)))
+    texts = {name: recipe_text(name)[1] for name in recipe_names()}  # read as lines, for all are looked through
+    return [name for name, text in texts.items() if any(line.startswith(wanted) for line in text.splitlines())]
 
 
 def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
@@ -322,8 +305,7 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
         hint = registry.suggest(name_or_path, near) or registry.suggest(name_or_path, known)
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
-    resource = resources.files("posttrain") / "recipes" / f"{name_or_path}.yaml"
-    return f"{name_or_path}.yaml", resource.read_text(encoding="utf-8")
+    return f"{name_or_path}.yaml", (_SHIPPED / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 
 
 def _read_file(path: Path) -> str:
@@ -340,7 +322,7 @@ def _read_file(path: Path) -> str:
 def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in ``text`` and the 1-based line of every dotted key.
 
-    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``consent``).
+    Code that a file of one's own (``is_own``) names is allowed by that, if it is no part of a run (``untrusted``).
 
     Raises:
         RecipeError: not YAML, not a mapping, a key given twice, or not what recipes are made of (``strict_yaml``).

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain import registry
-from posttrain.consent import declare_code, is_declared, without_remote_code
 from posttrain.errors import RecipeError, UnallowedCode
 from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import (
@@ -37,7 +36,9 @@ from posttrain.recipes.sections import (
     as_list,
     broken_parts,
 )
+from posttrain.untrusted import declare_code, is_declared, without_remote_code
 
+# The components of a recipe by dotted key (one, or a list of them), with their kind.
 WORD_KINDS = {
     "task": "task",
     "environment": "environment",
@@ -46,6 +47,13 @@ WORD_KINDS = {
     "aggregate": "aggregation",
     "correction": "correction",
     "optimizer": "optimizer",
+    "prompt.template": "template",
+    "rollout.engine": "engine",
+    "rollout.select": "selection",
+    "eval.engine": "engine",
+    "rewards": "reward",
+    "eval.tasks": "task",
+    "track": "tracker",
 }
 
 DRIFT_PROMPTS = 64  # of a policy that a reward model pulls away from its start, unless the recipe says
@@ -141,7 +149,7 @@ class Recipe(Content):
             UnallowedCode: a stored recipe names code.
         """
 
-        def _resolve_word(word: Any, kind: str, where: str) -> Any:
+        def complete(word: Any, kind: str, where: str) -> Any:
             try:
                 return complete_word(word, kind, where)
             except UnallowedCode:
@@ -152,23 +160,17 @@ class Recipe(Content):
         resolved = self.model_copy(deep=True)
         if not to_read or is_declared(self.objective.name):
             resolved._fill_defaults()
-        for key, kind in WORD_KINDS.items():
-            word = getattr(resolved, key)
-            if word is not None:
-                setattr(resolved, key, _resolve_word(word, kind, key))
         for index, tool in enumerate(resolved.tools or ()):
             if not to_read and ":" in tool:  # one without a module is refused where it is built
                 registry.import_word("tool", tool, f"tools.{index}")
-        resolved.prompt.template = _resolve_word(resolved.prompt.template, "template", "prompt.template")
-        if resolved.rollout is not None:
-            resolved.rollout.engine = _resolve_word(resolved.rollout.engine, "engine", "rollout.engine")
-            if resolved.rollout.select is not None:
-                resolved.rollout.select = _resolve_word(resolved.rollout.select, "selection", "rollout.select")
-        if resolved.eval.engine is not None:
-            resolved.eval.engine = _resolve_word(resolved.eval.engine, "engine", "eval.engine")
-        resolved.rewards = [_resolve_word(w, "reward", f"rewards.{i}") for i, w in enumerate(resolved.rewards)]
-        resolved.eval.tasks = [_resolve_word(w, "task", f"eval.tasks.{i}") for i, w in enumerate(resolved.eval.tasks)]
-        resolved.track = [_resolve_word(w, "tracker", f"track.{i}") for i, w in enumerate(resolved.track)]
+        for path, kind in WORD_KINDS.items():
+            above, _, key = path.rpartition(".")
+            section = getattr(resolved, above) if above else resolved
+            value = getattr(section, key, None)
+            if isinstance(value, list):
+                setattr(section, key, [complete(word, kind, f"{path}.{i}") for i, word in enumerate(value)])
+            elif value is not None:
+                setattr(section, key, complete(value, kind, path))
         return resolved
 
     def _fill_defaults(self) -> None:
@@ -228,7 +230,7 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
 def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True) -> Recipe:
     """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
 
-    ``is_own``: a file of the user's may name code (``consent``).
+    ``is_own``: a file of the user's may name code (``untrusted``).
 
     Raises:
         RecipeError: with file, line and key.

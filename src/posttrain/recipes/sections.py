@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
-from posttrain.consent import trusts_remote_code
 from posttrain.errors import RecipeError, UnknownWord
 from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.registry import explain_validation
+from posttrain.untrusted import trusts_remote_code
 
 # So many steps; 0 and, as other libraries have it, -1 mean never.
 Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
@@ -75,22 +74,18 @@ MIXTURE = "mixture"  # the task whose parts are tasks: {name: mixture, parts: [{
 _PART_NAME = re.compile(r"[\w.+-]{1,64}")
 
 
-class _StatedPart(Options):
+class Part(Options):
+    """A part of a mixture: its task, its weight, and its name, by default the task's."""
+
     task: Word
     weight: float = Field(default=1.0, gt=0)
-    name: str | None = None
+    name: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a mixture: its name, how much it counts beside the others, and its task."""
-
-    name: str
-    weight: float
-    task: Word
-
-    def plain(self) -> dict[str, Any]:
-        return {"name": self.name, "weight": self.weight, "task": self.task.model_dump()}
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if "name" not in self.model_fields_set:
+            self.name = self.task.name.rpartition(":")[2]
+        return self
 
 
 def parts_of(word: Word) -> list[Part]:
@@ -112,7 +107,7 @@ def map_tasks(word: Word, change: Callable[[Word], Word]) -> Word:
     parts = parts_of(word)
     if not parts:
         return change(word)
-    changed = [Part(part.name, part.weight, change(part.task)).plain() for part in parts]
+    changed = [(part.model_copy(update={"task": change(part.task)})).model_dump() for part in parts]
     return Word(name=word.name, **(word.options | {"parts": changed}))
 
 
@@ -124,8 +119,7 @@ def read_parts(stated: Any, where: str) -> list[Part]:
     """
     for key, says in broken_parts(stated, where):
         raise RecipeError(f"{key}{says}")
-    parts = [_StatedPart.model_validate(part) for part in stated]
-    return [Part(_name_of(part), part.weight, part.task) for part in parts]
+    return [Part.model_validate(part) for part in stated]
 
 
 def broken_parts(stated: Any, where: str) -> Iterator[tuple[str, str]]:
@@ -137,11 +131,10 @@ def broken_parts(stated: Any, where: str) -> Iterator[tuple[str, str]]:
     for number, entry in enumerate(stated):
         key = f"{where}.parts.{number}"
         try:
-            part = _StatedPart.model_validate(entry)
+            part = Part.model_validate(entry)
         except ValidationError as error:
-            explained = explain_validation(error, _StatedPart.model_fields, key, "a part")
-            place, _, says = explained.partition(":")
-            yield place, f":{says}"
+            place, colon, says = explain_validation(error, Part.model_fields, key, "a part").partition(":")
+            yield place, colon + says
             continue
         name = part.task.name
         if name == MIXTURE:
@@ -151,17 +144,11 @@ def broken_parts(stated: Any, where: str) -> Iterator[tuple[str, str]]:
                 registry.find("task", name)
             except UnknownWord as error:
                 yield f"{key}.task", f": {error}"
-        name = _name_of(part)
-        if not _PART_NAME.fullmatch(name):
-            yield f"{key}.name", f": a part's name is made of letters, digits and _ . + -; got {name[:80]!r}"
-        if name in first_of:
-            other = f"{where}.parts.{first_of[name]}"
-            yield f"{key}.name", f": {other} is called {name!r}, too; give one of them another 'name'"
-        first_of.setdefault(name, number)
-
-
-def _name_of(part: _StatedPart) -> str:
-    return part.task.name.rpartition(":")[2] if part.name is None else part.name
+        if not _PART_NAME.fullmatch(part.name):
+            yield f"{key}.name", f": a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
+        if first_of.setdefault(part.name, number) != number:
+            other = f"{where}.parts.{first_of[part.name]}"
+            yield f"{key}.name", f": {other} is called {part.name!r}, too; give one of them another 'name'"
 
 
 class TokenizerSection(Section):
@@ -231,7 +218,7 @@ class ModelSection(Section):
 
     @property
     def runs_remote_code(self) -> bool:
-        """Whether the model's own Python may run. Files cannot say so (``consent``); the command line can."""
+        """Whether the model's own Python may run. Files cannot say so (``untrusted``); the command line can."""
         return self.trust_remote_code or trusts_remote_code()
 
     @field_validator("attention", mode="before")

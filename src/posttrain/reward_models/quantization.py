@@ -17,7 +17,6 @@ from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
-from posttrain.consent import STORED_RECIPE
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.models import Device, Dtype, ModelSource, complete_template, grader_for
 from posttrain.engines.rollout import encode_prompts
@@ -42,6 +41,7 @@ from posttrain.store.checkpoint_files import remove_tree, rename_into_place, sea
 from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Sample, collate
+from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"
 

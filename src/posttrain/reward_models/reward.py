@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.consent import STORED_RECIPE
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
 from posttrain.graders.grading import Measured
@@ -20,6 +19,7 @@ from posttrain.registry import find, register
 from posttrain.reward_models.scoring import RewardModel, load_reward_model
 from posttrain.tasks.base import build_task
 from posttrain.types import Example
+from posttrain.untrusted import STORED_RECIPE
 
 Bits = Literal[4, 8]
 

@@ -1,7 +1,7 @@
 """A run is a directory: its lock, recipe, environment, status and log.
 
 ``recipe.yaml`` (resolved, reruns the run), ``env.json`` (every start: command, commit, versions,
-hardware), ``status.json`` (where it stands), ``log.txt`` (what happened, with times). The loop
+hardware), ``status.json`` (where it stands), ``log.txt`` (what happened, with times), ``notes.json`` (tags). The loop
 writes the rest (``train/files.py``). Readers need no lock and import no torch.
 """
 
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
-from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import shorten
 from posttrain.recipes.document import flatten, is_place
 from posttrain.recipes.recipe import Recipe, validate_recipe
@@ -31,7 +30,7 @@ from posttrain.store.environment import describe_environment
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.locks import Held, hold, holder
 from posttrain.store.reading import read_json, read_stated, read_yaml
-from posttrain.untrusted import harmless
+from posttrain.untrusted import harmless, harmless_json, kind_of_file
 
 State = Literal["running", "finished", "failed", "interrupted"]
 # What a run, a comparison, or a part of one may be called: a folder with room for what is written beside it.
@@ -42,6 +41,8 @@ _LOCK = ".lock"
 _RECORDS = ("metrics.jsonl", "rollouts.db*", "*.safetensors", "log-*.txt", "vllm.log")
 _BEGUN = ("served", "server-*", "tensorboard", "wandb")  # folders of servers and trackers that a start began
 PATIENCE_SECONDS = 10.0
+TAGS = "notes.json"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 NUM_NAMES_SHOWN = 12
 
 
@@ -338,3 +339,52 @@ def new_status(steps: int, before: RunStatus | None) -> RunStatus:
     if before is None:
         return RunStatus("running", 0, steps, **here)
     return replace(before, state="running", steps=steps, message=None, **here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    tags: tuple[str, ...]
+
+
+def read_tags(folder: str | Path) -> tuple[str, ...]:
+    """The tags of a run, in the order in which they were given.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        return read_stated(Path(folder) / TAGS, _Notes).tags
+    except FileNotFoundError:
+        return ()
+
+
+def change_tags(folder: str | Path, changes: Sequence[str]) -> tuple[str, ...]:
+    """Add and take away tags: ``good`` and ``+good`` add, ``-good`` takes away. Returns the new tags.
+
+    A tag that is there is not added again, and one that is not there need not be taken away. It takes a lock of its
+    own, since a run that is training may be tagged as well.
+
+    Raises:
+        UsageError: a malformed tag; nothing was changed.
+    """
+    path = Path(folder) / TAGS
+    with ExitStack() as stack:
+        try:
+            with storage_errors(TAGS, path.parent):
+                stack.enter_context(hold(path.parent / ".lock-notes", PATIENCE_SECONDS))
+        except Held as held:
+            raise RunConflict(f"{path}: another process is changing it ({held}). Nothing was changed") from None
+        tags = list(read_tags(folder))
+        for change in changes:
+            tag = change[1:] if change[:1] in ("+", "-") else change
+            if not _TAG.fullmatch(tag):
+                raise UsageError(
+                    f"{change!r}: a tag is made of letters, digits, '.', '_' and '-', such as +good or -good"
+                )
+            tags = [kept for kept in tags if kept != tag or not change.startswith("-")]
+            if tag not in tags and not change.startswith("-"):
+                tags.append(tag)
+        others = read_json(path) if path.exists() else {}  # such as remarks of earlier versions
+        content = harmless_json(json.dumps(others | {"tags": tags}, indent=1, ensure_ascii=False))
+        replace_file(path, content.encode() + b"\n")
+        return tuple(tags)

@@ -22,9 +22,8 @@ import yaml
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import TAGS, RunDirectory
 from posttrain.runs.listing import evaluations, summarize_run
-from posttrain.runs.notes import NOTES
 from posttrain.store.checkpoint_files import (
     MANIFEST,
     Unverified,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # listing runs imports no torch
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
-RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", NOTES)
+RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html", TAGS)
 # Of a checkpoint, what only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
 _TRAINING_ONLY = ("optimizer.safetensors", "rollout_buffer.safetensors", "state.json", MANIFEST)
@@ -128,8 +127,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     recipe = RunDirectory(run).read_recipe()
     summary = summarize_run(run)
     base = _text(recipe, "model", "name")
-    starts = RunDirectory(run).read_environment().get("starts") or [{}]
-    version = (starts[-1].get("versions") or {}).get("posttrain", "?")
+    version = RunDirectory(run).made_by() or "?"
     library = "peft" if is_adapter(str(weights)) else "transformers"
     front: dict[str, Any] = {"library_name": library, "tags": ["posttrain"]}
     front |= {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}

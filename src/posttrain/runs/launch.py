@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shlex
 import signal
@@ -16,13 +17,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.consent import (
-    consent_options,
-    declare_code,
-    declare_from_command_line,
-    declared_code,
-    trusts_remote_code,
-)
 from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
@@ -41,6 +35,13 @@ from posttrain.runs.directory import (
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
+from posttrain.untrusted import (
+    consent_options,
+    declare_code,
+    declare_from_command_line,
+    declared_code,
+    trusts_remote_code,
+)
 from posttrain.world import ONE, World
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    check_scale(recipe)
+    _check_scale(_scale_of(recipe))
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
@@ -145,13 +146,12 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
 
 
-def check_scale(recipe: Recipe) -> None:
+def _check_scale(scale: ScaleSection) -> None:
     """Refuse a run of which this process cannot be the first.
 
     Raises:
         UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
     """
-    scale = _scale_of(recipe)
     there = num_started()
     if scale.launcher == "ray" and there is not None:
         raise UsageError(
@@ -288,8 +288,8 @@ def find_or_train(
     if finished is not None:
         say(f"{recipe_name}: a finished run is there, {finished}")
         return finished, None
-    say(f"{recipe_name}: {'going on with ' + str(unfinished) if unfinished else 'no finished run; training one'}")
-    name = unfinished.name if unfinished is not None else None
+    say(f"{recipe_name}: {f'going on with {unfinished}' if unfinished else 'no finished run; training one'}")
+    name = None if unfinished is None else unfinished.name
     with observing() as observer:
         result = launch(
             recipe, root=root, name=name, recipe_name=recipe_name, resume=unfinished is not None, observer=observer
@@ -299,7 +299,7 @@ def find_or_train(
 
 def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
     """The newest finished run of exactly this recipe, and the newest that could go on."""
-    newest: dict[str, tuple[float, Path]] = {}
+    found: dict[str, list[Path]] = {"finished": [], "unfinished": []}
     for name in run_names(root):
         run = RunDirectory(root / name)
         try:
@@ -308,12 +308,12 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
             status = run.read_status()
         except DataError:  # a damaged run is not this one; `posttrain runs` reports it
             continue
-        state = status.state if status is not None else "unfinished"
-        if state != "finished" and is_live(run.folder):
+        is_finished = status is not None and status.state == "finished"
+        if not is_finished and is_live(run.folder):
             raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")
-        key = "finished" if state == "finished" else "unfinished"
-        newest[key] = max(newest.get(key, (0.0, run.folder)), (run.recipe_path.stat().st_mtime, run.folder))
-    return tuple(newest[key][1] if key in newest else None for key in ("finished", "unfinished"))  # type: ignore[return-value]
+        found["finished" if is_finished else "unfinished"].append(run.folder)
+    newest = [root / _newest_of(root, [f.name for f in folders]) if folders else None for folders in found.values()]
+    return newest[0], newest[1]
 
 
 def resume_command(folder: Path) -> str:
@@ -342,14 +342,12 @@ def _new_folder(recipe: Recipe, root: Path, name: str | None, recipe_name: str) 
 
 
 def _next_free(root: Path, base: str) -> Path:
-    count = 1
-    while True:
+    for count in itertools.count(1):
         folder = root / (base if count == 1 else f"{base}-{count}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        except FileExistsError:
-            count += 1
+            break
+    return folder
 
 
 def _name_notices(folder: Path, base: str) -> list[str]:
@@ -357,21 +355,17 @@ def _name_notices(folder: Path, base: str) -> list[str]:
     taken = [name for name in _family(run_names(folder.parent), base) if name != folder.name]
     if not taken:
         return []
-    newest = folder.parent / _newest_of(folder.parent, taken)
-    try:
+    newest, status = folder.parent / _newest_of(folder.parent, taken), None
+    with suppress(DataError):
         status = RunDirectory(newest).read_status()
-    except DataError:
-        status = None
-    works = is_live(newest)
-    left = status and (status.state if works else _left(status))
-    state = f"{left} at step {status.step} of {status.steps}" if status else "without a status"
-    if works:
-        then = "a process works in it"
+    state, then = "without a status", f"To go on with it instead, stop this one and type: {resume_command(newest)}"
+    if status is not None:
+        state = f"{status.state if is_live(newest) else _left(status)} at step {status.step} of {status.steps}"
+    if is_live(newest):
+        then = "A process works in it"
     elif status is not None and status.state == "finished":
         then = "--run NAME gives a name of your own"
-    else:
-        then = f"to go on with it instead, stop this one and type: {resume_command(newest)}"
-    return [f"{newest} is there already, {state}; this is a new run, {folder}. {then[0].upper()}{then[1:]}"]
+    return [f"{newest} is there already, {state}; this is a new run, {folder}. {then}"]
 
 
 def _family(known: Sequence[str], base: str) -> list[str]:
@@ -397,13 +391,11 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -
         )
     status = directory.read_status()
     where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({_left(status)})"
-    changed = directory.changed_keys(recipe)
+    changed, problem = _changes(directory, recipe)
     if changed:
-        from posttrain.runs.resuming import describe_changes, hard_changes
-
-        longer = "" if hard_changes(changed) else "Continue it to there with --resume, or start"
+        longer = "" if problem else "Continue it to there with --resume, or start"
         raise RunConflict(
-            f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n"
+            f"{folder}: this run belongs to another recipe and {where}. {changed}\n"
             f"Nothing was changed. {longer or 'Start'} under another name with --run NAME"
         )
     raise RunConflict(
@@ -423,42 +415,36 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
         return root / name
     base = name_of_recipe(recipe_name)
     candidates = _family(known, base)
-    fitting = [n for n in candidates if _could_go_on(RunDirectory(root / n), recipe)]
-    if not fitting and candidates:
-        newest = RunDirectory(root / _newest_of(root, candidates))
-        raise UsageError(
-            f"--resume: {newest.folder} is the newest run of this name, and its recipe is another. "
-            f"{_differences(newest, recipe)}\nContinue it by its own recipe: {resume_command(newest.folder)}\n"
-            "Or give the keys that it was started with; to start a new run, leave out --resume"
-        )
-    if not fitting:
+    changes = {n: _changes(RunDirectory(root / n), recipe) for n in candidates}
+    fitting = [name for name in candidates if not changes[name][1]]
+    if not candidates:
         raise UsageError(
             f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
             "Name the run with --run NAME; to start a new run, leave out --resume"
         )
-    return root / _newest_of(root, fitting)
+    newest = root / _newest_of(root, fitting or candidates)
+    if not fitting:
+        raise UsageError(
+            f"--resume: {newest} is the newest run of this name, and its recipe is another. "
+            f"{changes[newest.name][0]}\nContinue it by its own recipe: {resume_command(newest)}\n"
+            "Or give the keys that it was started with; to start a new run, leave out --resume"
+        )
+    return newest
 
 
 def _newest_of(root: Path, names: Sequence[str]) -> str:
     return max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
 
 
-def _differences(directory: RunDirectory, recipe: Recipe) -> str:
-    from posttrain.runs.resuming import describe_changes
+def _changes(directory: RunDirectory, recipe: Recipe) -> tuple[str, str]:
+    """The changes of a run's recipe in words, and why it cannot go on with them; both empty for the same recipe."""
+    from posttrain.runs.resuming import describe_changes, hard_changes
 
     try:
-        return describe_changes(directory.changed_keys(recipe))
-    except DataError as error:
-        return str(error)
-
-
-def _could_go_on(directory: RunDirectory, recipe: Recipe) -> bool:
-    from posttrain.runs.resuming import hard_changes
-
-    try:
-        return not hard_changes(directory.changed_keys(recipe))
-    except DataError:  # a damaged recipe is not this one; `posttrain runs` reports it
-        return False
+        changed = directory.changed_keys(recipe)
+    except DataError as error:  # a damaged recipe is not this one; `posttrain runs` reports it
+        return str(error), str(error)
+    return describe_changes(changed) if changed else "", hard_changes(changed)
 
 
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
@@ -508,6 +494,23 @@ def stop_on_signals(first: str = "stopping after this step, with a checkpoint") 
             signal.signal(number, handler)
 
 
+def start_text(facts: Mapping[str, Any]) -> str:
+    """Describe what begins: steps, examples, what was dropped and why, repeated rows, trained parameters."""
+    parts = [facts.get("length") or f"{facts['steps']} steps on {facts['num_examples']:,} examples"]
+    if facts.get("origin"):
+        parts[0] += f", from {facts['origin']}"
+    dropped = {reason: n for reason, n in (facts.get("dropped") or {}).items() if n}
+    if dropped:
+        parts.append("dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()))
+    if facts.get("num_repeated"):
+        parts.append(f"{facts['num_repeated']:,} rows of the data repeat an earlier one, and count again")
+    if facts.get("trained"):
+        parts.append(facts["trained"])
+    if facts.get("resumed_from"):
+        parts.append(f"resumed after step {facts['resumed_from']}")
+    return "; ".join(parts)
+
+
 class _Record:
     """An observer that keeps status and log, and passes every event on.
 
@@ -524,20 +527,11 @@ class _Record:
     def __call__(self, event: str, facts: dict[str, Any]) -> None:
         if event == "start":
             self.started = True
-            at = facts.get("resumed_from")
-            steps = facts.get("steps", self.status.steps)
-            self._update(step=at or 0, steps=steps, guarantee=facts.get("guarantee"))
-            length = f": {facts['length']}" if facts.get("length") else ""
-            trained = f"; {facts['trained']}" if facts.get("trained") else ""
-            self.directory.log(("started" if at is None else f"resumed after step {at}") + length + trained)
-            if facts.get("guarantee"):
-                self.directory.log(f"guarantee after a kill and --resume: {facts['guarantee']}")
-            if facts.get("origin"):
-                self.directory.log(f"the data are from {facts['origin']}")
-            for reason, count in (facts.get("dropped") or {}).items():
-                self.directory.log(f"dropped {count} of the data: {reason}")
-            if facts.get("num_repeated"):
-                self.directory.log(f"{facts['num_repeated']} rows of the data repeat an earlier one, and count again")
+            steps, guarantee = facts.get("steps", self.status.steps), facts.get("guarantee")
+            self._update(step=facts.get("resumed_from") or 0, steps=steps, guarantee=guarantee)
+            self.directory.log(f"started: {start_text(facts)}")
+            if guarantee:
+                self.directory.log(f"guarantee after a kill and --resume: {guarantee}")
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":

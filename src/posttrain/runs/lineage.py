@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.runs.listing import NAMES, names_run, recipe_facts
@@ -53,7 +52,8 @@ def find_links(root: str | Path, names: Sequence[str] | None = None, *, of: str 
     """
     folder = Path(root)
     known = set(every_run_name(folder))
-    bases, real = _bases(folder), folder.resolve()
+    real = folder.resolve()
+    bases = list(dict.fromkeys([Path.cwd(), *real.parents]))  # what a relative path in a recipe may be relative to
     links: list[Link] = []
     for name in sorted(known) if names is None else names:
         try:
@@ -73,16 +73,6 @@ def find_links_around(root: str | Path, names: Sequence[str]) -> list[Link]:
         waiting = list(dict.fromkeys(link.parent for link in new_links if link.is_there and link.parent not in seen))
         seen.update(waiting)
     return links
-
-
-def families(links: Iterable[Link]) -> list[set[str]]:
-    """Names that hang together, each in one set; runs without a link are in none."""
-    groups: list[set[str]] = []
-    for link in links:
-        pair = {link.child, link.parent}
-        touching = [family for family in groups if family & pair]
-        groups = [family for family in groups if not family & pair] + [pair.union(*touching)]
-    return groups
 
 
 def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[int, str]:
@@ -126,11 +116,6 @@ def _links_of(
         yield Link(name, role, parent, key, value, step, bool(ends))
 
 
-def _bases(root: Path) -> list[Path]:
-    """What a relative path in a recipe may be relative to: here, or a folder above the runs folder."""
-    return list(dict.fromkeys([Path.cwd(), *root.resolve().parents]))
-
-
 def _inside(value: str, root: Path, bases: Sequence[Path]) -> str | None:
     """``value`` relative to the runs folder, or None if it does not lead into it."""
     for base in bases:
@@ -154,13 +139,8 @@ def _step_of(root: Path, link: tuple[str, str, str, str], rest: Sequence[str]) -
             state = read_json(step_folder(folder, step) / "state.json")
         except (OSError, DataError):
             continue  # an unfinished or damaged checkpoint; another one may tell
-        match = _STEP.fullmatch(str(_remembered(state, key, value)))
+        section = state.get(key.partition(".")[0]) if isinstance(state, dict) else None
+        match = _STEP.fullmatch(str(section.get(value) if isinstance(section, dict) else section))
         if match:
             return int(match[1])
     return None
-
-
-def _remembered(state: Any, key: str, value: str) -> Any:
-    """What a checkpoint's state says of a source: ``model`` and ``teacher`` a folder's name, ``rewards`` one by run."""
-    section = state.get(key.partition(".")[0]) if isinstance(state, dict) else None
-    return section.get(value) if isinstance(section, dict) else section

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeVar
 from posttrain.errors import DataError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.registry import suggest
-from posttrain.runs.directory import RunDirectory, RunStatus, is_live, run_names
-from posttrain.runs.notes import Notes, read_notes
+from posttrain.runs.directory import RunDirectory, RunStatus, is_live, read_tags, run_names
 from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
@@ -56,18 +55,6 @@ def recipe_facts(folder: Path) -> RecipeFacts:
     }
     objective = _word(recipe, "objective" if "objective" in recipe else "dictionary")
     return RecipeFacts(steps, objective[:_MAX_CHARACTERS], _model(recipe)[:_MAX_CHARACTERS], leads)
-
-
-def created_of(folder: Path) -> str | None:
-    """Return the first start of a run. Raises ``DataError`` where ``env.json`` is damaged."""
-    created: str | None = RunDirectory(folder).read_environment().get("created")
-    return created
-
-
-def last_metrics(folder: Path) -> dict[str, float]:
-    """The metrics of the last step, evaluations left out. Raises ``DataError`` for a damaged line on the way there."""
-    row = MetricsLog(folder / "metrics.jsonl").last(lambda row: not is_evaluation(row))
-    return row.metrics if row is not None else {}
 
 
 def names_run(key: str) -> bool:
@@ -159,29 +146,21 @@ class ComparisonSummary:
     problem: str | None = None
 
 
-def list_runs(
-    root: str | Path, *, with_cells: bool = False, newest: int | None = None, patterns: Sequence[str] = ()
-) -> list[RunSummary]:
+def list_runs(root: str | Path, *, with_cells: bool = False, newest: int | None = None) -> list[RunSummary]:
     """The runs under ``root``, oldest first; none where there is no such folder.
 
     Args:
         with_cells: those of comparisons as well.
         newest: only so many, those that were started last; the others are hardly looked at.
-        patterns: only those whose name fits one of them; none: all.
     """
     names = every_run_name(root) if with_cells else run_names(root)
-    if patterns:
-        names = [name for name in names if any(fits(name, pattern) for pattern in patterns)]
     if newest is not None and len(names) > newest:
-        names = newest_names(root, names, newest)
+        read = {name: RunDirectory(Path(root) / name).read_environment for name in names}
+        none: dict[str, Any] = {}
+        started = {name: _read_or(read[name], none, []).get("created", "") for name in names}
+        names = sorted(names, key=lambda name: (started[name], name))[-newest:]
     summaries = [replace(summarize_run(Path(root) / name), name=name) for name in names]
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
-
-
-def newest_names(root: str | Path, names: Sequence[str], count: int) -> list[str]:
-    """Of ``names``, those ``count`` that were started last, newest first."""
-    started = {name: _read_or(partial(created_of, Path(root) / name), None, []) or "" for name in names}
-    return sorted(names, key=lambda name: (started[name], name))[: -count - 1 : -1]
 
 
 def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
@@ -217,8 +196,9 @@ def summarize_run(path: str | Path) -> RunSummary:
     recipe: RecipeFacts = _read_or(lambda: recipe_facts(directory.folder), RecipeFacts(), problems)
     environment: dict[str, Any] = _read_or(directory.read_environment, {}, problems)
     status = _read_or(directory.read_status, None, problems)
-    metrics: dict[str, float] = _read_or(lambda: last_metrics(directory.folder), {}, problems)
-    notes = _read_or(lambda: read_notes(directory.folder), Notes(()), problems)
+    log = MetricsLog(directory.folder / "metrics.jsonl")
+    last = _read_or(lambda: log.last(lambda row: not is_evaluation(row)), None, problems)
+    tags: tuple[str, ...] = _read_or(lambda: read_tags(directory.folder), (), problems)
     state = _state(status, is_live(directory.folder))
     return RunSummary(
         name=directory.folder.name,
@@ -229,14 +209,14 @@ def summarize_run(path: str | Path) -> RunSummary:
         recipe=environment.get("recipe", "?")[:_MAX_CHARACTERS],
         objective=recipe.objective,
         model=recipe.model,
-        metrics=metrics,
+        metrics=last.metrics if last is not None else {},
         headline=status.headline if status else None,
         held_out=status.held_out if status else {},
         disk_bytes=disk_bytes(directory.folder),
         created=environment.get("created"),
         problem="; ".join(problems) or None,
         updated=status.updated if status else None,
-        tags=notes.tags,
+        tags=tags,
     )
 
 
@@ -258,6 +238,8 @@ def show_run(path: str | Path) -> dict[str, Any]:
     rollouts = _read_or(lambda: _rollout_counts(directory.folder / "rollouts.db"), nothing, problems)
     steps: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], problems)
     summary = summarize_run(path)
+    stored = sum(item.stat().st_size for item in directory.folder.glob("rollouts.db*") if item.is_file())
+    disk = {"checkpoints": disk_bytes(directory.folder / "checkpoints"), "rollouts": stored}
     all_problems = list(dict.fromkeys([*([summary.problem] if summary.problem else []), *problems]))
     text = partial(read_text, directory.recipe_path)
     new = [problem for problem in all_problems[1:] if problem not in all_problems[0]]
@@ -268,7 +250,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
         "recipe_text": _read_or(text, "", []),
         "environment": environment,
         "status": asdict(status) if status else {},
-        "disk": disk_use(directory.folder),
+        "disk": disk | {"other": summary.disk_bytes - sum(disk.values())},
         "checkpoints": steps,
         "first_metrics": trained[0].metrics if trained else {},
         "evaluations": evaluations(rows),
@@ -296,13 +278,6 @@ def disk_bytes(folder: str | Path) -> int:
         except OSError:  # a live run prunes its checkpoints; or nobody may look into it
             continue
     return total
-
-
-def disk_use(folder: Path) -> dict[str, int]:
-    """Bytes of a run by what they are: checkpoints, rollouts, and everything else."""
-    checkpoints = disk_bytes(folder / "checkpoints")
-    rollouts = sum(item.stat().st_size for item in folder.glob("rollouts.db*") if item.is_file())
-    return {"checkpoints": checkpoints, "rollouts": rollouts, "other": disk_bytes(folder) - checkpoints - rollouts}
 
 
 def _read_or(read: Callable[[], T], instead: T, problems: list[str]) -> T:
@@ -404,6 +379,59 @@ def sort_runs(runs: Sequence[RunSummary], key: str) -> list[RunSummary]:
             known = list(dict.fromkeys([*SORT_KEYS, *metrics]))
             raise UsageError(f"--sort: there is no {key!r} to sort by.{suggest(key, known)} Known: {', '.join(known)}")
         value, largest_first = (lambda run: run.metrics.get(key)), True
-    having = [run for run in runs if value(run) is not None]
     without = [run for run in runs if value(run) is None]
-    return sorted(having, key=value, reverse=largest_first) + without
+    return sorted((run for run in runs if run not in without), key=value, reverse=largest_first) + without
+
+
+# Runs compared: the keys in which their recipes differ, and their results.
+
+
+ABSENT = "not there"  # in place of the value of a key that a recipe does not have
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Several runs; every list has one entry per run, in the order in which they were named.
+
+    ``recipe``: dotted keys in which the stored recipes differ (``ABSENT`` where one has no such key);
+    ``num_equal_keys`` have one value in all of them. ``headlines``: the metric by which each run is judged. ``last``:
+    by evaluation, its last results with their ``step``; None for a run that was not so evaluated. ``metrics``: of the
+    last step. ``seconds``: of steps and evaluations.
+    """
+
+    runs: list[RunSummary]
+    recipe: dict[str, list[Any]]
+    num_equal_keys: int
+    headlines: list[Headline]
+    last: dict[str, list[dict[str, Any] | None]]
+    metrics: dict[str, list[float | None]]
+    seconds: list[float]
+
+
+def put_side_by_side(folders: Sequence[str | Path]) -> SideBySide:
+    """Read the runs and find the differences.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    directories = [RunDirectory(folder) for folder in folders]
+    recipes = [flatten(directory.read_recipe()) for directory in directories]
+    keys = [key for key in dict.fromkeys(key for recipe in recipes for key in recipe) if key != "description"]
+    sections = {key.rpartition(".")[0] for key in keys} | {key.partition(".")[0] for key in keys if "." in key}
+    keys = [key for key in keys if key not in sections]  # an empty list or mapping where another recipe has something
+    values = {key: [recipe.get(key, ABSENT) for recipe in recipes] for key in keys}
+    differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    rows = [MetricsLog(directory.folder / "metrics.jsonl").read() for directory in directories]
+    last = [{item["name"]: item for item in evaluations(own)} for own in rows]
+    summaries = [summarize_run(directory.folder) for directory in directories]
+    names = dict.fromkeys(name for summary in summaries for name in summary.metrics)
+    timed = ("step_seconds", "evaluation_seconds")
+    return SideBySide(
+        runs=summaries,
+        recipe=differing,
+        num_equal_keys=len(values) - len(differing),
+        headlines=[directory.headline() for directory in directories],
+        last={name: [own.get(name) for own in last] for name in dict.fromkeys(name for own in last for name in own)},
+        metrics={name: [summary.metrics.get(name) for summary in summaries] for name in names},
+        seconds=[sum(row.timing.get(name, 0.0) for row in own for name in timed) for own in rows],
+    )

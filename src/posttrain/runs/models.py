@@ -6,9 +6,9 @@ from pathlib import Path
 
 from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.runs.directory import RunDirectory, find_run
+from posttrain.untrusted import kind_of_file
 
 
 def read_run_recipe(folder: Path) -> Recipe:

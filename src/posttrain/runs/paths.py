@@ -8,17 +8,17 @@ is a symbolic link is refused.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from posttrain.errors import UsageError
-from posttrain.file_kinds import kind_of_file
 from posttrain.models.sources import looks_local, refuse_out_of_reach
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
+from posttrain.untrusted import kind_of_file
 
 CELLS, START = "cells", "start"
 PLAN = "sweep.yaml"  # makes a folder a sweep
@@ -36,7 +36,7 @@ class Place:
 
 def comparison_names(root: str | Path) -> list[str]:
     """Names of the sweeps under ``root``, in alphabetical order."""
-    return sorted(folders_with(root, PLAN))
+    return folders_with(root, PLAN)
 
 
 def plan_of(folder: Path) -> Path:
@@ -80,7 +80,12 @@ def _all_names(root: str | Path) -> tuple[dict[str, None], frozenset[str]]:
 
 
 def _locate(folder: Path, name: str, known: dict[str, None], comparisons: frozenset[str]) -> Place:
-    relative = _relative(folder, name, known)
+    relative = name.rstrip("/")
+    if relative not in known:
+        if PurePosixPath(relative).is_relative_to(folder.as_posix()):
+            relative = PurePosixPath(relative).relative_to(folder.as_posix()).as_posix()
+        if relative in ("", ".") or relative.startswith("/"):
+            raise UsageError(f"{name!r}: give the name of a run in {folder}; nothing outside of it is touched")
     if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
             f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a comparison "
@@ -153,15 +158,3 @@ def fits(name: str, pattern: str) -> bool:
 def runs_of(root: str | Path, place: Place) -> list[Place]:
     """The runs that a place stands for: itself, or those of the comparison."""
     return [locate(root, name) for name in cell_names(root, place.name)] if place.is_comparison else [place]
-
-
-def _relative(root: Path, name: str, known: Container[str]) -> str:
-    plain = name.rstrip("/")
-    if plain in known:
-        return plain
-    path, base = PurePosixPath(plain), PurePosixPath(root)
-    if path.is_relative_to(base):
-        plain = path.relative_to(base).as_posix()
-    if plain in ("", ".") or plain.startswith("/"):
-        raise UsageError(f"{name!r}: give the name of a run in {root}; nothing outside of it is touched")
-    return plain

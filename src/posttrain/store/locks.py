@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from posttrain.file_kinds import kind_of_file
+from posttrain.untrusted import kind_of_file
 
 _REFUSALS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 # Newer versions of filelock would take the lock file itself for a claim, where ``flock`` is missing.

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from posttrain import registry
-from posttrain.consent import is_stored
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
 from posttrain.recipes.document import (
@@ -31,14 +30,12 @@ from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME
+from posttrain.untrusted import is_stored
 
 SHELF = "sweep/"
 LABELLED = "labelled"
 NEEDS = "needs"
-_KINDS = {**WORD_KINDS, "rewards": "reward", "tasks": "task", "track": "tracker", "template": "template"} | {
-    "engine": "engine",
-    "select": "selection",
-}
+_KINDS = {path.rpartition(".")[2]: kind for path, kind in WORD_KINDS.items()}
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 # Keys of the files of comparisons, studies and pipelines, and what to write instead.
 _OLD_KEYS = {
@@ -297,7 +294,7 @@ def has_key(recipe: Recipe, key: str) -> bool:
     kind = _KINDS.get(next((part for part in reversed(above) if not part.isdigit()), ""))
     if kind is None or last in place:  # an unknown key of a section is refused where it is laid over the row
         return True
-    return last in registry.find(kind, place["name"]).options_model().model_fields
+    return last in registry.find(kind, place["name"]).options_model.model_fields
 
 
 def refusal(document: Document[SweepFile], where: str, says: str) -> RecipeError:

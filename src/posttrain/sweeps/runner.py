@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.consent import consent_options
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.runs.children import Child, end_children, start_child, threads_per_child
@@ -22,6 +21,7 @@ from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import remove_leftovers, replace_file
 from posttrain.sweeps.plan import PLAN_FILE, Plan, State, Training, Trial, prepare_folder, read_states
 from posttrain.train.files import Observer
+from posttrain.untrusted import consent_options
 
 # (trial, resume) -> the command that makes it
 Command = Callable[[Trial, bool], list[str]]

@@ -161,7 +161,7 @@ def _without_size(word: Word) -> dict[str, Any]:
 
     A task that makes its examples says by its size how many there are, and has it always.
     """
-    size = registry.find("task", word.name).options_model().model_fields.get("size")
+    size = registry.find("task", word.name).options_model.model_fields.get("size")
     reads_rows = size is not None and size.default is None
     return {key: value for key, value in word.options.items() if not (reads_rows and key in ("size", "seed"))}
 
@@ -204,6 +204,6 @@ def _with_split(name: str, options: Mapping[str, Any], split: str) -> Word:
     if name == MIXTURE:
         mixture = map_tasks(Word(name=name, **options), lambda word: _with_split(word.name, word.options, split))
         return Word(name=name, **({"by_weight": True} | mixture.options))
-    if "split" in registry.find("task", name, "--task").options_model().model_fields:
+    if "split" in registry.find("task", name, "--task").options_model.model_fields:
         return Word(name=name, **({"split": split} | dict(options)))
     return Word(name=name, **options)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
-from posttrain.file_kinds import kind_of_file
 from posttrain.option_types import Seed
 from posttrain.randomness import permutation
 from posttrain.strict_yaml import read_yaml
@@ -26,6 +25,7 @@ from posttrain.tasks.base import Task
 from posttrain.tasks.messages import SYSTEM_KEYS
 from posttrain.tasks.reading import FOLDER, HUB, SUFFIXES, Row, read_file
 from posttrain.types import Example, Message
+from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
 Split = Literal["train", "validation", "test"]

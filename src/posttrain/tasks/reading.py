@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
-from posttrain.file_kinds import kind_of_file
 from posttrain.registry import suggest
 from posttrain.tasks.messages import are_messages, read_messages, shown
 from posttrain.types import Message
+from posttrain.untrusted import kind_of_file
 
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
 HUB = "hf:"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
 from posttrain.commands.console import Text, open_console
-from posttrain.commands.options.words import chosen_words
+from posttrain.commands.options import chosen_words
 from posttrain.engines.models import open_model
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.registry import suggest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.commands.options.argument_types import (
+from posttrain.commands.options import (
     names,
     new_place,
     nonnegative_float,

@@ -12,7 +12,7 @@ from rich.console import Console
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
-from posttrain.commands.options.words import words_of
+from posttrain.commands.options import words_of
 from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.commands.options.argument_types import naturals, new_place, nonnegative_float, positive
+from posttrain.commands.options import naturals, new_place, nonnegative_float, positive
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     Raises:
         UsageError: more than one of them, or one that cannot be read.
     """
-    from posttrain.commands.options.words import chosen_words
+    from posttrain.commands.options import chosen_words
     from posttrain.engines.models import complete_template
     from posttrain.interpret.activations.documents import MAX_CONTEXT_TOKENS, read_documents
     from posttrain.interpret.activations.sites import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from posttrain.commands.options.argument_types import naturals, new_place, positive
+from posttrain.commands.options import naturals, new_place, positive
 from posttrain.errors import UsageError
 
 EPILOG = """\

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options.argument_types import names, natural, naturals
+from posttrain.commands.options import names, natural, naturals
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:

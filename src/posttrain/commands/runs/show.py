@@ -1,19 +1,17 @@
-"""``posttrain runs``: what has been trained, and how it stands. What changes runs is in ``records_change``."""
+"""``posttrain runs list | show | compare``: what has been trained, and its state. ``change`` has what changes runs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
-from rich.tree import Tree
 
 from posttrain.commands.console import (
-    MAX_COLUMNS,
     Text,
     counted,
     open_console,
@@ -25,22 +23,24 @@ from posttrain.commands.console import (
 from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_number, sparkline
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
-from posttrain.runs.lineage import Link, families, find_links, find_links_around
+from posttrain.runs.lineage import Link, find_links, find_links_around
 from posttrain.runs.listing import (
+    ABSENT,
     ComparisonSummary,
     Filter,
     RunSummary,
+    SideBySide,
     check_states,
     list_comparisons,
     list_runs,
+    put_side_by_side,
+    recipe_facts,
     show_run,
     sort_runs,
     summarize_comparison,
-    summarize_run,
 )
 from posttrain.runs.paths import comparison_names, every_run_name, fits
 from posttrain.runs.removal import unfinished_deletions
-from posttrain.runs.side_by_side import ABSENT, SideBySide, put_side_by_side
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
@@ -57,9 +57,6 @@ STYLES = {
     "damaged": "red",
 }
 NUM_LISTED = 50
-FOLDED = {"run": 12, "model": 6, "from": 8, "tags": 8}
-# What a narrow terminal does without, in this order.
-DISPENSABLE = ("size", "from", "model", "tags", "objective", "step", "held-out", "state")
 COURSES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
 
 
@@ -73,7 +70,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     if name in comparison_names(arguments.runs_dir):
         comparison = summarize_comparison(arguments.runs_dir, name)
         if not write_json(asdict(comparison)):
-            print_comparison(console, comparison, find_links(arguments.runs_dir))
+            print_comparison(console, arguments.runs_dir, comparison)
         return 0
     folder = find_run(arguments.runs_dir, arguments.name)
     root, name = _home_of(folder, Path(arguments.runs_dir))
@@ -91,152 +88,63 @@ def _home_of(folder: Path, root: Path) -> tuple[Path, str]:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """List the runs: as a table, as trees, or as data."""
+    """List the runs: as a table, or as data."""
     console, root = open_console(), arguments.runs_dir
-    wanted = Filter(
-        check_states(arguments.state),
-        tuple(arguments.tag),
-        tuple(arguments.names),
-    )
+    wanted = Filter(check_states(arguments.state), tuple(arguments.tag), tuple(arguments.names))
     with_cells = arguments.cells or any("/" in name for name in arguments.names)
     limit = NUM_LISTED if arguments.limit is None else arguments.limit
-    whole = wants_json() or arguments.families or not limit
     by_start = arguments.sort == "created" and not wanted
-    newest = limit if by_start and not whole else None
+    newest = limit if limit and by_start and not wants_json() else None
     every = list_runs(root, with_cells=with_cells, newest=newest)
     comparisons = [] if wanted else list_comparisons(root)
     runs = [run for run in sort_runs(every, arguments.sort) if wanted(run)]
     number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
-    if not whole:
-        runs = runs[-limit:] if by_start else runs[:limit]
-    links = find_links(root) if whole else find_links_around(root, [run.name for run in runs])
     if wants_json():
-        listed = {run.name for run in runs}
-        links = [link for link in links if link.child in listed]
-        listing = {"runs": [asdict(run) for run in runs], "links": [asdict(link) for link in links]}
-        write_json(listing | {"comparisons": [asdict(comparison) for comparison in comparisons]})
+        links = find_links(root, [run.name for run in runs])
+        listing: dict[str, Sequence[Any]] = {"runs": runs, "links": links, "comparisons": comparisons}
+        write_json({key: [asdict(item) for item in items] for key, items in listing.items()})
         return 0
+    if limit:
+        runs = runs[-limit:] if by_start else runs[:limit]
     if not every and not comparisons:
         print(f"no runs in {root} yet. Start one: posttrain train tiny/grpo")
     elif not runs and wanted:
         print(f"none of the {len(every)} runs in {root} is like that")
-    elif arguments.families:
-        print_families(console, runs, links)
     else:
-        print_runs(console, runs, links, [*every, *(ancestors(root, links, every) if newest else ())])
+        print_runs(console, root, runs)
     if comparisons:
         print_comparisons(console, comparisons)
     _print_foot(console, root, runs, comparisons, number)
     return 0
 
 
-def ancestors(root: str, links: Sequence[Link], known: Sequence[RunSummary]) -> list[RunSummary]:
-    """The runs that others were trained from and that are not among the ``known``."""
-    names = {link.parent for link in links if link.is_there} - {run.name for run in known}
-    return [replace(summarize_run(Path(root) / name), name=name) for name in sorted(names)]
-
-
-def print_runs(
-    console: Console,
-    runs: Sequence[RunSummary],
-    links: Sequence[Link] = (),
-    every: Sequence[RunSummary] = (),
-    *,
-    numbered: bool = False,
-) -> None:
-    """A table with a row per run. What they were trained from and their tags have columns where there are any.
-
-    ``every``: runs among which those are looked for that others were trained from.
-    """
-    models = {run.name: run.model for run in every}
+def print_runs(console: Console, root: str | Path, runs: Sequence[RunSummary]) -> None:
+    """A table with a row per run. What they were trained from and their tags have columns where there are any."""
+    links = find_links_around(root, [run.name for run in runs])
     parents = {run.name: describe_parents(run.name, links) for run in runs}
-    shown = ["#"] if numbered else []
-    shown += ["run", "state", "step", "model", "objective", "held-out", "size"]
-    shown += ["from"] if any(parents.values()) else []
-    shown += ["tags"] if any(run.tags for run in runs) else []
-    rows: list[dict[str, Text]] = []
-    for number, run in enumerate(runs, start=1):
-        cells = {
-            "#": Text(str(number)),
-            "run": Text(run.name, style="bold"),
-            "state": Text(run.state, style=STYLES[run.state]),
-            "step": Text(f"{run.step}/{run.steps}"),
-            "model": Text(base_model(run, links, models)),
-            "objective": Text(run.objective),
-            "held-out": Text(run.told or "–"),
-            "size": Text(show_bytes(run.disk_bytes)),
-            "from": Text(parents[run.name]),
-            "tags": Text(" ".join(run.tags), style="magenta"),
-        }
-        rows.append(cells)
-    fitting = _fitting(shown, rows, console.width if console.is_terminal else MAX_COLUMNS)
+    further = {"from": any(parents.values()), "tags": any(run.tags for run in runs)}
     table = plain_table()
-    for column in fitting:
-        table.add_column(
-            column,
-            no_wrap=column not in FOLDED,
-            overflow="fold",  # in a narrow terminal a name takes several lines; nothing is cut off
-            min_width=FOLDED.get(column),
-            justify="right" if column in ("#", "step", "size") else "left",
-        )
-    for cells in rows:
-        table.add_row(*(cells[column] for column in fitting))
+    for name in ("run", "state", "step", "model", "objective", "held-out", "size", *(n for n in further if further[n])):
+        is_name = name in ("run", "model", "from", "tags")  # of which a narrow terminal makes several lines
+        justify: Literal["left", "right"] = "right" if name in ("step", "size") else "left"
+        table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify, min_width=12 * (name == "run"))
+    for run in runs:
+        cells = [
+            Text(run.name, style="bold"),
+            Text(run.state, style=STYLES[run.state]),
+            Text(f"{run.step}/{run.steps}"),
+            Text(base_model(root, run, links)),
+            Text(run.objective),
+            Text(run.told or "–"),
+            Text(show_bytes(run.disk_bytes)),
+            *([Text(parents[run.name])] if further["from"] else []),
+            *([Text(" ".join(run.tags), style="magenta")] if further["tags"] else []),
+        ]
+        table.add_row(*cells)
     console.print(table)
-    if left_out := [column for column in shown if column not in fitting]:
-        more = f"no room here for {', '.join(left_out)}; a wider terminal or --format csv shows all"
-        console.print(Text(more, style="dim"))
     for run in runs:
         if run.problem:
             console.print(Text(f"{run.name}: {run.problem}", style="red"))
-
-
-def _fitting(columns: Sequence[str], rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
-    """The columns that fit into so many characters: the dispensable ones go first, the name never."""
-    needed = {name: max(len(name), *(row[name].cell_len for row in rows), 0) for name in columns}
-    needed = {name: min(size, FOLDED.get(name, size)) for name, size in needed.items()}
-    kept = list(columns)
-    for name in DISPENSABLE:
-        if sum(needed[column] + 2 for column in kept) <= width:
-            break
-        kept = [column for column in kept if column != name]
-    return kept
-
-
-def print_families(console: Console, runs: Sequence[RunSummary], links: Sequence[Link]) -> None:
-    """Runs under the runs that they were trained from or with; first the families, then the single ones."""
-    by_name = {run.name: run for run in runs}
-    related = {name for family in families(links) for name in family}
-    children = {link.child for link in links}
-    roots = [name for name in related if name not in children] or sorted(related)[:1]
-    shown: set[str] = set()
-
-    def add(node: Tree, name: str, trail: tuple[str, ...]) -> None:
-        shown.add(name)
-        for link in links:
-            if link.parent == name and link.child not in trail:
-                label = _tree_label(by_name.get(link.child), link.child)
-                step = "" if link.step is None else f", step {link.step}"
-                label.append(f"  ({link.role}{step})", style="dim")
-                add(node.add(label), link.child, (*trail, link.child))
-
-    order = {run.name: place for place, run in enumerate(runs)}
-    for name in sorted(roots, key=lambda name: (order.get(name, -1), name)):
-        tree = Tree(_tree_label(by_name.get(name), name))
-        add(tree, name, (name,))
-        console.print(tree)
-    for run in runs:
-        if run.name not in shown:
-            console.print(_tree_label(run, run.name))
-
-
-def _tree_label(run: RunSummary | None, name: str) -> Text:
-    text = Text(name, style="bold")
-    if run is None:
-        return text.append("  (not in this list)", style="dim")
-    told = f"  {run.told}" if run.told else ""
-    text.append(f"  {run.objective}", style="not bold")
-    text.append(f"  {run.state}", style=f"not bold {STYLES[run.state]}")
-    return text.append(f"{told}  {show_bytes(run.disk_bytes)}", style="not bold")
 
 
 def print_comparisons(console: Console, comparisons: Sequence[ComparisonSummary]) -> None:
@@ -274,7 +182,7 @@ def _print_foot(
         console.print(Text("posttrain runs show NAME tells more", style="dim"))
 
 
-def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[Link]) -> None:
+def print_comparison(console: Console, root: str, item: ComparisonSummary) -> None:
     """One comparison: where it stands, its table, its runs."""
     console.print(Text(item.name, style="bold"))
     facts = [("state", item.state), ("finished", f"{item.num_finished} of {item.num_cells} runs")]
@@ -289,7 +197,7 @@ def print_comparison(console: Console, item: ComparisonSummary, links: Sequence[
         except DataError as error:  # the runs are shown all the same
             say(console, str(error), "red")
     console.print()
-    print_runs(console, item.runs, links, item.runs)
+    print_runs(console, root, item.runs)
     say(console, f"\nsee {item.path / 'report.html'}", "dim")
 
 
@@ -369,14 +277,17 @@ def describe_parents(name: str, links: Sequence[Link]) -> str:
     return ", ".join(link.parent if link.role == "start" else f"{link.role} {link.parent}" for link in own)
 
 
-def base_model(run: RunSummary, links: Sequence[Link], models: Mapping[str, str]) -> str:
-    """The model that training began with, over all runs on the way; ``models``: those of the runs, by name."""
+def base_model(root: str | Path, run: RunSummary, links: Sequence[Link]) -> str:
+    """The model that training began with, over all runs on the way."""
     starts = {link.child: link.parent for link in links if link.role == "start"}
     name, model, seen = run.name, run.model, set[str]()
     while name in starts and name not in seen:
         seen.add(name)
         name = starts[name]
-        model = models.get(name, name)
+        try:
+            model = recipe_facts(Path(root) / name).model
+        except DataError:  # it is gone, or damaged
+            model = name
     return model
 
 
@@ -402,25 +313,16 @@ def run_compare(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for group in fitting for name in group))
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
-    side_by_side = put_side_by_side(find_runs(arguments.runs_dir, names))
-    if not write_json(to_data(side_by_side, names)):
-        print_side_by_side(open_console(), side_by_side, names)
-    return 0
-
-
-def find_runs(root: str, names: Sequence[str]) -> list[Path]:
-    """The folders of the runs.
-
-    Raises:
-        UsageError: there is no such run, or it is a comparison.
-    """
     for name in names:
-        if name.rstrip("/") in comparison_names(root):
+        if name.rstrip("/") in comparison_names(arguments.runs_dir):
             raise UsageError(
                 f"{name} is a comparison, with a table of its own: posttrain runs show NAME. Its runs can be compared "
                 f"by name, such as {name.rstrip('/')}/cells/NAME"
             )
-    return [find_run(root, name.rstrip("/")) for name in names]
+    side_by_side = put_side_by_side([find_run(arguments.runs_dir, name.rstrip("/")) for name in names])
+    if not write_json(to_data(side_by_side, names)):
+        print_side_by_side(open_console(), side_by_side, names)
+    return 0
 
 
 def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
@@ -447,7 +349,7 @@ def print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequen
     console.print()
     table = _table("outcome", labels)
     for label, cells in _outcome(side_by_side):
-        table.add_row(Text(label), *(Text(cell) for cell in cells))
+        table.add_row(Text(label), *map(Text, cells))
     console.print(table)
     console.print(Text("\none run of each is an impression; `posttrain sweep` trains several seeds", style="dim"))
 
@@ -461,10 +363,9 @@ def _table(title: str, labels: Sequence[str]) -> Table:
 
 
 def _value_text(value: Any) -> Text:
-    if value is ABSENT:
-        return Text("not there", style="dim")
     text = harmless(str(value))
-    return Text(text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…")
+    text = text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 1]}…"
+    return Text(text, style="dim" if value is ABSENT else "")
 
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
@@ -474,7 +375,9 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
         ("step", [f"{run.step} of {run.steps}" for run in runs]),
     ]
     for name, results in side_by_side.last.items():
-        rows.append((f"{name}, last", _show_results(results, side_by_side)))
+        told = zip(results, side_by_side.headlines, strict=True)
+        cells = ["–" if r is None else f"{h.tell(r, in_column=True)} at step {r['step']}" for r, h in told]
+        rows.append((f"{name}, last", cells))
     for metric, label, form in SHOWN:
         values = side_by_side.metrics.get(metric)
         if values is not None:
@@ -482,9 +385,3 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     rows.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     rows.append(("size", [show_bytes(run.disk_bytes) for run in runs]))
     return rows
-
-
-def _show_results(items: Sequence[dict[str, Any] | None], side_by_side: SideBySide) -> list[str]:
-    """What each run is told by, in one evaluation."""
-    told = zip(items, side_by_side.headlines, strict=True)
-    return ["–" if item is None else f"{h.tell(item, in_column=True)} at step {item['step']}" for item, h in told]

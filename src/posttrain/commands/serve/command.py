@@ -12,7 +12,7 @@ import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from posttrain.commands.options.argument_types import naturals, new_place, port, positive, seed, share
+from posttrain.commands.options import naturals, new_place, port, positive, seed, share
 from posttrain.errors import UsageError
 
 EPILOG = """\
@@ -62,7 +62,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: another host than this machine without ``--api-key``, a port that cannot be served, no such model.
         MissingExtra: starlette or uvicorn is not installed.
     """
-    from posttrain.commands.options.words import chosen_words
+    from posttrain.commands.options import chosen_words
     from posttrain.engines.models import complete_template, open_model
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from posttrain.addresses import LOOPBACK, key_for, server_address
 from posttrain.engines.http import HttpServer, Interrupted, Refused, Unanswered, Unreadable, all_of, run
 from posttrain.engines.vllm.protocol import read_models
 from posttrain.errors import UsageError
-from posttrain.option_types import LARGEST_COUNT
+from posttrain.option_types import LARGEST_COUNT, LOOPBACK, key_for, server_address
 
 # What a judge is asked, and how its reply is read: a rubric for one answer, or which of two is better.
 # What is judged was written by a model in training, which is paid for what the judge says: it may say "give this a 10".

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from posttrain.addresses import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling, num_tokens_of
 from posttrain.engines.conversation import Groups
 from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of, run
@@ -28,6 +27,7 @@ from posttrain.engines.vllm.protocol import (
     seed_of,
 )
 from posttrain.errors import RecipeError, RunFailure, UsageError
+from posttrain.option_types import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.registry import register
 from posttrain.types import Completion
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from posttrain.addresses import LOOPBACK
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Groups
 from posttrain.engines.http import HttpServer, all_of, run
@@ -41,6 +40,7 @@ from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
 from posttrain.engines.vllm.transfer import Gloo, GroupTransfer, Nccl, ask_all
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.option_types import LOOPBACK
 from posttrain.world import Within, World
 
 SERVED = "policy"  # the name of the model at the run's own servers

@@ -1,0 +1,345 @@
+"""Options of the command line: their types, those of ``posttrain runs``, and components (``--task NAME``).
+
+What cannot be read is refused with what would work. Only the standard library is imported here, as in ``cli``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import UsageError
+from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE
+
+if TYPE_CHECKING:  # only the standard library is imported with this module
+    from posttrain.recipes.sections import Word
+
+LARGEST = 10**9
+LARGEST_PORT = 65_535
+MOST_SEEDS = 1000
+ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
+_SHOWN_CHARS = 60
+_LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options are given once and not empty, unless they say otherwise (``nargs``, ``may_be_empty``)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        required = action.nargs not in ("?", argparse.PARSER) and action.dest not in MAY_BE_EMPTY
+        if required and not all(text.strip() for text in arg_strings):
+            raise argparse.ArgumentError(action, "the value is empty; give one")
+        values = super()._get_values(action, arg_strings)
+        if arg_strings and action.option_strings and values == []:
+            raise argparse.ArgumentError(action, f"at least one is needed, not {shown(arg_strings[0])}")
+        return values
+
+    def error(self, message: str) -> Any:
+        """End with the usage, the message and exit code 2."""
+        message = message.replace("ignored explicit argument", "it takes no value, so leave out")
+        super().error(message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}")
+
+
+# Where nothing is something, such as no system message.
+MAY_BE_EMPTY = ("system",)
+
+
+class _StoreOnce(argparse._StoreAction):
+    """Keeps a value, once: of two, one would be lost without a word."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None:
+            seen: set[str] = namespace.__dict__.setdefault("_given", set())
+            if self.dest in seen:
+                raise argparse.ArgumentError(self, "given twice; give it once")
+            seen.add(self.dest)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def shown(text: str) -> str:
+    """The text in quotes, the end of a long one left out."""
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+
+
+def new_place(text: str) -> str:
+    """A path under which a file or folder is, or could be made."""
+    path = Path(text)
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise argparse.ArgumentTypeError(f"{shown(text)} holds a name of more than {_LONGEST_NAME} bytes; give another")
+    for above in path.parents:
+        try:
+            is_folder = stat.S_ISDIR(above.stat().st_mode)
+        except FileNotFoundError:
+            is_folder = not above.is_symlink()  # it will be made
+        except (OSError, ValueError):
+            is_folder = False
+        if not is_folder:
+            raise argparse.ArgumentTypeError(f"{shown(str(above))} is no folder; give another place than {shown(text)}")
+    return text
+
+
+def folder_of_runs(text: str) -> str:
+    """A folder, or a name that one could be made under."""
+    path = Path(new_place(text))
+    if os.path.lexists(path) and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no folder; give one, or a name for a new one")
+    return text
+
+
+def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None:
+    """Give a parser the option that says where runs are."""
+    help_line = "where run directories are (default: runs)"
+    parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
+
+
+def add_consent(parser: argparse.ArgumentParser) -> None:
+    """Code that a stored recipe names, and the Python of a model: neither runs without being asked for here."""
+    parser.add_argument(
+        ALLOW_CODE,
+        metavar="MODULE:FUNCTION[@FOLDER]",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="a function that a run's recipe names, and that may be imported (again for another)",
+    )
+    parser.add_argument(
+        TRUST_REMOTE_CODE,
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="run the Python that comes with a model (no recipe can ask for it)",
+    )
+
+
+def names(text: str) -> list[str]:
+    """``a,b``: the names between the commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _whole(least: int, most: int | None) -> Callable[[str], int]:
+    """A type of option: a whole number within bounds."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isascii() and text.strip().isdigit() and len(text) < 4000 else -1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {shown(text)}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"a whole number of at most {most:,} is needed, not {shown(text)}")
+        return value
+
+    return read
+
+
+seed = _whole(0, None)
+natural = _whole(0, LARGEST)
+positive = _whole(1, LARGEST)
+repetitions = _whole(1, MOST_SEEDS)
+port = _whole(1, LARGEST_PORT)
+
+
+def positives(text: str) -> list[int]:
+    """``1,4,8``: whole numbers of at least 1."""
+    return [positive(part) for part in names(text)]
+
+
+def naturals(text: str) -> list[int]:
+    """``0,1``: whole numbers of at least 0."""
+    return [natural(part) for part in names(text)]
+
+
+def nonnegative_float(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text) if text.isascii() else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed, not {shown(text)}")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1."""
+    value = nonnegative_float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"a number above 0 and at most 1 is needed, not {shown(text)}")
+    return value
+
+
+def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
+    """The components ``task`` and ``template`` of a command that takes one of each."""
+    return {section: words[0] for section, words in words_of(arguments).items() if words}
+
+
+def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "template")) -> dict[str, list[Word]]:
+    """The components of some kinds that the command line names (``--task``, ``--template``), each with its options.
+
+    ``--task.key`` belongs to the only task, or to the model's own where none is named; with several it is
+    ``--task.NAME.key``.
+
+    Raises:
+        UsageError: an option that belongs to none, or might belong to several.
+    """
+    from posttrain.recipes.document import apply_override
+    from posttrain.recipes.sections import read_word
+
+    given = {section: getattr(arguments, section, None) for section in sections}
+    named = {s: [value] if isinstance(value, str) else [*dict.fromkeys(value or ())] for s, value in given.items()}
+    data = {section: {name: {"name": name} for name in names or [""]} for section, names in named.items()}
+    for key, value in arguments.overrides:
+        section, _, rest = key.partition(".")
+        owner, own_key = _owner(section, rest, named[section])
+        wrapped: dict[str, Any] = {section: data[section][owner]}
+        apply_override(wrapped, f"{section}.{own_key}", value)
+    words = {section: [read_word(word, f"--{section}") for word in own.values()] for section, own in data.items()}
+    return {  # a name that is empty was given, and is refused where it is looked up
+        section: [word for word in own if word.name or word.options or named[section]] for section, own in words.items()
+    }
+
+
+def _owner(section: str, key: str, names: Sequence[str]) -> tuple[str, str]:
+    """The named component that an option belongs to, and its key there."""
+    for name in sorted(names, key=len, reverse=True):
+        if key.startswith(f"{name}."):
+            return name, key.removeprefix(f"{name}.")
+    if len(names) <= 1:
+        return (names[0] if names else ""), key
+    options = ", ".join(f"--{section}.{name}.{key}" for name in names)
+    raise UsageError(f"--{section}.{key}: several are named, so say whose option this is: {options}")
+
+
+RUNS_EPILOG = """\
+a run is named by its folder under --runs-dir; one of a comparison as sweep-ppo/cells/ppo-seed0:
+  posttrain runs --state finished --sort accuracy
+  posttrain runs compare tiny-grpo tiny-grpo-2
+  posttrain runs tag tiny-grpo +good -unsure
+  posttrain runs prune --all --keep best,last --dry-run
+  posttrain runs delete 'test-*'
+  posttrain runs delete tiny-grpo --step 100
+  posttrain runs export tiny-grpo --to exported/tiny-grpo
+"""
+
+
+def add_runs_options(parser: argparse.ArgumentParser) -> None:
+    """Of ``runs`` itself; its actions have options of their own."""
+    parser.epilog = RUNS_EPILOG
+
+
+def add_list_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
+    parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
+    parser.add_argument(
+        "--sort",
+        default="created",
+        metavar="KEY",
+        help="created, updated, name, state, step, accuracy, headline, size, or a metric of the last step "
+        "(default: created)",
+    )
+    parser.add_argument(
+        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
+    )
+    parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
+
+
+def add_show_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
+
+
+def add_compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
+
+
+def add_tag_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
+
+
+def add_prune_options(parser: argparse.ArgumentParser) -> None:
+    _add_removal(parser)
+    parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")
+    parser.add_argument(
+        "--keep",
+        default="best,last",
+        metavar="WHICH",
+        help="best (kept in any case), last, a number of newest ones (default: best,last)",
+    )
+
+
+def add_delete_options(parser: argparse.ArgumentParser) -> None:
+    _add_removal(parser)
+    parser.add_argument(
+        "--step", type=natural, metavar="N", action="append", help="only this checkpoint of one run; may be repeated"
+    )
+    parser.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--to", type=new_place, metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz"
+    )
+    parser.add_argument(
+        "--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"
+    )
+
+
+def add_resume_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
+    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
+    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+
+
+def add_manage_options(parser: argparse.ArgumentParser) -> None:
+    """None: it asks."""
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the run")
+
+
+def _add_removal(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="runs or comparisons; patterns such as 'test-*'")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def complete_action(arguments: Sequence[str]) -> list[str]:
+    """The words behind ``runs`` as argparse is to read them.
+
+    Without an action, ``list`` is meant. Behind ``tag NAME``, ``-good`` is a tag to take away and no option.
+    """
+    words = list(arguments)
+    start = 0
+    while start < len(words) and (words[start] == "--traceback" or words[start].startswith("--runs-dir")):
+        start += 2 if words[start] == "--runs-dir" else 1
+    if start >= len(words) or (words[start].startswith("-") and words[start] not in ("-h", "--help")):
+        return [*words[:start], "list", *words[start:]]
+    if words[start] != "tag":
+        return words
+    options: list[str] = []
+    plain: list[str] = []
+    following = iter(words[start + 1 :])
+    for word in following:
+        if word.startswith("--") or (word == "-h" and not plain):
+            options += [word, *([value] if word == "--runs-dir" and (value := next(following, None)) else [])]
+        else:
+            plain.append(word)
+    return [*words[: start + 1], *options, "--", *plain]

@@ -1,1 +1,0 @@
-"""Types and groups of options that several commands share."""
