@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hostile_text import HOSTILE, RAW, leaks
 from jinja2 import UndefinedError
-from posttrain.runs.notes import Notes, change_tags, read_notes
 
 from posttrain.evals.tables import TextTable
 from posttrain.reports.charts import Panel, Series
@@ -17,7 +16,7 @@ from posttrain.reports.evaluation import quoted
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, change_tags, read_tags
 from posttrain.store.headline import Headline
 from posttrain.sweeps.head_to_head import Sample
 from posttrain.sweeps.learning import RowResult, TrialResult
@@ -98,7 +97,7 @@ def test_the_log_and_the_notes_of_a_run_can_be_shown(tmp_path: Path) -> None:
     text = (tmp_path / "notes.json").read_text(encoding="utf-8")
     assert RAW.search(text) is None
     assert "漢字" in text
-    assert read_notes(tmp_path) == Notes(("good",))
+    assert read_tags(tmp_path) == ("good",)
 
 
 @pytest.mark.parametrize("name", ["sweep", "report", "shell"])
