@@ -64,7 +64,7 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["plan", "x"], "`posttrain plan` was removed. Use `posttrain train RECIPE --dry-run --mem"),
         (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"),
         (["train", "tiny/grpo", "--resum"], "--resum: this key needs a value. Did you mean --resume?"),
-        (["pipeline", "tiney"], "no recipe file or shipped recipe 'tiney'. Did you mean 'tiny'?"),
+        (["pipeline", "tiny"], "`posttrain pipeline` was removed. Use `posttrain sweep` with the same name or file"),
         (["train", "tiny/gropo"], "no recipe file or shipped recipe 'tiny/gropo'. Did you mean 'tiny/grpo'?"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
         (["train", "grpo-gsm8k", "--train.lrr", "1"], "command line: train.lrr: section 'train' has no key 'lrr'."),

@@ -125,7 +125,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
 COMMANDS = [
     ["runs"],
     ["runs", "--format", "json"],
-    ["runs", "--families"],
+    ["runs", "--cells"],
     ["runs", "--sort", "accuracy"],
     ["runs", "--state", "finished"],
     ["runs", "show", "good"],

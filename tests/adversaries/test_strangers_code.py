@@ -73,7 +73,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "sae features": [["runs/evil-sae"]],
     "sae diff": [["tiny", "evil", "--layer", "1", "--dry-run"]],
     "runs": [],
-    "runs list": [[], ["--families"]],
+    "runs list": [[], ["--cells"]],
     "runs show": [["evil"], ["evil-compare"]],
     "runs compare": [["evil", "evil-sae"]],
     "runs tag": [["evil", "+seen"]],

@@ -157,7 +157,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     (named,) = (name for name in os.listdir(stage / "runs") if name.startswith("eq"))
     lists = [
         ["runs"],
-        ["runs", "--families"],
+        ["runs", "--cells"],
         ["runs", "--format", "json"],
         ["runs", "--cells"],
         ["runs", "--runs-dir", "broken"],

@@ -117,7 +117,7 @@ def test_a_recorded_answer_is_judged_by_its_parts() -> None:
     extract = build_template(load_recipe("grpo-math").prompt.template).extract
     row = RecordedRollout(
         1, 0, 0, 0, 0, "x", "question", "<think> a </think> <answer> 7 </answer>", "8", {"correct": 0.0}, 0.0, None, 9,
-        "length", -0.5,
+        "length", -0.5, "7", "wrong", (), 0,
     )  # fmt: skip
     answer = answer_of("base", row, extract)
     assert (answer.is_right, answer.extracted, answer.num_tokens, answer.is_cut) == (False, "7", 9, True)

@@ -378,7 +378,7 @@ def test_a_full_disk_while_failing_does_not_hide_the_first_error(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(recipe: Recipe, files: RunFiles, *, observer: Observer, **_: object) -> Result:
-        observer("start", {"resumed_from": None})
+        observer("start", {"resumed_from": None, "steps": 10, "num_examples": 50})
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")

@@ -17,7 +17,6 @@ from posttrain.runs.listing import (
     Filter,
     check_states,
     disk_bytes,
-    list_comparisons,
     list_runs,
     put_side_by_side,
     show_run,
@@ -88,7 +87,7 @@ def test_states_are_checked() -> None:
 
 def test_comparisons_at_a_glance(root: Path) -> None:
     folder = make_comparison(root, "compare-x", num_seeds=2)
-    (item,) = list_comparisons(root)
+    item = summarize_comparison(root, "compare-x")
     assert (item.name, item.state, item.num_cells, item.num_finished) == ("compare-x", "finished", 4, 4)
     assert item.methods == ("grpo", "dapo")
     assert [run.name for run in item.runs][:2] == ["compare-x/start", "compare-x/cells/dapo-seed0"]

@@ -335,18 +335,6 @@ def parse_yaml(text: str, place: str, *, is_own: bool = True) -> tuple[dict[str,
     return data, lines
 
 
-def key_parts(key: str) -> list[str]:
-    """The parts of a dotted key of the command line.
-
-    Raises:
-        RecipeError: no document has a key like that: an empty part, too many or too long ones.
-    """
-    parts = key.split(".")
-    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
-        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
-    return parts
-
-
 def apply_overrides(data: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Set dotted keys in plain data, in place, one after the other; another task takes its evaluation along.
 
@@ -412,9 +400,11 @@ def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
     """The parts of a dotted key, with the numbers of the entries that it names in lists (``rewards.correct.weight``).
 
     Raises:
-        RecipeError: a list has no such entry, or several of that name.
+        RecipeError: a list has no such entry, or several of that name; or no document has a key like that.
     """
-    parts, target = key_parts(key), cast(Any, data)
+    parts, target = key.split("."), cast(Any, data)
+    if not all(parts) or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_KEY_CHARS:
+        raise RecipeError(f"command line: {_shown(key)}: there is no such key; write it like train.lr")
     for i, part in enumerate(parts):
         if isinstance(target, list):
             parts[i] = str(_index(target, part, ".".join(parts[: i + 1])))

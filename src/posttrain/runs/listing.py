@@ -13,7 +13,7 @@ from posttrain.errors import DataError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, RunStatus, is_live, read_tags, run_names
-from posttrain.runs.paths import CELLS, cell_names, comparison_names, every_run_name, fits, plan_of
+from posttrain.runs.paths import CELLS, PLAN, cell_names, every_run_name, fits
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.store.headline import Headline
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
@@ -163,17 +163,12 @@ def list_runs(root: str | Path, *, with_cells: bool = False, newest: int | None 
     return sorted(summaries, key=lambda run: (run.created or "", run.name))
 
 
-def list_comparisons(root: str | Path) -> list[ComparisonSummary]:
-    """All comparisons under ``root``, by name."""
-    return [summarize_comparison(root, name) for name in comparison_names(root)]
-
-
 def summarize_comparison(root: str | Path, name: str) -> ComparisonSummary:
     """One sweep at a glance. A plan that cannot be read makes it ``damaged``."""
     folder = Path(root) / name
     runs = tuple(replace(summarize_run(Path(root) / cell), name=cell) for cell in cell_names(root, name))
     methods: tuple[str, ...] = ()
-    num_seeds, problem, plan = 0, None, plan_of(folder)
+    num_seeds, problem, plan = 0, None, folder / PLAN
     try:
         content = read_yaml(plan)
         methods, num_seeds = tuple(map(str, dict(content["rows"]))), int(content["seeds"])

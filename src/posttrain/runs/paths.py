@@ -39,11 +39,6 @@ def comparison_names(root: str | Path) -> list[str]:
     return folders_with(root, PLAN)
 
 
-def plan_of(folder: Path) -> Path:
-    """The file with the plan of a sweep."""
-    return folder / PLAN
-
-
 def cell_names(root: str | Path, comparison: str) -> list[str]:
     """Names of the runs of a comparison: its start, if there is one, and its cells."""
     folder = Path(root) / comparison
@@ -59,7 +54,7 @@ def every_run_name(root: str | Path) -> list[str]:
 def comparison_of(folder: Path) -> Path | None:
     """The comparison that a run belongs to, or None."""
     above = folder.parent.parent if folder.parent.name == CELLS else folder.parent if folder.name == START else None
-    return above if above is not None and plan_of(above).is_file() else None
+    return above if above is not None and (above / PLAN).is_file() else None
 
 
 def locate(root: str | Path, name: str) -> Place:
@@ -138,7 +133,7 @@ def refuse_absent(root: str | Path, name: str) -> None:
     """
     path = Path(name)
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
-    if name and (cells := cell_names(root, inside)) and plan_of(Path(root) / inside).is_file():
+    if name and (cells := cell_names(root, inside)) and (Path(root) / inside / PLAN).is_file():
         raise UsageError(f"{shorten(name)} is a comparison or study; name one of its runs. {list_names(cells)}")
     in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
     if name in ("", "tiny") or in_run or kind_of_file(path.expanduser()) != "nothing":

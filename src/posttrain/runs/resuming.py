@@ -43,7 +43,11 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     new = recipe.train.steps if "train.steps" in changed else None
     short = new is not None and new <= saved
     too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
-    problem = too_few or _hard_problem(changed, recipe)
+    problem = too_few or hard_changes(changed)
+    if changed and not problem and recipe.train.schedule != "constant":
+        problem = (
+            f"{' and '.join(sorted(changed))} changes the learning rates of train.schedule {recipe.train.schedule!r}."
+        )
     differing = _lines(changed) if problem else []
     if problem and not accept_changes:
         refuse_other_version(directory)
@@ -132,21 +136,13 @@ def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
     return [f"checkpoints: there is none, and {known}; is the disk with {directory.folder / 'checkpoints'} mounted?"]
 
 
-def _hard_problem(changed: Changes, recipe: Recipe) -> str:
-    if changed and not hard_changes(changed) and recipe.train.schedule != "constant":
-        length = " and ".join(sorted(changed))
-        return f"{length} changes the learning rates of train.schedule {recipe.train.schedule!r}."
-    return hard_changes(changed)
-
-
 def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
     parts = []
     if differing:
-        lines = "\n".join(f"  {line}" for line in differing)
-        parts.append(f"this run belongs to another recipe. The recipes differ in:\n{lines}\n{problem}".rstrip())
+        recipes = "this run belongs to another recipe. The recipes differ in:"
+        parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}".rstrip())
     if missing:
-        lines = "\n".join(f"  {line}" for line in missing)
-        parts.append(f"what stood there when its newest checkpoint was saved is gone:\n{lines}")
+        parts.append("\n  ".join(["what stood there when its newest checkpoint was saved is gone:", *missing]))
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
     return (
         f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "

@@ -25,7 +25,7 @@ def _complete(options: dict[str, Any], where: str) -> dict[str, Any]:
     """The options of a mixture with those of every part's task filled in and checked."""
     parts = read_parts(options["parts"], where)
     tasks = [complete_word(part.task, "task", f"{where}.parts.{i}.task") for i, part in enumerate(parts)]
-    plain = [replace(part, task=task).model_dump() for part, task in zip(parts, tasks, strict=True)]
+    plain = [part.model_copy(update={"task": task}).model_dump() for part, task in zip(parts, tasks, strict=True)]
     return options | {"parts": plain}
 
 

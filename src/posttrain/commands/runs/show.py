@@ -31,7 +31,6 @@ from posttrain.runs.listing import (
     RunSummary,
     SideBySide,
     check_states,
-    list_comparisons,
     list_runs,
     put_side_by_side,
     recipe_facts,
@@ -96,7 +95,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     by_start = arguments.sort == "created" and not wanted
     newest = limit if limit and by_start and not wants_json() else None
     every = list_runs(root, with_cells=with_cells, newest=newest)
-    comparisons = [] if wanted else list_comparisons(root)
+    comparisons = [] if wanted else [summarize_comparison(root, name) for name in comparison_names(root)]
     runs = [run for run in sort_runs(every, arguments.sort) if wanted(run)]
     number = len(every_run_name(root) if with_cells else run_names(root)) if newest else len(runs)
     if wants_json():
