@@ -22,8 +22,8 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is what stands beside the folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (578, 1866),
-    "commands": (3900, 6357),
-    "engines": (3464, 6128),
+    "commands": (3898, 6355),
+    "engines": (3467, 6119),
     "environments": (780, 1272),
     "evals": (1508, 2882),
     "graders": (2995, 5027),

@@ -467,10 +467,10 @@ def test_a_row_begins_with_the_weights_of_the_policy_that_it_needs(tmp_path: Pat
 
 
 def test_a_reward_model_among_other_rewards_keeps_its_options(tmp_path: Path) -> None:
-    rewards = "[{name: reward_model, run: runs/x, clip: 3, weight: 0.5}, {name: xml_format, weight: 0.1}]"
+    rewards = "[{name: reward_model, run: runs/x, normalize: true, weight: 0.5}, {name: xml_format, weight: 0.1}]"
     plan = load_text(tmp_path, RLHF.replace("needs: proxy", f"needs: proxy, rewards: {rewards}"))
     model, form = trial_of(plan, "grpo-seed0").recipe.rewards
-    assert (model.options["clip"], model.weight) == (3, 0.5)
+    assert (model.options["normalize"], model.weight) == (True, 0.5)
     assert model.options["run"].endswith("cells/proxy-seed0")
     assert (form.name, form.weight) == ("xml_format", 0.1)
 

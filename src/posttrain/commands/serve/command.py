@@ -109,10 +109,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         )
         address = f"[{host}]" if ":" in host else host
         print(f"serves {names[0]} at http://{address}:{arguments.port}/v1  (Ctrl-C ends it)", flush=True)
-        if arguments.api_key == "":
-            print(f"key: {key}", flush=True)
-        if not api.conversations.shows:
-            print(NOT_SHOWN, flush=True)
+        print(f"key: {key}\n" * (arguments.api_key == ""), end="", flush=True)
+        print("" if api.conversations.shows else f"{NOT_SHOWN}\n", end="", flush=True)
         with suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
     return 0

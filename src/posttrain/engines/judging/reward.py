@@ -269,19 +269,10 @@ def judge(
     Raises:
         UsageError: the judge cannot be asked. RunFailure: more of it failed than may.
     """
-    opinions = _opinions(
-        folder[0],
-        url=url,
-        where=where,
-        model=model,
-        structured=structured,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        key_variable=key_variable,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_seconds=timeout_seconds,
-    )
+    asking: dict[str, Any] = {"url": url, "where": where, "model": model, "structured": structured}
+    asking |= {"temperature": temperature, "max_tokens": max_tokens, "key_variable": key_variable}
+    asking |= {"concurrency": concurrency, "retries": retries, "timeout_seconds": timeout_seconds}
+    opinions = _opinions(folder[0], **asking)
     groups = _groups(example)
     if pairwise:
         told = _compared(opinions, groups, example, text, rubric, where)
