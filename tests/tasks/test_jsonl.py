@@ -210,8 +210,9 @@ def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Pa
 
 
 def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
-    read_only = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "weight": 0}]
-    path = write_rows(tmp_path / "x.jsonl", [{"messages": read_only}] * 30)
+    answer = {"role": "assistant", "content": "Ho", "weight": 0}
+    rows = [{"messages": [{"role": "user", "content": f"Hi {i}"}, answer]} for i in range(30)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
     assert main(["train", "tiny/sft", "--task", "jsonl", "--task.path", path, "--dry-run"]) == 2
     assert "no row is left to train on" in capsys.readouterr().err
 
