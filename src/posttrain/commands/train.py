@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.commands.progress import choose_progress
@@ -18,7 +19,23 @@ from posttrain.train.checks import words_of
 from posttrain.untrusted import harmless
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class TrainRequest:
+    """What ``train`` and ``sae train`` are asked for where no command line was read: see their options."""
+
+    recipe: str
+    overrides: Sequence[tuple[str, str]]
+    runs_dir: str
+    run: str
+    resume: bool = True
+    accept_changes: bool = False
+    dry_run: bool = False
+    memory: bool = False
+    yes: bool = True
+    quiet: bool = False
+
+
+def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, train, draw the curves and write the report."""
     recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
     refuse_tasks(recipe)

@@ -368,6 +368,10 @@ def change_tags(folder: str | Path, changes: Sequence[str]) -> tuple[str, ...]:
         UsageError: a malformed tag; nothing was changed.
     """
     path = Path(folder) / TAGS
+    plain = [change[1:] if change[:1] in ("+", "-") else change for change in changes]
+    for change, tag in zip(changes, plain, strict=True):
+        if not _TAG.fullmatch(tag):
+            raise UsageError(f"{change!r}: a tag is made of letters, digits, '.', '_' and '-', such as +good or -good")
     with ExitStack() as stack:
         try:
             with storage_errors(TAGS, path.parent):
@@ -375,14 +379,10 @@ def change_tags(folder: str | Path, changes: Sequence[str]) -> tuple[str, ...]:
         except Held as held:
             raise RunConflict(f"{path}: another process is changing it ({held}). Nothing was changed") from None
         tags = list(read_tags(folder))
-        for change in changes:
-            tag = change[1:] if change[:1] in ("+", "-") else change
-            if not _TAG.fullmatch(tag):
-                raise UsageError(
-                    f"{change!r}: a tag is made of letters, digits, '.', '_' and '-', such as +good or -good"
-                )
-            tags = [kept for kept in tags if kept != tag or not change.startswith("-")]
-            if tag not in tags and not change.startswith("-"):
+        for change, tag in zip(changes, plain, strict=True):
+            if change.startswith("-"):
+                tags = [kept for kept in tags if kept != tag]
+            elif tag not in tags:
                 tags.append(tag)
         others = read_json(path) if path.exists() else {}  # such as remarks of earlier versions
         content = harmless_json(json.dumps(others | {"tags": tags}, indent=1, ensure_ascii=False))

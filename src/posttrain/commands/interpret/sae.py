@@ -16,6 +16,7 @@ from posttrain.commands.options import ACCEPT_HELP, natural, repetitions
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
+    from posttrain.commands.train import TrainRequest
     from posttrain.engines.models import ModelSource
     from posttrain.interpret.differences.recipe import Compared, DiffRecipe
     from posttrain.recipes.recipe import Recipe
@@ -43,7 +44,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
 
-def run_sae_train(arguments: argparse.Namespace) -> int:
+def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, record activations if it says so, train, measure, and write the dictionary."""
     from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -194,7 +195,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
         RunConflict: a process works in it.
     """
     from posttrain.commands.interpret.sae import run_sae_train
-    from posttrain.commands.train import run_train
+    from posttrain.commands.train import TrainRequest, run_train
 
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
@@ -207,9 +208,9 @@ def run_resume(arguments: argparse.Namespace) -> int:
             refuse_other_version(run)
             raise
     overrides = [] if arguments.steps is None else [("train.steps", str(arguments.steps))]
-    asked = {"recipe": str(run.recipe_path), "runs_dir": str(place.path.parent), "run": place.path.name}
-    fixed = {"overrides": overrides, "resume": True, "dry_run": False, "memory": False, "yes": True}
-    return train(argparse.Namespace(**asked, **fixed, accept_changes=arguments.accept_changes, quiet=arguments.quiet))
+    changes, quiet = arguments.accept_changes, arguments.quiet
+    request = TrainRequest(str(run.recipe_path), overrides, str(place.path.parent), place.path.name)
+    return train(replace(request, accept_changes=changes, quiet=quiet))
 
 
 MENU: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {

@@ -126,7 +126,7 @@ def print_runs(console: Console, root: str | Path, runs: Sequence[RunSummary]) -
     for name in ("run", "state", "step", "model", "objective", "held-out", "size", *(n for n in further if further[n])):
         is_name = name in ("run", "model", "from", "tags")  # of which a narrow terminal makes several lines
         justify: Literal["left", "right"] = "right" if name in ("step", "size") else "left"
-        table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify, min_width=12 * (name == "run"))
+        table.add_column(name, no_wrap=not is_name, overflow="fold", justify=justify)
     for run in runs:
         cells = [
             Text(run.name, style="bold"),
