@@ -74,7 +74,6 @@ def test_how_far_a_name_may_be_off(name: str, known: list[str], meant: str | Non
         ("clip_low", ["clip_low  option of", "grpo        objective  float (at least 0)  0.2", "gspo_token"]),
         ("objective.clip_low", ["clip_low  option of", "cispo"]),
         ("rewards.0.mode", ["mode  option of", "correct  reward"]),
-        ("vllm.port", ["port  option of", "vllm  engine  int   0"]),
     ],
 )
 def test_an_option_of_words_is_explained_by_them(
