@@ -403,7 +403,8 @@ def test_a_place_for_runs_that_is_a_file(command: Command, place: Path) -> None:
 def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> None:
     write_rows([*GOOD_ROWS, *GOOD_ROWS[:5], GOOD_ROWS[0]])
     task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}", "--train.steps", "1"]
-    assert "36 examples; 6 rows repeat an earlier one, and count again" in command.works("train", "sft.yaml", *task)
+    shown = command.works("train", "sft.yaml", *task)
+    assert "36 examples; 6 rows of the data repeat an earlier one, and count again" in shown
     assert "6 rows of the data repeat an earlier one, and count again" in Path("runs/sft/log.txt").read_text()
     assert "6 examples repeat an earlier one" in command.works(
         "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "test"

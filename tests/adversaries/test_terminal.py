@@ -30,7 +30,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
     ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
-    ("pipeline",): ["pipeline/tiny", "--dry-run"],
     ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],

@@ -63,7 +63,9 @@ def test_traits():
         "scores": "preference",
         "optional_needs": {"margin": "margins"},
     }
-    assert words["outcome"].traits == {"level": "token", "needs": ("labels",), "head": "score", "scores": "outcome"}
+    outcome = dict(words["outcome"].traits)
+    assert callable(outcome.pop("derive"))
+    assert outcome == {"level": "token", "needs": ("labels",), "head": "score", "scores": "outcome"}
     assert words["process"].traits == {
         "level": "token",
         "needs": ("step_labels",),

@@ -91,15 +91,13 @@ def turns_recipe(environment: str, steps: int) -> dict[str, Any]:
 
 PLAYED: dict[str, Any] = {
     "calculator": "calculator",
-    "python": {"name": "python", "level": "process"},
+    "python": {"name": "python", "sandbox": "process"},
     "number_guess": {"name": "number_guess", "high": 7},
-    "nim": {"name": "nim", "max_heap": 7},  # whose opponent draws
 }
 TURNS = {
     "calculator": [" <tool>calculator: 2 + 3</tool>", " <tool>calculator: 1 / 0</tool>", " it is 5"],
     "python": [" <tool>python: print(2 ** 70)</tool>", " <tool>python: open('x')</tool>", " it is done"],
     "number_guess": [" <tool>guess: 4</tool>", " <tool>guess: 6</tool>", " <tool>guess: 2</tool>"],
-    "nim": [" <tool>leave: 4</tool>", " <tool>leave: 3</tool>", " <tool>leave: 1</tool>"],
 }
 
 

@@ -88,9 +88,7 @@ def test_kills_in_every_gap(
     assert killing.differences(whole, cut) == []
 
 
-@pytest.mark.parametrize(
-    "environment", [pytest.param(name, marks=[pytest.mark.slow] * (name == "nim")) for name in killing.PLAYED]
-)
+@pytest.mark.parametrize("environment", killing.PLAYED)
 def test_kills_in_the_middle_of_a_batch_of_several_turns(
     starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, environment: str
 ) -> None:

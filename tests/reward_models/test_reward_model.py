@@ -259,7 +259,7 @@ def test_reasoning_without_a_step_has_no_score(models) -> None:
 
 
 def test_which_part_is_reasoning() -> None:
-    tagged = registry.find("template", "xml_reasoning").bind({"chat": False})()
+    tagged = registry.find("template", "xml_reasoning").bind({})()
     assert reasoning_of(tagged, "<reasoning>\nSo.\n</reasoning>\n<answer>\n5\n</answer>") == "\nSo.\n"
     assert reasoning_of(tagged, "never closed") == "never closed"
     plain = registry.find("template", "plain").bind({})()

@@ -222,7 +222,7 @@ def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPa
         ({"split": "dev"}, "task.split: .*'train', 'validation' or 'test'; got 'dev'"),
         ({"pth": "x"}, "Did you mean 'path'"),
         ({"validation_share": 1}, "less than 1"),
-        ({"hub": "a/b"}, r"task.hub: this option was removed. Use task.path: hf:NAME"),
+        ({"hub": "a/b"}, r"task.hub: this key was removed. Use task.path: hf:NAME"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

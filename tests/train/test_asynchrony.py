@@ -176,7 +176,7 @@ class Remote(Engine):
 
 @register("engine", takes_weights=True)
 def remote(model: Any, tokenizer: Any) -> Engine:
-    """See ``Remote``."""
+    """Build an engine that samples in a thread, as one that asks a server does."""
     return Remote(model)
 
 

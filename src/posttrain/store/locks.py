@@ -46,8 +46,9 @@ def hold(path: Path, patience_seconds: float = 1.0) -> Iterator[None]:
     except Timeout:
         raise Held(_name_in(path) or _claimed_by(path) or "unknown") from None
     try:
-        if os.stat(path).st_nlink == 1:  # a second name may be any file of the user's
-            path.write_text(f"{_own_name()}\n", encoding="utf-8")
+        with suppress(PermissionError):  # Windows lets nobody write into a locked file
+            if os.stat(path).st_nlink == 1:  # a second name may be any file of the user's
+                path.write_text(f"{_own_name()}\n", encoding="utf-8")
         yield
     finally:
         lock.release()
@@ -68,8 +69,10 @@ def holder(path: Path) -> str | None:
 
 def _acquire(path: Path, patience_seconds: float) -> BaseFileLock:
     """The lock, held; by a claim where the file system has no locks."""
-    lock: BaseFileLock = FileLock(path, timeout=patience_seconds, mode=0o666, **_OPTIONS)
+    lock: BaseFileLock = FileLock(path, timeout=patience_seconds, **_OPTIONS)
     try:
+        if FileLock is SoftFileLock:  # a system without fcntl: its lock would be the file itself
+            raise NotImplementedError
         lock.acquire(poll_interval=0.05)
     except NotImplementedError:  # how older versions of filelock say ENOSYS
         pass

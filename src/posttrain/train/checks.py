@@ -210,20 +210,6 @@ def _of_engines(w: Words) -> Iterator[Rule]:
         yield w.only_scores, "eval.engine", head
         engine = registry.find("engine", evaluating.name, "eval.engine")
         yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
-    apart = bool(w.recipe.eval.every) and w.recipe.rollout is not None and w.recipe.rollout.staleness > 0
-    same = evaluating is None or (
-        evaluating.name == w.engine.name and bool(_urls(w.engine_options) & _urls(evaluating.options))
-    )
-    theirs = (
-        f": the server of rollout.engine {w.engine.name!r} is given weights by the thread that samples, and an "
-        "evaluation would give it others meanwhile; name an engine for evaluations, such as native, or another url"
-    )
-    yield apart and same and w.engine.traits.get("takes_weights"), "eval.engine", theirs
-
-
-def _urls(options: Mapping[str, Any]) -> set[str]:
-    url = options.get("url") or []
-    return set(url if isinstance(url, list) else [url])
 
 
 def _of_rollouts(w: Words) -> Iterator[Rule]:

@@ -103,7 +103,7 @@ class Library:
         kept = []
         for name in run_names(self.runs_dir):
             try:
-                if trains_scorer in (None, read_run_recipe(self.runs_dir / name).trains_scorer):
+                if trains_scorer is None or read_run_recipe(self.runs_dir / name).trains_scorer == trains_scorer:
                     kept.append(name)
             except PosttrainError:  # a recipe that cannot be read
                 continue
