@@ -25,7 +25,7 @@ TRAIN_EPILOG = """\
 any key of the recipe is an option; what was recorded is learned from again by naming its folder:
   posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
   posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
-  posttrain sae train tiny/sae --activations.folder runs/tiny-sae/activations --activations.model null --activations.task null
+  posttrain sae train tiny/sae --activations.folder recorded --activations.model null --activations.task null
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
 """
 
