@@ -42,7 +42,8 @@ LEARNT = {
         "{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + " + JSON + " }}"
     ),
     "an id in the object": chat(
-        "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + " + JSON + " + ', \"id\": \"' + call.id + '\"}' }}",
+        "{{- '{\"name\": \"' + call.function.name + '\", \"arguments\": ' + " + JSON + " }}"
+        "{{- ', \"id\": \"' + call.id + '\"}' }}",
         "[TOOL_CALLS] [", "]", ", ",
     ),
     "another key of the name": chat(
@@ -74,7 +75,7 @@ LEARNT = {
     "a marked list of functions": chat(KEYWORDS, "<|start|>[", "]<|stop|>", ", "),
     "a function in a block": chat("{{- '```tool_code\n' }}" + KEYWORDS + "{{- '\n```' }}"),
     "a list of objects": chat("{{- call.function | tojson }}", "[", "]", ", "),
-    "calls only with tools": chat("{% if tools %}{{- '<c>' + call.function.name + ' ' + " + JSON + " + '</c>' }}{% endif %}"),
+    "calls only with tools": chat("{{- '<c>' + call.function.name + ' ' + " + JSON + " + '</c>' if tools }}"),
     "arguments as text": chat("{{- '<c>' + call.function.name + ' ' + call.function.arguments + '</c>' }}"),
 }  # fmt: skip
 OURS = {
@@ -118,16 +119,19 @@ def test_form_of_a_family_is_learnt_and_what_it_and_the_template_write_is_read(n
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = LEARNT[name]
     for stated in ([STATED[0]], [STATED[1]], [STATED[2]], [{}], [STATED[1], STATED[2]]):
+        is_text = name == "arguments as text"
         calls = [
-            {"id": "abcdefghi", "type": "function", "function": {"name": f"tool_{n}", "arguments": one}}
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": f"tool_{n}", "arguments": json.dumps(one, ensure_ascii=False) if is_text else one},
+            }
             for n, one in enumerate(stated)
         ]
-        if name == "arguments as text":
-            calls = [c | {"function": c["function"] | {"arguments": json.dumps(c["function"]["arguments"])}} for c in calls]  # type: ignore[operator]  # fmt: skip
         rows = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I look.", "tool_calls": calls}]
         shown = render_dicts(tokenizer, rows, {"tools": [{}]}, prompt=False).partition("assistant\n")[2]
         own = "I look." + written(form, *stated, behind=True)
-        if not {"id", "number"} & set(name.split()) and name not in ("an object in another", "arguments as text"):
+        if not {"id", "number"} & set(name.split()) and name != "an object in another":
             assert shown == own + "<|im_end|>\n"
         for text in (own, shown.removesuffix("<|im_end|>\n")):
             requests = read_calls(text, form)
@@ -153,8 +157,8 @@ def test_form_that_cannot_be_written_or_read_is_ours(name: str) -> None:
 
 
 def test_hermes_call_with_its_arguments_first_is_that_of_hermes() -> None:
-    call = "{{- '<tool_call>\n' + {'arguments': call.function.arguments, 'name': call.function.name} | tojson + '\n</tool_call>' }}"
-    assert form_of(chat(call)) is HERMES
+    call = "{{- {'arguments': call.function.arguments, 'name': call.function.name} | tojson + '\n</tool_call>' }}"
+    assert form_of(chat("{{- '<tool_call>\n' }}" + call)) is HERMES
     text = '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'
     assert [(r.tool, r.arguments) for r in read_calls(text, HERMES)] == [("f", {"a": 1})]
 
@@ -191,4 +195,5 @@ def test_tags_in_the_texts_of_an_object_are_text() -> None:
 def test_value_that_cannot_be_kept_makes_no_call(name: str, value: str) -> None:
     form = form_of(LEARNT[name])
     (request,) = read_calls(written(form, {"a": 7777}).replace("7777", value), form)
-    assert request.wrong and not request.arguments
+    assert request.wrong
+    assert not request.arguments

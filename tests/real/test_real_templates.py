@@ -26,13 +26,13 @@ ENDLESS_TEMPLATES = {
     + "{% endfor %}" * 6
     + "{% endif %}",
     "behind a tag of generations": "{% generation %}{% endgeneration %}{{ messages | tojson(indent=99999999) }}",
-    "recursion of macros": "{% macro f(n) %}{% if n < 40 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+    "recursion of macros": "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 40 }}{% endmacro %}{{ f(0) }}",
     "recursion of a loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
     "one filter": "{{ 'a' | center(10 ** 9) }}",
     "a huge refusal": "{{ raise_exception('a' * 10 ** 12) }}",
     "while it is compiled": "{{ 'a'" + " ~ 'a'" * 100_000 + " }}",
     "after a long text": "{% if messages[0].content | length > 1000 %}{{ 'a' * 10000000000 }}{% endif %}",
-    "after thinking": "{% if messages[1] is defined and messages[1].reasoning_content %}{{ 'a' * 10000000000 }}{% endif %}",
+    "after thinking": "{% for m in messages %}{{ 'a' * 10000000000 if m.reasoning_content }}{% endfor %}",
     "after turns": "{% if messages | length > 60 %}{{ 'a' * 10000000000 }}{% endif %}",
 }
 

@@ -17,6 +17,8 @@ _TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
 _BETWEEN_OBJECTS = " \t\n,;"
 _HARMONY = "to=functions."  # of gpt-oss: the recipient in the header of a message
 _PYTHON_TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?)"""
+_PYTHON_CALLS = re.compile(r"\[\s{0,8}[\w.]+\(\s{0,8}(?:\w+\s{0,8}=|\))")
+_LISTED = re.compile(r'\[\s{0,8}\{\s{0,8}"\w+"\s{0,8}:\s{0,8}["{]')
 _MARK = re.compile(r"\[[A-Z_]+\]")  # behind it some models write the id of a call
 _DECODER = json.JSONDecoder()
 
@@ -101,10 +103,7 @@ def _find_begin(text: str, first: int, form: CallForm) -> int:
     begin = form.begin.strip()
     if begin != "[":
         return text.find(begin, first)
-    call = (
-        r"[\w.]+\(\s{0,8}(?:\w+\s{0,8}=|\))" if form.arguments == "python" else r"\{\s{0,8}\"\w+\"\s{0,8}:\s{0,8}[\"{]"
-    )
-    found = re.compile(rf"\[\s{{0,8}}{call}").search(text, first)
+    found = (_PYTHON_CALLS if form.arguments == "python" else _LISTED).search(text, first)
     return found.start() if found else -1
 
 
