@@ -92,7 +92,11 @@ OURS = {
         "{{- k + ':<q>' + v | string + '<q>' }}{% endfor %}{{- '}</c>' }}"
     ),
 }
-STATED = [{"city": "Oslo"}, {"a": 'a "b" <c> [x]\'s', "n": 3}, {"t": "two\nlines é", "l": ["a", [1]], "d": {"n": None}}]
+STATED: list[dict[str, Any]] = [
+    {"city": "Oslo"},
+    {"a": 'a "b" <c> [x]\'s', "n": 3},
+    {"t": "two\nlines é", "l": ["a", [1]], "d": {"n": None}},
+]
 
 
 def form_of(template: Any) -> CallForm:
@@ -118,7 +122,8 @@ def test_form_of_a_family_is_learnt_and_what_it_and_the_template_write_is_read(n
     assert form.is_native
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = LEARNT[name]
-    for stated in ([STATED[0]], [STATED[1]], [STATED[2]], [{}], [STATED[1], STATED[2]]):
+    turns: list[list[dict[str, Any]]] = [STATED[:1], STATED[1:2], STATED[2:], [{}], STATED[1:]]
+    for stated in turns:
         is_text = name == "arguments as text"
         calls = [
             {
@@ -128,7 +133,8 @@ def test_form_of_a_family_is_learnt_and_what_it_and_the_template_write_is_read(n
             }
             for n, one in enumerate(stated)
         ]
-        rows = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I look.", "tool_calls": calls}]
+        rows: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+        rows.append({"role": "assistant", "content": "I look.", "tool_calls": calls})
         shown = render_dicts(tokenizer, rows, {"tools": [{}]}, prompt=False).partition("assistant\n")[2]
         own = "I look." + written(form, *stated, behind=True)
         if not {"id", "number"} & set(name.split()) and name != "an object in another":
