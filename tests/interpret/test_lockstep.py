@@ -55,6 +55,20 @@ def everything(x: Tensor, other: Tensor) -> Tensor:
     return other - x
 
 
+def test_ids_beyond_the_tokenizer_are_not_written(writer: Any) -> None:
+    def write_within(num_tokens: int | None) -> list[list[int]]:
+        return write_with(
+            writer, None, "resid.2", PROMPTS, [nothing], max_tokens=8, stop_ids=frozenset(), num_tokens=num_tokens
+        )[0]
+
+    largest = max(id for ids in write_within(None) for id in ids)
+    engine = NativeEngine(writer)
+    engine.num_tokens = largest
+    found = engine.generate(PROMPTS, [[0] for _ in PROMPTS], Sampling(8, 0.0))
+    assert write_within(largest) == [list(group[0].ids) for group in found]
+    assert largest not in {id for ids in write_within(largest) for id in ids}
+
+
 def test_treatments_side_by_side_are_each_what_they_are_alone(writer: Any, donor: Any) -> None:
     own, other = greedy(writer), greedy(donor)
     assert own != other

@@ -26,6 +26,13 @@ ENDLESS_TEMPLATES = {
     + "{% endfor %}" * 6
     + "{% endif %}",
     "behind a tag of generations": "{% generation %}{% endgeneration %}{{ messages | tojson(indent=99999999) }}",
+    "recursion of macros": "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 40 }}{% endmacro %}{{ f(0) }}",
+    "recursion of a loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
+    "one filter": "{{ 'a' | center(10 ** 9) }}",
+    "a huge refusal": "{{ raise_exception('a' * 10 ** 12) }}",
+    "while it is compiled": "{{ 'a'" + " ~ 'a'" * 100_000 + " }}",
+    "after a long text": "{% if messages[0].content | length > 1000 %}{{ 'a' * 10000000000 }}{% endif %}",
+    "after thinking": "{% for m in messages %}{{ 'a' * 10000000000 if m.reasoning_content }}{% endfor %}",
     "after turns": "{% if messages | length > 60 %}{{ 'a' * 10000000000 }}{% endif %}",
 }
 
@@ -56,4 +63,17 @@ def test_error_that_a_chat_template_raises_is_told_with_the_roles() -> None:
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(UsageError, match="cannot render the roles user: division by zero"):
+        render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)
+    tokenizer.chat_template = "{{ raise_exception('no ' * 100000) }}"
+    with pytest.raises(UsageError) as told:
+        render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)
+    assert len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"])
+def test_chat_template_that_is_not_run_is_told(text: str) -> None:
+    patterns.check_chat_template(text, "here: ")
+    tokenizer = copy(tokenizer_of("chatml"))
+    tokenizer.chat_template = text
+    with pytest.raises(UsageError, match="cannot render the roles user"):
         render_dicts(tokenizer, [{"role": "user", "content": "a"}], {}, prompt=True)

@@ -16,6 +16,10 @@ MAX_CALLS = 16  # of one turn
 _TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
 _BETWEEN_OBJECTS = " \t\n,;"
 _HARMONY = "to=functions."  # of gpt-oss: the recipient in the header of a message
+_PYTHON_TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?)"""
+_PYTHON_CALLS = re.compile(r"\[\s{0,8}[\w.]+\(\s{0,8}(?:\w+\s{0,8}=|\))")
+_LISTED = re.compile(r'\[\s{0,8}\{\s{0,8}"\w+"\s{0,8}:\s{0,8}["{]')
+_MARK = re.compile(r"\[[A-Z_]+\]")  # behind it some models write the id of a call
 _DECODER = json.JSONDecoder()
 
 
@@ -67,12 +71,13 @@ def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
     if form.arguments == "python":
         yield from _functions(text, first, form)
     elif not opening:
-        yield from _objects(text, first, form.begin.strip())
+        yield from _objects(text, first, form)
     at = text.find(opening, first) if opening and form.arguments != "python" else -1
     while at >= 0:
         start = at + len(opening)
-        again = text.find(opening, start)
-        end = text.find(closing, start) if closing else (again if again >= 0 else len(text))
+        inside = _object_end(text, start, closing or opening) if form.arguments in ("json", "quoted") else start
+        again = text.find(opening, inside)
+        end = text.find(closing, inside) if closing else (again if again >= 0 else len(text))
         if end < 0 or 0 <= again < end:  # an opening tag inside begins anew
             end = again if again >= 0 else len(text)
             yield _Region(text[start:end].strip(), (at, end), is_closed=False)
@@ -82,9 +87,30 @@ def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
             at = text.find(opening, end + len(closing))
 
 
-def _objects(text: str, first: int, begin: str) -> Iterator[_Region]:
+def _object_end(text: str, start: int, tag: str) -> int:
+    """Where the object of JSON in a call ends, whose texts may hold tags; its start where there is none."""
+    brace = text.find("{", start)
+    if brace < 0 or tag in text[start:brace]:
+        return start
+    try:
+        return _DECODER.raw_decode(text, brace)[1]
+    except (ValueError, RecursionError):
+        return start
+
+
+def _find_begin(text: str, first: int, form: CallForm) -> int:
+    """Where calls begin; -1: nowhere. A bracket alone, which any text may have, begins them in front of a call."""
+    begin = form.begin.strip()
+    if begin != "[":
+        return text.find(begin, first)
+    found = (_PYTHON_CALLS if form.arguments == "python" else _LISTED).search(text, first)
+    return found.start() if found else -1
+
+
+def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
     """Objects of JSON one after another, after ``begin``; without one the turn has to begin with such a call."""
-    at = text.find(begin, first)
+    begin = form.begin.strip()
+    at = _find_begin(text, first, form)
     if at < 0:
         return
     start = at + len(begin)
@@ -96,28 +122,50 @@ def _objects(text: str, first: int, begin: str) -> Iterator[_Region]:
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
             value, end = None, len(text)
-        if (not begin and not isinstance(value, dict | None)) or (not begin and "name" not in (value or {})):
+        if begin in ("", "[") and form.name_key[1] not in (_inner(value, form) or {}):
             return
         yield _Region(text[start:end], (at, end))
         at, start = end, end + len(text[end:]) - len(text[end:].lstrip(_BETWEEN_OBJECTS))
+        if begin and text[start : start + 1] != "{" and (again := _find_begin(text, end, form)) >= 0:
+            at, start = again, again + len(begin)
+            start += len(text[start:]) - len(text[start:].lstrip(_BETWEEN_OBJECTS + "["))
 
 
 def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
     """Calls of functions in Python, one after another between the two tags."""
     begin, finish = form.begin.strip(), form.finish.strip()
-    at = text.find(begin, first)
-    end = text.find(finish, at + len(begin)) if at >= 0 else -1
-    if at >= 0 and end < 0:
-        yield _Region(text[at + len(begin) :].strip(), (at, len(text)), is_closed=False)
-    if end < 0:
-        return
-    source, place = text[at + len(begin) : end].strip(), (at, end + len(finish))
+    at = _find_begin(text, first, form)
+    while at >= 0:
+        start = at + len(begin)
+        end = _end_of_code(text, start, finish)
+        if end < 0:
+            yield _Region(text[start:].strip(), (at, len(text)), is_closed=False)
+            return
+        source, place = text[start:end].strip(), (at, end + len(finish))
+        for number, part in enumerate(_parts(source)):
+            yield _Region(part, place if number == 0 else (place[1], place[1]))
+        at = _find_begin(text, place[1], form)
+
+
+def _parts(source: str) -> list[str]:
+    """The calls in Python's source, in lines or with commas between them."""
     try:
-        parts = [ast.get_source_segment(source, one) or "" for one in ast.parse(source).body]
+        lines = [one.value if isinstance(one, ast.Expr) else one for one in ast.parse(source).body]
+        each = [one for line in lines for one in (line.elts if isinstance(line, ast.Tuple) else [line])]
+        return [ast.get_source_segment(source, one) or "" for one in each]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        parts = [source]
-    for number, part in enumerate(parts):
-        yield _Region(part, place if number == 0 else (place[1], place[1]))
+        return [source]
+
+
+def _end_of_code(text: str, start: int, finish: str) -> int:
+    """Where source ends: at the first ``finish`` outside of texts and brackets, or the first at all; -1: nowhere."""
+    depth = 0
+    for found in re.finditer(rf"{_PYTHON_TEXT}|(?P<end>{re.escape(finish)})|[\[({{]|[\])}}]", text[start:]):
+        if found["end"] and depth == 0:
+            return start + found.start()
+        inside = found[0] if not found["end"] else found[0][0]
+        depth += (inside in "[({") - (inside in "])}")
+    return text.find(finish, start)
 
 
 def _first_tag(form: CallForm) -> str:
@@ -126,6 +174,11 @@ def _first_tag(form: CallForm) -> str:
         return _HARMONY
     found = _TAG.match(opening) if form.is_native else None
     return found[0] if found else opening
+
+
+def _rest_of_opening(form: CallForm) -> str:
+    tag = _first_tag(form)
+    return form.tags[0].partition(tag)[2].strip() if tag else ""
 
 
 def _last_tag(form: CallForm) -> str:
@@ -140,10 +193,10 @@ def _read(content: str, form: CallForm) -> Request:
         name, _, stated = content.partition(":")
         return Request(name.strip(), stated.strip(), stated.strip())
     if form.key is not None:
-        return _read_object(content, form.key)
+        return _read_object(content, form, form.key)
     if form.arguments == "python":
         return _read_function(content)
-    content = content.removeprefix(form.tags[0].partition(_first_tag(form))[2].strip())
+    content = content.removeprefix(_rest_of_opening(form))
     if isinstance(form.arguments, Parameters):
         return _read_parameters(content, form, form.arguments)
     middle = form.middle.strip()
@@ -155,21 +208,26 @@ def _read(content: str, form: CallForm) -> Request:
     else:
         name, brace, stated = content.partition("{")
         stated = brace + stated
-    return _read_json(name.strip(), stated)
+    return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), stated)
 
 
-def _read_object(content: str, key: str) -> Request:
+def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
+    """The object with the name and the arguments; None where there is none."""
+    outer = form.name_key[0]
+    inner = call.get(outer) if outer and isinstance(call, dict) else call
+    return inner if isinstance(inner, dict) else None
+
+
+def _read_object(content: str, form: CallForm, key: str) -> Request:
+    name = form.name_key[1]
     try:
-        call = json.loads(content)
+        call = _inner(json.loads(content.removeprefix(_rest_of_opening(form))), form)
     except (ValueError, RecursionError) as error:
         return Request("", content, wrong=f"the call is no JSON ({error})")
-    arguments = call.get(key, {}) if isinstance(call, dict) else None
-    if isinstance(call, dict) and isinstance(call.get("name"), str):
-        if isinstance(arguments, str):  # some models write the object as a text
-            return _read_json(call["name"], arguments or "{}")
-        if isinstance(arguments, dict):
-            return Request(call["name"], json.dumps(arguments, ensure_ascii=False), arguments)
-    return Request("", content, wrong=f'a call is {{"name": "...", "{key}": {{...}}}}')
+    if call is not None and isinstance(call.get(name), str):
+        arguments = call.get(key, {})
+        return _read_json(call[name], (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments))
+    return Request("", content, wrong=f'a call is {{"{name}": "...", "{key}": {{...}}}}')
 
 
 class _Constants(ast.NodeTransformer):
@@ -187,10 +245,21 @@ def _read_function(content: str) -> Request:
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             raise ValueError("it is no function with arguments by name")
         arguments = {str(k.arg): ast.literal_eval(_Constants().visit(k.value)) for k in call.keywords}
-        stated = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        stated = _written(arguments)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return Request("", content, wrong=f"a call is name(argument=value, ...) ({error})")
     return Request(ast.unparse(call.func), stated, arguments)
+
+
+def _written(arguments: Any) -> str:
+    """Arguments as JSON.
+
+    Raises:
+        ValueError: a value is no number (NaN, or too large), or a text holds half a surrogate pair.
+    """
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    written.encode()
+    return written
 
 
 def _read_json(name: str, stated: str) -> Request:
@@ -199,18 +268,19 @@ def _read_json(name: str, stated: str) -> Request:
         arguments = _DECODER.raw_decode(stated.lstrip())[0]
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
+        written = _written(arguments)
     except (ValueError, RecursionError) as error:
         return Request("", stated.strip(), wrong=f"the call is no JSON ({error})")
     if not name or not isinstance(arguments, dict):
         return Request("", stated.strip(), wrong="a call is a name and an object of JSON")
-    return Request(name, json.dumps(arguments, ensure_ascii=False), arguments)
+    return Request(name, written, arguments)
 
 
 def _read_parameters(content: str, form: CallForm, around: Parameters) -> Request:
     """A call whose arguments are written one by one."""
     before, middle, after = (_loosely(text) for text in (around.before, around.middle, around.after))
     rest_of_closing = _loosely(form.tags[1].removesuffix(_last_tag(form)))
-    one = f"{before}(?P<key>[^<>\\s]+?){middle}(?P<value>.*?){after}(?={before}|{rest_of_closing}\\Z)"
+    one = f"{before}(?P<key>[^<>\\s]+?){middle}(?P<value>.*?){after}(?=\\s{{0,8}}(?:{before}|{rest_of_closing}\\Z))"
     name = re.match(rf"\s*(?P<name>[^<>\s]+?){_loosely(form.middle)}(?=\s*(?:{before}|{rest_of_closing}\Z))", content)
     if name is None:
         return Request("", content, wrong=f"a call is {form.opening}NAME{form.middle}{around.before}...")

@@ -77,7 +77,12 @@ made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, exten
 made.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
     value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-template = made.from_string(what["template"])  # one that cannot be compiled cannot be rendered either
+try:
+    template = made.from_string(what["template"])
+except MemoryError:
+    sys.exit(GIVES_UP)
+except Exception:  # one that cannot be compiled cannot be rendered either
+    sys.exit(0)
 for variables in what["conversations"]:
     try:
         length = 0
@@ -106,17 +111,19 @@ def check_chat_template(template: str, where: str) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": [1, {}]}}}
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     asked = [{"role": "system", "content": "s"}, *turns, turns[0]]
+    thought = turns[1] | {"content": "<think>\nc\n</think>\n\na", "reasoning_content": "c"}
     calling = [
         turns[0],
         turns[1] | {"tool_calls": [call]},
         {"role": "tool", "content": "r", "tool_call_id": "abcdefghi"},
     ]
+    thinking = [turns[0] | {"content": "q " * 1000}, thought, turns[0]]
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "array"}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
     tokens = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     conversations = [
         {"messages": messages, "add_generation_prompt": messages[-1] is turns[0], **tokens, **more}
-        for messages in (turns[:1], turns, asked, asked[1:], calling, [*turns * 32, turns[0]])
+        for messages in (turns[:1], turns, asked, asked[1:], calling, thinking, [*turns * 32, turns[0]])
         for more in ({}, {"tools": [tool]}, {"enable_thinking": False})
     ]
     if not _ends(_TEMPLATE_TRIAL, {"template": template, "conversations": conversations}, most_bytes=2**30):

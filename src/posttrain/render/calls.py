@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.render.encoding import Piece
 from posttrain.types import Call
 
-_OBJECT = re.compile(r'\{\s*"name"\s*:\s*"\Z')
+# An object of JSON up to a name in it, which may be in another one; and from the arguments to its end.
+_OBJECT = re.compile(
+    r'\{\s*(?:"\w+"\s*:\s*"[\w.-]*"\s*,\s*)*(?:"(?P<outer>\w+)"\s*:\s*\{\s*)?"(?P<name>\w+)"\s*:\s*"\Z'
+)
+_END = re.compile(r"\s*\}(?:\s*\})?")
 _KEY = re.compile(r'"\s*,\s*"(\w+)"\s*:\s*\Z')
 
 
@@ -56,26 +61,54 @@ class CallForm:
     @property
     def key(self) -> str | None:
         """The key of the arguments, where a call is one object of JSON with the name in it; else None."""
-        found = _KEY.search(self.middle) if _OBJECT.search(self.opening) and self.closing.startswith("}") else None
+        found = _KEY.search(self.middle) if _OBJECT.search(self.opening) and _END.match(self.closing) else None
         return found[1] if found else None
+
+    @property
+    def name_key(self) -> tuple[str | None, str]:
+        """The key of the object with name and arguments, where it is in another one, and the key of the name."""
+        found = _OBJECT.search(self.opening)
+        return (found["outer"], found["name"]) if found else (None, "name")
 
     @property
     def tags(self) -> tuple[str, str]:
         """The texts around what a call says, without white space at their ends; empty where there is none."""
         if self.key is None:
             return self.opening.strip(), self.closing.strip()
-        return _OBJECT.sub("", self.opening).strip(), self.closing[1:].strip()
+        return _OBJECT.sub("", self.opening).strip(), _END.sub("", self.closing, count=1).strip()
 
     @property
     def tag(self) -> str:
         """The text with which calls begin."""
         return self.begin.strip() or self.tags[0] or "{"
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether calls can be told from a text, and a name from its arguments."""
+        if self.arguments == "python":
+            return bool(self.begin.strip() and self.finish.strip())
+        tag = self.tags[0]
+        return self.key is not None or (bool(tag) and tag[0] not in '{",')
+
 
 # Our own, for chat templates without one and for prompts without chat.
 TAGGED = CallForm("<tool>", ": ", "</tool>", "plain", results=("<result>", "</result>"), is_native=False)
 # That of the Hermes models, which many others took over.
 HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+
+
+def object_start(before: str) -> int:
+    """Where the object of JSON begins in which the name behind this text is; its length where there is none."""
+    found = _OBJECT.search(before)
+    return found.start() if found else len(before)
+
+
+def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> list[Piece]:
+    """The pieces of the calls of a turn, as they stand behind its text or alone."""
+    pieces = [Piece((form.lead if behind_text else "") + form.begin, trusted=True)]
+    for number, call in enumerate(calls):
+        pieces += [Piece(form.between if number else "", trusted=True), *write_call(call, form)]
+    return [*pieces, Piece(form.finish, trusted=True)]
 
 
 def write_call(call: Call, form: CallForm) -> list[Piece]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.render.assistant import behind_prompt
-from posttrain.render.calls import CallForm, write_call
+from posttrain.render.calls import CallForm, write_calls
 from posttrain.render.encoding import Piece, encode_pieces
 from posttrain.render.template import Template, end_id
 from posttrain.render.template_calls import call_form
@@ -97,10 +97,7 @@ def encode_turn(
         pieces = behind_prompt(tokenizer, template, pieces, prompt)
     if not turn.calls:
         return [*encode_pieces(tokenizer, pieces), end_id(tokenizer, template)]
-    pieces.append(Piece((form.lead if turn.text else "") + form.begin, trusted=True))
-    for number, call in enumerate(turn.calls):
-        pieces += [Piece(form.between if number else "", trusted=True), *write_call(call, form)]
-    ids = encode_pieces(tokenizer, [*pieces, Piece(form.finish, trusted=True)])
+    ids = encode_pieces(tokenizer, [*pieces, *write_calls(turn.calls, form, bool(turn.text))])
     return [*ids, end_id(tokenizer, template) if form.end is None else form.end]
 
 

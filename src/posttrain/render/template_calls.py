@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from posttrain.errors import UsageError
-from posttrain.render.calls import HERMES, TAGGED, CallForm, Parameters
+from posttrain.render.calls import HERMES, TAGGED, CallForm, Parameters, object_start, write_calls
 from posttrain.render.encoding import markers_of
 from posttrain.render.template import Template
 from posttrain.render.turns import probed, render_dicts, turn_end
+from posttrain.types import Call
 
 _NAMES, _KEYS, _VALUES = ("zqnamea", "zqnameb"), ("zqkeya", "zqkeyb"), ("zqvaluea", "zqvalueb")
 _TEXT, _QUESTION = "zqtext", "zqquestion"
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": _SCHEMA}}
 _DECODER = json.JSONDecoder()
 _CUT_TAG = re.compile(r"<[^<>\s]*\Z")
+# The id of a call, or its number: a member of an object, or behind a mark. Calls are written without.
+_ID = re.compile(
+    r'"\w*id"\s*:\s*"?(?:call0000)?\d"?\s*,\s*|\s*,\s*"\w*id"\s*:\s*"?(?:call0000)?\d"?|\[[A-Z_]+\]call0000\d'
+)
 _EMPTY_THINKING = re.compile(r"\A(?:<think>)?\s*</think>\s*")
 
 Arguments = dict[str, str]
@@ -25,57 +33,101 @@ Arguments = dict[str, str]
 def call_form(tokenizer: Any, template: Template) -> CallForm:
     """Return the form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
 
-    A template that shows no call and names the tag of the Hermes models means their form.
+    A template that shows no call and names the tag of the Hermes models means their form. A form of which what is
+    written would not be what the template writes, or could not be read again, is not taken.
     """
     if not template.chat or not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
         return TAGGED
+    return probed(tokenizer, "form", template.variables, partial(_find, tokenizer))
+
+
+def _find(tokenizer: Any, settings: Mapping[str, Any]) -> CallForm:
+    """The form in any conversation, or in those with tools, for which a tokenizer may have a template of its own."""
+    with_tools = {**settings, "tools": [_TOOL]}
+    if isinstance(tokenizer.chat_template, dict):
+        return _learn(tokenizer, with_tools)
+    form = _learn(tokenizer, settings)
+    return form if form.is_native else _learn(tokenizer, with_tools)
+
+
+def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
+    """The form that the chat template shows."""
     default = HERMES if HERMES.tag in str(tokenizer.chat_template) else TAGGED
-    return probed(tokenizer, "form", template.variables, lambda settings: _learn(tokenizer, settings) or default)
-
-
-def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm | None:
-    """The form that the chat template shows; None where it shows no call that could be read again."""
     end = turn_end(tokenizer)
     end_text = tokenizer.convert_ids_to_tokens(end) if end is not None else ""
     try:
         prompt = render_dicts(tokenizer, [{"role": "user", "content": _QUESTION}], variables, prompt=True)
     except UsageError:
-        return None
+        return default
 
     def tail(*arguments: Arguments, content: str = "") -> str:
         rendered = _render(tokenizer, list(arguments), content, variables) or ""
         behind = rendered[len(_CUT_TAG.sub("", _common_prefix(prompt, rendered))) :]
-        return _EMPTY_THINKING.sub("", behind)
+        if _QUESTION in behind:  # the template writes the prompt otherwise once an answer follows
+            return ""
+        return _ID.sub("", _EMPTY_THINKING.sub("", behind))
 
     one = tail({_KEYS[0]: _VALUES[0]})
     before, named, rest = one.partition(_NAMES[0])
+    fallback = _fallback(one, default)
     if not named or _KEYS[0] not in rest:
-        return None
+        return fallback
     style, middle, post = _arguments(rest)
     parameters = style == "apart"
     if parameters:
         read = _parameters(rest, tail(dict(zip(_KEYS, _VALUES, strict=True))).partition(_NAMES[0])[2])
         if read is None:
-            return None
+            return fallback
         middle, around, post = read
     closing, last = _until_end(tokenizer, post, end_text)
     opening, begin, between, finish = before, "", "\n", ""
     second = tail({_KEYS[0]: _VALUES[0]}, {_KEYS[1]: _VALUES[1]})
-    gap = between_names = _gap(second, middle, around.after if parameters else "", style)
-    if gap:
-        opening = _common_suffix(gap, before)
+    gap = _gap(second, middle, around.after if parameters else "", style)
+    shows_two = gap is not None
+    if gap is not None:
+        opening = _snapped(_common_suffix(gap, before), before)
+        opening = before[min(len(before) - len(opening), object_start(before)) :]
         begin, gap = before[: len(before) - len(opening)], gap[: len(gap) - len(opening)]
-        finish, closing = closing, _common_prefix(gap, closing)
+        finish, closing = closing, _CUT_TAG.sub("", _common_prefix(gap, closing))
         finish, between = finish[len(closing) :], gap[len(closing) :]
     shown = tail({_KEYS[0]: _VALUES[0]}, content=_TEXT).partition(_TEXT)
     lead = shown[2].partition(_NAMES[0])[0] if shown[1] else ""
     lead = lead[: len(lead) - len(begin + opening)] if lead.endswith(begin + opening) else "\n"
+    if style == "python" and not begin:  # each call in a block of its own
+        between = closing[1:] + between + opening
+        begin, opening, closing, finish = opening, "", ")", closing[1:]
     if not begin:  # the new lines before a call stand before the first one only behind a text
         lines, opening = opening[: len(opening) - len(opening.lstrip("\n"))], opening.lstrip("\n")
-        lead, between = lead + lines, between + lines if between_names else between
+        lead, between = lead + lines, between + lines if shows_two else between
+    elif begin.startswith("\n"):
+        lead, begin = lead + begin[: len(begin) - len(begin.lstrip("\n"))], begin.lstrip("\n")
     arguments = around if parameters else style
-    form = CallForm(opening, middle, closing, arguments, lead, begin.lstrip("\n"), between, finish, last)
-    return form if form.key is not None or any((*form.tags, form.begin.strip())) else None
+    form = CallForm(opening, middle, closing, arguments, lead, begin, between, finish, last)
+    ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)
+    probes = [(one, 1), *([(second, 2)] if shows_two else [])]
+    return form if form.is_readable and all(_writes(form, text, count, ends) for text, count in probes) else fallback
+
+
+def _fallback(shown: str, default: CallForm) -> CallForm:
+    """The form where that of a shown call cannot be learnt: that of Hermes, if the call is one with another order."""
+    if _NAMES[0] not in shown:
+        return default
+    _, tag, rest = shown.partition(HERMES.tag)
+    try:
+        call = _DECODER.raw_decode(rest.lstrip())[0] if tag else {}
+    except ValueError:
+        return TAGGED
+    return HERMES if isinstance(call, dict) and call.keys() >= {"name", "arguments"} else TAGGED
+
+
+def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
+    """Whether these calls, written in the form, are the template's text up to its end; white space aside."""
+    stated = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
+    calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, stated, strict=True)][:count]
+    written = "".join("".join(piece.text for piece in write_calls(calls, form, behind_text=False)).split())
+    shown = "".join(text.split())
+    rest = shown[len(written) :]
+    return shown.startswith(written) and (not rest or rest.startswith(ends))
 
 
 def _render(tokenizer: Any, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
@@ -124,25 +176,25 @@ def _parameters(one: str, two: str) -> tuple[str, Parameters, str] | None:
     gap, second, _ = gap.partition(_KEYS[1] + inner + _VALUES[1])
     if not valued or not second or again != first + _KEYS[0] + inner:
         return None
-    before = _common_suffix(gap, first)
+    before = _snapped(_common_suffix(gap, first), gap)
     after = gap[: len(gap) - len(before)]
     if not post.startswith(after) or not before or not inner:
         return None
     return first[: len(first) - len(before)], Parameters(before, inner, after), post[len(after) :]
 
 
-def _gap(text: str, middle: str, after: str, style: str) -> str:
-    """The text between the arguments of the first of two calls and the name of the second; empty where it shows one."""
+def _gap(text: str, middle: str, after: str, style: str) -> str | None:
+    """The text between the arguments of the first of two calls and the name of the second; None where it shows one."""
     between = text.partition(_NAMES[0])[2].partition(_NAMES[1])
     if not between[1]:
-        return ""
+        return None
     if style in ("apart", "python"):
         return between[0].partition(_VALUES[0])[2].removeprefix(after if style == "apart" else '"')
     start = len(middle)
     try:
         return between[0][_DECODER.raw_decode(between[0], start)[1] :]
     except ValueError:
-        return ""
+        return None
 
 
 def _until_end(tokenizer: Any, post: str, end_text: str) -> tuple[str, int | None]:
@@ -154,6 +206,12 @@ def _until_end(tokenizer: Any, post: str, end_text: str) -> tuple[str, int | Non
         return post.rstrip(), None
     start, _, index = markers[-1]
     return post[:start], index
+
+
+def _snapped(suffix: str, text: str) -> str:
+    """The suffix of a text without the end of a tag with which it begins."""
+    is_cut = _CUT_TAG.search(text[: len(text) - len(suffix)]) and ">" in suffix
+    return suffix[suffix.index(">") + 1 :] if is_cut else suffix
 
 
 def _common_prefix(first: str, second: str) -> str:

@@ -417,8 +417,9 @@ def render_dicts(tokenizer: Any, rows: Dicts, variables: Mapping[str, Any], *, p
     try:
         rendered = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=prompt, **dict(variables))
     except Exception as error:  # whatever a template of others raises
+        roles, reason = ", ".join(row["role"] for row in rows), str(error)[:500]
         raise UsageError(
-            f"the tokenizer's chat template cannot render the roles {', '.join(row['role'] for row in rows)}: {error}. "
+            f"the tokenizer's chat template cannot render the roles {roles}: {reason}. "
             "Leave out the message that it refuses, or choose another prompt.template"
         ) from error
     return str(rendered)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from posttrain.engines.base import num_tokens_of
 from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.evals.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import read_sites, replaced
@@ -75,6 +76,7 @@ def write_with(
     *,
     max_tokens: int,
     stop_ids: frozenset[int],
+    num_tokens: int | None = None,
 ) -> list[list[list[int]]]:
     """Greedy completions of every prompt under every treatment: [treatment][prompt] -> ids, with the stop token.
 
@@ -86,12 +88,13 @@ def write_with(
         treatments: what is added, one for each group of rows.
         max_tokens: of a completion.
         stop_ids: tokens that end it.
+        num_tokens: of the tokenizer; ids beyond them are not written.
     """
     device = next(writer.parameters()).device
     rows = _start(prompts, len(treatments), device)
     written: list[list[int]] = [[] for _ in range(len(treatments) * len(prompts))]
     for step in range(max_tokens):
-        chosen = _advance(writer, donor, site, rows, treatments)
+        chosen = _advance(writer, donor, site, rows, treatments)[:, :num_tokens].argmax(-1)
         for number, token, ended in zip(rows.number.tolist(), chosen.tolist(), rows.ended.tolist(), strict=True):
             if not ended:
                 written[number].append(token)
@@ -125,7 +128,7 @@ def _start(prompts: Sequence[Sequence[int]], num_treatments: int, device: Any) -
 
 
 def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments: Sequence[Added]) -> Tensor:
-    """Read ``rows.tokens`` with both models; the likeliest next token of each row, int64 [R]."""
+    """Read ``rows.tokens`` with both models; the logits of the next token of each row [R, V]."""
     positions = (rows.mask.cumsum(1) - 1).clamp_min(0)[:, -rows.tokens.shape[1] :]
     real = rows.mask[:, -rows.tokens.shape[1] :].bool()
     read = {"input_ids": rows.tokens, "attention_mask": rows.mask, "position_ids": positions, "use_cache": True}
@@ -142,8 +145,8 @@ def _advance(writer: Any, donor: Any | None, site: str, rows: _Rows, treatments:
 
     with replaced(writer, site, change):
         output = writer(**read, past_key_values=rows.caches[0], logits_to_keep=1)
-    likeliest: Tensor = output.logits[:, -1].argmax(-1)
-    return likeliest
+    logits: Tensor = output.logits[:, -1]
+    return logits
 
 
 def _donated(donor: Any, site: str, read: dict[str, Any], cache: Any, num_treatments: int) -> Tensor:
@@ -247,6 +250,7 @@ class Trial:
             treatments,
             max_tokens=self.writer.max_tokens,
             stop_ids=stop_ids(self.writer.tokenizer, self.writer.grader.template),
+            num_tokens=num_tokens_of(self.writer.tokenizer),
         )
         return [self._mean(completions) for completions in written]
 
