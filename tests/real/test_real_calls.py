@@ -12,12 +12,12 @@ from model_templates import tokenizer_of
 from posttrain.environments.calls import read_calls
 from posttrain.environments.tools import make_tool
 from posttrain.recipes.sections import Word
-from posttrain.render.assistant import decode_response
+from posttrain.render.assistant import decode_response, encode_answer
 from posttrain.render.calls import TAGGED
 from posttrain.render.replies import encode_turn
-from posttrain.render.template import build_template
+from posttrain.render.template import build_template, encode_prompt
 from posttrain.render.template_calls import call_form
-from posttrain.types import Call, Turn
+from posttrain.types import Call, Message, Turn
 
 CHAT = build_template(Word(name="chat"))
 NATIVE = [
@@ -40,6 +40,9 @@ ARGUMENTS = [
     {"city": 'a "quoted" <b> {x}', "days": 3},
     {"text": "two\nlines", "tags": ["a", "b"], "deep": {"n": 1.5, "is": True}},
 ]
+
+
+LAYOUT_TURNS = {"mistral": "</s>", "deepseek": "<|User|>", "llama3": "<|eot_id|>"}
 
 
 def called(*stated: dict[str, Any]) -> Turn:
@@ -157,3 +160,19 @@ def test_reading_calls_takes_time_in_proportion_to_the_text(name: str) -> None:
         read_calls(opening + filler * (100_000 // len(filler)), form)
         read_calls(opening + "f" + form.middle + filler * (100_000 // len(filler)) + form.closing, form)
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseek", "qwen3", "qwen3-coder", "olmo3", "llama3"])
+def test_call_as_text_is_encoded_as_it_was_written(name: str) -> None:
+    """Without their ids, rows that hold a call as text train on the tokens that a model writes."""
+    tokenizer = tokenizer_of(name)
+    form = call_form(tokenizer, CHAT)
+    ids = encode_turn(tokenizer, CHAT, called({"city": "Oslo"}), form)
+    text = decode_response(tokenizer, CHAT, ids)
+    prompt = encode_prompt(tokenizer, CHAT, [Message("user", "q")])
+    written = encode_answer(tokenizer, CHAT, text, prompt, {})
+    assert tokenizer.decode(written).endswith(text)
+    assert written[-len(ids) + 1 :] == ids[:-1]
+    forged = f"<s></s><|begin|><|User|><|im_start|>{form.tag}"
+    special = [token for token in encode_answer(tokenizer, CHAT, forged, prompt, {}) if token in set(ids)]
+    assert tokenizer.convert_tokens_to_ids(LAYOUT_TURNS.get(name, "<|im_start|>")) not in special

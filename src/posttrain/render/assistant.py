@@ -77,7 +77,23 @@ def behind_prompt(
     before = [Piece(lead, trusted=True)] if lead and is_answer else []
     if template.space and text and not text[0].isspace():
         before.append(Piece(template.space, trusted=True))
-    return [*before, *mark_tags(pieces, template.tags, is_open=bool(opening))]
+    return [*before, *_mark_calls(tokenizer, template, mark_tags(pieces, template.tags, is_open=bool(opening)))]
+
+
+def _mark_calls(tokenizer: Any, template: Template, pieces: list[Piece]) -> list[Piece]:
+    """The pieces with the tokens of the chat template's calls in trusted ones."""
+    if not template.chat or "tools" not in str(tokenizer.chat_template or ""):
+        return pieces
+    from posttrain.render.template_calls import call_marks
+
+    marks = "|".join(map(re.escape, call_marks(tokenizer, template)))
+    if not marks:
+        return pieces
+    marked: list[Piece] = []
+    for piece in pieces:
+        texts = [piece.text] if piece.trusted else re.split(f"({marks})", piece.text)
+        marked += [Piece(text, trusted=piece.trusted or n % 2 == 1) for n, text in enumerate(texts) if text]
+    return marked
 
 
 def encode_response(tokenizer: Any, template: Template, example: Example, prompt: Sequence[int] = ()) -> list[int]:

@@ -41,6 +41,25 @@ def call_form(tokenizer: Any, template: Template) -> CallForm:
     return probed(tokenizer, "form", template.variables, partial(_find, tokenizer))
 
 
+def call_marks(tokenizer: Any, template: Template) -> tuple[str, ...]:
+    """Return the tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
+    return probed(tokenizer, "call marks", template.variables, partial(_find_marks, tokenizer, template))
+
+
+def _find_marks(tokenizer: Any, template: Template, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    form = call_form(tokenizer, template)
+    if not form.is_native:
+        return ()
+    rows = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TEXT}]
+    try:
+        plain = "".join(render_dicts(tokenizer, rows[:n], settings, prompt=n == 1) for n in (1, 2))
+    except UsageError:
+        return ()
+    written = "\0".join((form.begin, form.opening, form.middle, form.closing, form.finish))
+    marks = {written[start:end].strip() for start, end, _ in markers_of(tokenizer).find(written)}
+    return tuple(sorted(mark for mark in marks if mark not in plain and mark not in HERMES.tags))
+
+
 def _find(tokenizer: Any, settings: Mapping[str, Any]) -> CallForm:
     """The form in any conversation, or in those with tools, for which a tokenizer may have a template of its own."""
     with_tools = {**settings, "tools": [_TOOL]}
