@@ -68,7 +68,7 @@ def test_programs_run_and_what_they_print_comes_back() -> None:
     assert python.python("import os; print(os.getcwd(), __file__)") == "/box /box/program.py"
     assert python.python("x = 1") == "(nothing was printed)"
     assert python.python("print('y' * 1000)") == "y" * 400 + " ... (cut off)"
-    with pytest.raises(RecipeError, match=r"'python' has no key 'level'\. It was removed\. Use sandbox: bubblewrap"):
+    with pytest.raises(RecipeError, match=r"level: this key was removed\. Use sandbox: bubblewrap"):
         make("python", level="process")
 
 

@@ -30,13 +30,11 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
         "exact",
         "scored",
         "multiple_choice",
-        "ifeval",
         "refusal",
         "code_tests",
     ):
         meta = {
             "score": lambda _: 1.0,
-            "instruction_id_list": ["punctuation:no_comma"],
             "kind": "harmful",
             "tests": {"names": ["f"], "code": "assert f() == 1"},
         }
@@ -57,6 +55,6 @@ def test_a_megabyte_is_looked_at_once() -> None:
 
 def test_all_graders_are_asked_here() -> None:
     assert set(registry.entries("grader")) == {
-        "any_answer", "code_tests", "exact", "ifeval", "math", "multiple_choice", "numeric",
+        "any_answer", "code_tests", "exact", "math", "multiple_choice", "numeric",
         "refusal", "scored",
     }  # fmt: skip

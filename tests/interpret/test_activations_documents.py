@@ -120,20 +120,9 @@ def test_rollouts_are_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     assert found.data["run"] == "a-run"
 
 
-def test_rollouts_without_their_tokens_are_counted_or_refused(tmp_path: Path) -> None:
-    import sqlite3
-
-    path = tmp_path / "rollouts.db"
-    with RolloutStore(path) as store:
-        store.record([rollout((5,), (8, 9)), rollout((1,), (2,))])
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE rollouts SET token_ids = NULL WHERE id = 1")
-    found = recorded_rollouts(path, context_tokens=10)
-    assert found.ids == [[1, 2]]
-    assert +found.dropped == {"rollouts_without_tokens": 1}
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE rollouts SET token_ids = NULL")
-    with pytest.raises(DataError, match="an earlier posttrain wrote it, without the tokens"):
-        recorded_rollouts(path, context_tokens=10)
+def test_recorded_rollouts_of_no_file_or_of_an_empty_one_are_refused(tmp_path: Path) -> None:
+    RolloutStore(tmp_path / "empty.db").close()
+    with pytest.raises(DataError, match="no rollouts to read: this run has sampled nothing"):
+        recorded_rollouts(tmp_path / "empty.db", context_tokens=10)
     with pytest.raises(DataError, match="no such rollout database"):
         recorded_rollouts(tmp_path / "none.db", context_tokens=10)

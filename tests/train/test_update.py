@@ -94,6 +94,7 @@ class Trainer:
             registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate]),
             level=self.case.entry.traits["level"],
             entropy="differentiable" if self.case.options.get("entropy_bonus") else "detached",
+            derive=self.case.entry.traits.get("derive", dict),
         )
         loss, metrics = accumulate(method, batch, TrainSection(**train))
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]

@@ -31,7 +31,7 @@ def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
 
 def test_that_batches_are_padded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(one_layer_recipe("sft")).notices == []
-    monkeypatch.setattr(Forward, "_packed_agrees", lambda forward: False)
+    monkeypatch.setattr(Forward, "_agrees", lambda forward, paths: False)
     parts = prepare(one_layer_recipe("sft"))
     assert parts.policy.path == "padded"
     assert parts.notices == ["batches are padded, which is slower: packing them would change what this model computes"]

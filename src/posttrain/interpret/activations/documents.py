@@ -76,21 +76,18 @@ def recorded_rollouts(
     """What a run has sampled while it trained: prompt and completion, token by token as they were.
 
     Raises:
-        DataError: no such file, or it holds none with their tokens (files of an earlier posttrain do not).
+        DataError: no such file, or no rollouts in it.
     """
     rollouts = RolloutStore(path, read_only=True).training()
-    missing = sum(rollout.token_ids is None for rollout in rollouts)
-    if missing == len(rollouts):
-        why = "an earlier posttrain wrote it, without the tokens" if missing else "this run has sampled nothing"
+    if not rollouts:
+        why = "this run has sampled nothing"
         raise DataError(path, f"no rollouts to read: {why}; record over the prompts of its task instead, with --task")
-    documents = _collect(
-        ((list(ids), len(ids) - r.num_tokens) for r in rollouts if (ids := r.token_ids) is not None),
+    return _collect(
+        ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts),
         {"source": "rollouts", "run": about},
         context_tokens,
         max_tokens,
     )
-    documents.dropped["rollouts_without_tokens"] += missing
-    return documents
 
 
 def texts(path: str | Path, tokenizer: Any, *, context_tokens: int, max_tokens: int | None = None) -> Documents:
