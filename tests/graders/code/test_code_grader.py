@@ -189,6 +189,8 @@ def test_the_grader() -> None:
 
 def test_the_reward_asks_the_grader_of_the_task() -> None:
     reward = bind_reward(find("reward", "correct"), {})
+    if refusal("bubblewrap"):
+        pytest.skip(refusal("bubblewrap"))
     graded = submission("```\ndef f(n): return 2 * n\n```")
     one = {"text": graded.text, "extracted": None, "answer": None, "grader": "code_tests", "meta": graded.meta}
     assert reward(one) == 1.0
