@@ -175,4 +175,4 @@ def shows_working(text: str, example: Example) -> Objection | None:
     if _EQUATION.search(text):
         return None
     worked = example.solution is not None and _EQUATION.search(example.solution) is not None
-    return Objection("It does not say how it comes to its answer.", f"{example.solution} {text}" if worked else None)
+    return Objection("It does not show how it finds its answer.", f"{example.solution} {text}" if worked else None)

@@ -239,7 +239,7 @@ def test_closes_tags() -> None:
 def test_shows_working() -> None:
     assert shows_working("3 + 4 = 7. So 7.", ASKED) is None
     assert shows_working("12 × 2 / 4 = 6", ASKED) is None
-    complaint = "It does not say how it comes to its answer."
+    complaint = "It does not show how it finds its answer."
     assert shows_working("x = 7.", WORKED) == Objection(complaint, "3 + 4 = 7. x = 7.")
     assert shows_working("It is 7.", ASKED) == Objection(complaint, None)
 

@@ -1,7 +1,7 @@
 """Locks that end with the process that holds them, and say which process that is.
 
 A lock is a file under ``flock``. Some file systems (network, cloud and FUSE mounts) refuse that. There a second file
-beside it, ``NAME-claim``, exists for as long as the lock is held; one whose process is gone counts for nothing, but
+next to it, ``NAME-claim``, exists for as long as the lock is held; one whose process is gone counts for nothing, but
 whether a process of another machine is gone cannot be known: its claim stands until it is deleted.
 """
 
