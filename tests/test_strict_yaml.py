@@ -107,9 +107,9 @@ def test_anchors_are_copies_and_merges_give_way() -> None:
         ("a: 1\na: 2", "mine.yaml:2: a: this key stands twice; leave one of them out"),
         ("1: 1\n'1': 2", "mine.yaml:2: 1: this key stands twice"),
         ("a:\n- {b: 1, b: 2}", "mine.yaml:2: a.0.b: this key stands twice"),
-        ("a: &x [*x]", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
-        ("a: *x", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
-        ("a: &x {<<: *x}", "mine.yaml:1: not valid YAML: *x stands for nothing that ends above"),
+        ("a: &x [*x]", "mine.yaml:1: an anchor holds itself; write its value out"),
+        ("a: *x", "mine.yaml:1: not valid YAML: found undefined alias 'x'"),
+        ("a: &x {<<: *x}", "mine.yaml:1: an anchor holds itself; write its value out"),
         ("<<: 3", "mine.yaml:1: << takes a mapping in"),
         ("a: !!python/name:os.system", "mine.yaml:1: not valid YAML: the tag !!python/name:os.system is not for this"),
         ("a: !!set {b}", "the tag !!set is not for this"),
@@ -117,10 +117,11 @@ def test_anchors_are_copies_and_merges_give_way() -> None:
         ("a: !own {b: 1}", "the tag !own is not for this"),
         ("a: !!int x", "'x' is no !!int"),
         ("a: !!bool maybe", "'maybe' is no !!bool"),
-        ("a: 1\n---\nb: 2", "mine.yaml:2: a second document begins here"),
+        ("a: 1\n---\nb: 2", "mine.yaml:3: a second document begins here"),
         ("? [1]\n: 2", "mine.yaml:1: a key must be a plain word"),
         ("k" * 201 + ": 1", "mine.yaml:1: a key of 201 characters; one has at most 200"),
         ("a: " + "[" * 60 + "]" * 60, f"mine.yaml:1: nested more than {MAX_DEPTH} deep"),
+        ("a: " + "[" * 9000 + "]" * 9000, f"mine.yaml: nested more than {MAX_DEPTH} deep"),
         ("a: [1", "mine.yaml:1: not valid YAML: expected ',' or ']'"),
         ("a: b: c", "mine.yaml:1: not valid YAML: mapping values are not allowed here"),
         ("a: \x07", "mine.yaml: not valid YAML: special characters are not allowed"),
@@ -135,7 +136,7 @@ def test_what_is_refused(text: str, message: str) -> None:
 
 def test_an_alias_bomb_is_counted_as_written_out() -> None:
     levels = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
-    with pytest.raises(RecipeError, match=r"^mine\.yaml:6: more than 50,000 values, aliases written out"):
+    with pytest.raises(RecipeError, match=r"^mine\.yaml:1: more than 50,000 values, aliases written out"):
         read("a0: &a0 [x]\n" + levels)
 
 
@@ -192,7 +193,6 @@ def test_line_breaks_of_old_are_kept(text: str) -> None:
 def test_what_is_written_is_read_again(value: Any) -> None:
     text = write_yaml({"key": value})
     assert read(text) == {"key": value}
-    assert read_yaml(text, "mine.yaml", quick=True) == read_yaml(text, "mine.yaml")
 
 
 def test_what_needs_no_quotes_is_written_as_before() -> None:

@@ -103,7 +103,7 @@ def read_yaml(path: Path) -> Any:
         FileNotFoundError: there is none.
         DataError: see ``read_record``; or it is damaged.
     """
-    return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name, quick=True)[0], _MAX_YAML_BYTES)
+    return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name)[0], _MAX_YAML_BYTES)
 
 
 def read_stated(path: Path, kind: type[Kind]) -> Kind:
