@@ -174,9 +174,7 @@ def test_folders_have_few_modules_and_a_sentence() -> None:
     for folder, files in folders.items():
         assert len([path for path in files if path.name != "__init__.py"]) <= 14, folder
         if folder != PACKAGE:
-            assert ast.get_docstring(tree_of(folder / "__init__.py")), (
-                f"{folder}: say what belongs there"
-            )
+            assert ast.get_docstring(tree_of(folder / "__init__.py")), f"{folder}: say what belongs there"
 
 
 def test_imports_have_no_cycle() -> None:

@@ -38,9 +38,9 @@ def bad_name(name: str) -> bool:
     """Return whether a name of the code has a word of the dialect in it."""
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     parts = {part.rstrip("s") if part not in NAMES else part for part in plain.split("_")}
-    return bool(parts & {name.rstrip("s") if name not in ("passes", "says", "homes") else name for name in NAMES}) or any(
-        phrase in plain for phrase in PHRASES
-    )
+    return bool(
+        parts & {name.rstrip("s") if name not in ("passes", "says", "homes") else name for name in NAMES}
+    ) or any(phrase in plain for phrase in PHRASES)
 
 
 def check_python(path: Path) -> Iterator[tuple[int, str]]:

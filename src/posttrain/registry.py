@@ -1,12 +1,9 @@
-"""One registry for everything that a recipe names: the signature is the schema.
+"""The registry of components: the signature is the schema.
 
-A decorator registers a function under its own name in a *kind* (objective, reward, task, ...).
-Positional parameters are what the machine provides; keyword-only parameters, with their types and
-defaults, *are* the function's YAML keys. No configuration class mirrors a function.
-
-A name of the form ``module:function`` is imported, so users' functions need no registration; but only if the user
-wrote it (``untrusted``), and not because a stored recipe names it.
-No torch is imported here; the module of a word is imported when that word is first asked for.
+A decorator registers a function under its own name in a kind (objective, reward, task, ...). Positional parameters are
+what the trainer passes; keyword-only parameters, with their types and defaults, are the function's keys in a recipe.
+A name of the form ``module:function`` is imported, if the user wrote it (``untrusted``). The module of a component is
+imported when the component is first used; torch is not imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, Unkn
 from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.untrusted import is_declared, prepare_import
 
-# The words of each kind, by the module that registers them: a word's module is imported when the word is asked for.
+# The components of each kind, by the module that registers them.
 HOMES: dict[str, dict[str, str]] = {
     "objective": {
         "posttrain.algorithms.objectives.supervised": "cross_entropy",
@@ -108,11 +105,7 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function with what the machinery must know about it.
-
-    ``traits`` are facts declared at registration, for example ``needs`` (the streams that an
-    objective reads) and ``level`` (``token`` or ``unit``).
-    """
+    """A registered function. ``traits`` are declared with it, such as ``needs`` (the batch fields that it reads)."""
 
     kind: str
     name: str
@@ -125,11 +118,11 @@ class Entry:
 
     @property
     def provided(self) -> tuple[str, ...]:
-        """Names of the positional parameters: what the machine provides."""
+        """Names of the positional parameters."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in kinds)
 
-    @cached_property  # a recipe that is resolved asks for that of each word twice, and pydantic takes milliseconds
+    @cached_property  # pydantic takes milliseconds
     def options_model(self) -> type[Options]:
         """The pydantic model of the keyword-only parameters (unknown keys forbidden).
 
@@ -143,13 +136,12 @@ class Entry:
                 f"{self.kind} {self.name!r}: an annotation cannot be evaluated ({error}); import the type in that "
                 "module, outside of `if TYPE_CHECKING`"
             ) from error
-        fields: dict[str, Any] = {}
-        for parameter in signature.parameters.values():
-            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-                continue
-            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
-            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            fields[parameter.name] = (annotation, default)
+        empty = inspect.Parameter.empty
+        fields: dict[str, Any] = {
+            one.name: (Any if one.annotation is empty else one.annotation, ... if one.default is empty else one.default)
+            for one in signature.parameters.values()
+            if one.kind is inspect.Parameter.KEYWORD_ONLY
+        }
         try:
             return create_model(f"{self.kind}_{self.name}", __base__=Options, **fields)
         except (PydanticUserError, NameError, TypeError) as error:
@@ -159,11 +151,11 @@ class Entry:
             ) from error
 
     def options(self, options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-        """All options with defaults filled in.
+        """Return all options with defaults filled in.
 
         Raises:
             RecipeError: an unknown key (with a suggestion), a wrong type or a missing option.
-            UnknownWord: an option that names a word of another kind (trait ``words``) names none that there is.
+            UnknownWord: an option that names a component of another kind (trait ``words``) names none that exists.
         """
         model = self.options_model
         for key in (key for key in options if key not in model.model_fields):
@@ -181,16 +173,13 @@ class Entry:
         return filled if complete is None else complete(filled, where or self.kind)
 
     def bind(self, options: Mapping[str, Any], where: str = "") -> partial[Any]:
-        """The function with its options filled in; takes what the machine provides.
-
-        One that asks for ``where`` is told the key under which it stands (``rollout.engine``), for its messages.
-        """
-        told = {"where": where or self.kind} if "where" in self.provided else {}
-        return partial(self.function, **self.options(options, where), **told)
+        """Return the function with its options filled in; a parameter ``where`` gets the key of the recipe."""
+        place = {"where": where or self.kind} if "where" in self.provided else {}
+        return partial(self.function, **self.options(options, where), **place)
 
 
 def _check_word(value: Any, kind: str, where: str) -> None:
-    """Refuse what is neither ``auto`` nor a word of the kind: its name, or a mapping with its name and options."""
+    """Refuse what is neither ``auto`` nor a component of the kind."""
     if value == "auto":
         return
     word = {"name": value} if isinstance(value, str) else dict(value)
@@ -208,7 +197,7 @@ def register(
     """Register the decorated function under its own name in ``kind``.
 
     Raises:
-        RecipeError: another module has that word.
+        RecipeError: another module has a component of that name.
     """
     assert kind in HOMES, f"unknown kind {kind!r}"
 
@@ -227,23 +216,23 @@ def register(
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """All entries of a kind, by name, in alphabetical order; the modules of all of them are imported."""
+    """Return all entries of a kind, by name, in alphabetical order; their modules are imported."""
     for module in HOMES[kind]:
         importlib.import_module(module)
     return dict(sorted(_ENTRIES[kind].items()))
 
 
 def names(kind: str) -> list[str]:
-    """The names of all entries of a kind, in alphabetical order; nothing is imported."""
+    """Return the names of all entries of a kind, in alphabetical order; nothing is imported."""
     return sorted({*_MODULES[kind], *_ENTRIES[kind]})
 
 
 def find(kind: str, name: str, where: str = "") -> Entry:
-    """The entry ``name`` of ``kind``, whose module alone is imported; so is that of ``module:function``.
+    """Return the entry ``name`` of ``kind``; its module alone is imported.
 
     Raises:
-        UnknownWord: no such name; the message lists what there is and the nearest name.
-        UnallowedCode: a ``module:function`` that nobody declared.
+        UnknownWord: no such name; the message lists the known names and the nearest one.
+        UnallowedCode: a ``module:function`` that was not allowed.
     """
     if ":" in name:
         return import_word(kind, name, where)
@@ -265,7 +254,7 @@ def find(kind: str, name: str, where: str = "") -> Entry:
 
 
 def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
-    """What an entry declared at its registration; None of code that a stored recipe names and nobody allowed.
+    """Return the traits of an entry; None for code that was not allowed.
 
     Raises:
         UnknownWord: no such name.
@@ -274,15 +263,15 @@ def traits_of(kind: str, name: str) -> Mapping[str, Any] | None:
 
 
 def kinds_of(name: str) -> list[Entry]:
-    """Every entry called ``name``, in whatever kind."""
+    """Return every entry called ``name``, of all kinds."""
     return [find(kind, name) for kind in HOMES if name in names(kind)]
 
 
 def import_word(kind: str, path: str, where: str) -> Entry:
-    """What ``module:function`` names, of whatever kind.
+    """Return the function that ``module:function`` names.
 
     Raises:
-        UnallowedCode: nobody declared it.
+        UnallowedCode: it was not allowed.
         UnknownWord: it cannot be imported.
     """
     module_name, _, attribute = path.partition(":")
@@ -310,10 +299,10 @@ def import_word(kind: str, path: str, where: str) -> Entry:
 
 
 def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a word returns; ``where`` is its key in the recipe.
+    """Call a component; ``where`` is its key in the recipe.
 
     Raises:
-        RunFailure: it raised something that is none of our errors; these pass as they are.
+        RunFailure: it raised something else than one of our errors.
     """
     try:
         return function(*arguments)
@@ -324,18 +313,18 @@ def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def describe_result(value: Any) -> str:
-    """``shape (2, 4)`` of a tensor, the name of the type of anything else."""
+    """Return ``shape (2, 4)`` for a tensor, the name of the type for anything else."""
     return f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?``, or nothing."""
+    """Return `` Did you mean 'x'?``, or nothing."""
     near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""
 
 
 def explain_validation(error: ValidationError, known: Iterable[str], where: str, label: str) -> str:
-    """A pydantic error as lines for a user: place, what, what would work."""
+    """Return a pydantic error as lines for a user: place, what is wrong, what would work."""
     lines = []
     for item in faults(error):
         location = ".".join(str(part) for part in item["loc"])

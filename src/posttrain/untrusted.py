@@ -1,20 +1,16 @@
-"""Untrusted text on a terminal and in Markdown: what a model wrote, and what a run, a recipe or a data file says.
+"""Untrusted text and code: what a model wrote, and what a run, a recipe or a data file says.
 
-A control character in it could move the cursor, write the clipboard, or answer in the user's name; one that turns the
-reading direction or has no width could show another text than there is. ``harmless`` writes such characters out
-(``\\x1b``). It is called wherever text becomes a line of a table (``commands/console.py``) and again by the last door
-before a terminal: ``guard_output`` puts it between ``print`` and the standard streams.
+Text: a control character could move the cursor, write the clipboard or answer in the user's name; one that turns the
+reading direction or has no width could hide text. ``harmless`` writes such characters out (``\\x1b``); ``guard_output``
+puts it between ``print`` and the standard streams. In Markdown, text is never markup, HTML or a link (``plain``,
+``paragraph``, ``bullets``, ``code``).
 
-In Markdown it is shown as it is, and never as markup, HTML or a link (``plain``, ``paragraph``, ``bullets``, ``code``).
+Code: a run may come from anywhere, so opening one imports nothing. A name of the form ``module:function`` is imported
+only if it was allowed: by the command line (``--objective mine:surprised``, ``--allow-code mine:surprised``; looked for
+in the working directory), or by a recipe file that the user trains (looked for next to that file first). The Python of a
+model (``trust_remote_code``) runs only with ``--trust-remote-code``.
 
-Code: a recipe may name functions (``objective: mine:surprised``), and so may the recipe that a run has stored. A run
-may come from anywhere, so opening one imports nothing: a name of the form ``module:function`` is imported only if it
-was *declared*. Declared is what stands on the command line (``--objective mine:surprised``, ``--allow-code
-mine:surprised``), looked for in the working directory; and what stands in a recipe file that was given to be
-trained, looked for next to that file and then in the working directory. What a run's own files name is not. The Python
-of a model (``trust_remote_code``) runs for the flag ``--trust-remote-code`` alone; no file can ask for it.
-
-``kind_of_file`` is asked before a path is opened: a pipe never ends, and a name may be longer than any file's.
+``kind_of_file`` is called before a path is opened: a pipe never ends, and a name may be too long.
 """
 
 from __future__ import annotations
