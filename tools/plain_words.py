@@ -1,6 +1,6 @@
 """Refuse words of a private dialect: in documents, messages, docstrings and comments, and in names.
 
-``python tools/plain_words.py [FOLDER ...]`` prints each match with its place; the terms to use stand in CONTRIBUTING.md.
+``python tools/plain_words.py [FOLDER ...]`` prints each match; the terms to use are in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs")
 # Generated, or about what was.
 SKIPPED = ("docs/decisions", "CHANGELOG.md", "LOG.md")
 PROSE = re.compile(
-    r"\b(?:(?:is|are|be) told|beside|comes to|owed|owes|strangers?|kin|whoever|world of one|what becomes of|nobody asked"
-    r"|speaks for|stands on|in parts|the house)\b|, for (?:it|they)\b",
+    r"\b(?:(?:is|are|be) told|beside|comes to|owed|owes|strangers?|kin|whoever|world of one|what becomes of"
+    r"|nobody asked|speaks for|stands on|in parts|the house)\b|, for (?:it|they)\b",
     re.IGNORECASE,
 )
 NAMES = {
@@ -37,10 +37,8 @@ ALLOWED: tuple[str, ...] = ()
 def bad_name(name: str) -> bool:
     """Return whether a name of the code has a word of the dialect in it."""
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    parts = {part.rstrip("s") if part not in NAMES else part for part in plain.split("_")}
-    return bool(
-        parts & {name.rstrip("s") if name not in ("passes", "says", "homes") else name for name in NAMES}
-    ) or any(phrase in plain for phrase in PHRASES)
+    words = {word for part in plain.split("_") for word in (part, part.removesuffix("s"))}
+    return bool(words & NAMES) or any(phrase in plain for phrase in PHRASES)
 
 
 def check_python(path: Path) -> Iterator[tuple[int, str]]:

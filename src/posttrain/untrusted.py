@@ -7,8 +7,8 @@ puts it between ``print`` and the standard streams. In Markdown, text is never m
 
 Code: a run may come from anywhere, so opening one imports nothing. A name of the form ``module:function`` is imported
 only if it was allowed: by the command line (``--objective mine:surprised``, ``--allow-code mine:surprised``; looked for
-in the working directory), or by a recipe file that the user trains (looked for next to that file first). The Python of a
-model (``trust_remote_code``) runs only with ``--trust-remote-code``.
+in the working directory), or by a recipe file that the user trains (looked for next to that file first). The Python of
+a model (``trust_remote_code``) runs only with ``--trust-remote-code``.
 
 ``kind_of_file`` is called before a path is opened: a pipe never ends, and a name may be too long.
 """
