@@ -26,11 +26,11 @@ from posttrain.commands import train as training
 from posttrain.commands.evaluate import models as evaluation
 from posttrain.reports import sweeps as pages
 from posttrain.runs import children
-from posttrain.sweeps import load, report, runner
+from posttrain.sweeps import plan, report, runner
 from posttrain.train import loop
 
 IMPORTED += (sweep, pages, evaluation, training)
-IMPORTED += (load, report, runner, loop)  # before forking, which is the point
+IMPORTED += (plan, report, runner, loop)  # before forking, which is the point
 
 
 class Forked(subprocess.Popen[bytes]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,10 @@ import pytest
 import yaml
 
 from posttrain.errors import PosttrainError, RecipeError, UnknownWord, UsageError
-from posttrain.recipes.document import merge
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import DataSection
-from posttrain.sweeps.file import has_key, sweep_names, training_recipe_names
-from posttrain.sweeps.load import load_sweep
-from posttrain.sweeps.method import (
-    METHOD_KEYS,
-    changes_between,
-    differences,
-    with_method_of,
-    without_method,
-)
-from posttrain.sweeps.plan import Labelling, Plan, Training
+from posttrain.sweeps.file import METHOD_KEYS, differences, sweep_names, training_recipe_names, with_method_of
+from posttrain.sweeps.plan import Plan, Training, load_sweep
 
 EXAMPLE = Path(__file__).with_name("sweep.yaml")
 
@@ -104,47 +94,21 @@ def test_every_trial_starts_from_the_last_weights_of_the_start() -> None:
     assert {trial.recipe.model.name for trial in plan.trainings} == {"runs/example/start/checkpoints/step-000002"}
 
 
-def test_a_method_may_start_elsewhere_but_it_is_told() -> None:
-    plan = load(("rows.plain.model.name", "tiny"), rows=["plain", "grpo"])
-    # the base's own model is tiny too, so nothing differs until the start takes its place
-    assert {trial.row: trial.recipe.model.name for trial in plan.trainings} == {
-        "plain": "runs/example/start/checkpoints/step-000002",
-        "grpo": "runs/example/start/checkpoints/step-000002",
-    }
-    plan = load(("rows.plain.model.name", "other"), rows=["plain"])
-    assert plan.trainings[0].recipe.model.name == "other"
-    assert plan.rows[0].differs == {"model.name": ("the start", "other")}
-
-
 def test_methods_and_seeds_can_be_chosen() -> None:
     plan = load(rows=["plain", "grpo", "plain"], num_seeds=1)
     assert [trial.name for trial in plan.trainings] == ["grpo-seed0", "plain-seed0"]
 
 
-def test_a_key_of_the_command_line_reaches_every_row_that_has_it() -> None:
+def test_a_key_of_the_command_line_reaches_every_row() -> None:
     plan = load(("train.steps", "7"), ("train.lr", "0.5"), ("rows.grpo.train.lr", "0.25"), ("start.train.steps", "3"))
     assert {trial.recipe.train.steps for trial in plan.trainings} == {7}
     assert [trial.recipe.train.lr for trial in plan.trainings[:3]] == [0.25, 0.5, 0.5]  # also where the row has its own
     assert plan.start is not None
     assert plan.start.recipe.train.steps == 3
-    clipped = load(("objective.clip_high", "0.9"), num_seeds=1)  # reinforce has no such option
-    assert [trial.recipe.objective.options.get("clip_high") for trial in clipped.trainings] == [0.9, 0.9, None]
-
-
-def test_has_key_sections_options_and_entries_of_lists() -> None:
-    recipe = load_recipe("tiny/grpo").resolve()
-    has = (
-        "train.lr",
-        "train.lrr",
-        "objective",
-        "objective.clip_high",
-        "rewards.correct.weight",
-        "task.seed",
-        "advantage",
-    )
-    assert [key for key in has if not has_key(recipe, key)] == []
-    lacks = ("data.batch", "objective.beta", "rewards.nothing.weight", "kl_in_reward.weight", "trian.lr", "teacher")
-    assert [key for key in lacks if has_key(recipe, key)] == []
+    with pytest.raises(RecipeError, match=r"row 'plain': objective.clip_high: objective 'reinforce' has no key"):
+        load(("objective.clip_high", "0.9"))
+    clipped = load(("objective.clip_high", "0.9"), rows=["grpo", "wide"], num_seeds=1)
+    assert [trial.recipe.objective.options["clip_high"] for trial in clipped.trainings] == [0.9, 0.9]
 
 
 def test_the_resolved_file_makes_the_same_trials_again(tmp_path: Path) -> None:
@@ -184,35 +148,6 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
     assert pair.advantage is None
 
 
-def test_a_method_of_the_other_kind_brings_what_it_learns_from_and_all_else_is_held_equal(tmp_path: Path) -> None:
-    """A base that samples beside demonstrations, and a base of demonstrations beside a method that samples."""
-    (tmp_path / "mine.yaml").write_text(f"{BASE}rows:\n  rl: rl/grpo\n  sft: tiny/sft\n")
-    plan = load_sweep(str(tmp_path / "mine.yaml"), folder=tmp_path / "c", num_seeds=1)
-    rl, sft = (row.recipe for row in plan.rows)
-    assert rl.rollout is not None
-    assert sft.rollout is None
-    assert sft.data is not None
-    assert sft.task.options["worked"] == 0.2  # tiny/sft's own task
-    assert sft.objective.name == "cross_entropy"
-    assert sft.rewards == []
-    for key in ("model", "prompt"):
-        assert getattr(sft, key) == getattr(rl, key)
-    assert (sft.train.steps, sft.train.lr) == (rl.train.steps, rl.train.lr)
-    (measured,) = sft.eval.tasks  # on what the base is measured, not on what its own task holds out
-    assert (measured.name, measured.options["split"]) == (rl.task.name, "validation")
-    differs = {row.name: row.differs for row in plan.rows}
-    assert differs["rl"] == {}
-    assert differs["sft"]["what it learns from"] == ("its own answers", "data")
-    assert not any(key.startswith(("rollout", "data", "model", "train.lr")) for key in differs["sft"])
-    (tmp_path / "again.yaml").write_text(plan.to_yaml())
-    again = load_sweep(str(tmp_path / "again.yaml"), folder=tmp_path / "c", num_seeds=1)
-    assert [row.recipe.dump() for row in again.rows] == [row.recipe.dump() for row in plan.rows]
-    (tmp_path / "data.yaml").write_text("base: tiny/sft\nrows: {sft: {}, rl: tiny/grpo}\n")
-    rows = load_sweep(str(tmp_path / "data.yaml"), folder=tmp_path / "d", num_seeds=1).rows
-    assert [row.recipe.rollout is not None for row in rows] == [False, True]
-    assert rows[1].recipe.rewards
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -241,6 +176,11 @@ def test_a_method_of_the_other_kind_brings_what_it_learns_from_and_all_else_is_h
         (f"start: tiny/stf\n{BASE}rows: {{a: tiny/grpo}}\n", "start: no recipe file or shipped recipe 'tiny/stf'"),
         (f"{BASE}rows: {{a: {{objective: grpo, needs: b}}, b: {{objective: grpo, needs: a}}}}\n", "a and b need one"),
         (f"{BASE}rows: {{a: {{objective: grpo, needs: c}}, b: tiny/grpo}}\n", "yaml:6: rows.a.needs: there is no"),
+        (f"{BASE}rows: {{a: tiny/sft}}\n", "row 'a': tiny/sft: one of it and the base learns from data"),
+        (
+            f"start: tiny/sft\n{BASE}rows: {{a: {{recipe: rl/grpo, model: {{init: {{architecture: qwen3}}}}}}}}\n",
+            "rows.a.model.init: it begins with the weights of another run; leave this out",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_method_line_and_remedy(tmp_path: Path, text: str, message: str) -> None:
@@ -253,9 +193,11 @@ def test_mistakes_are_named_with_method_line_and_remedy(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("data.batch", "1", "row 'grpo': command line: data: give exactly one of 'rollout'"),
+        ("data.batch", "1", "base: command line: data: give exactly one of 'rollout'"),
         ("objective.clip_hgh", "1", "row 'grpo': objective.clip_hgh: objective 'grpo' has no key 'clip_hgh'"),
-        ("methods.grpo.train.lr", "1", "--methods.grpo.train.lr: methods was removed. Use rows."),
+        ("methods.grpo.train.lr", "1", "command line: methods: this key was removed. Use rows."),
+        ("model.name", "other", "rows.grpo.model.name: it begins with the weights of another run; leave this out"),
+        ("rows.wide.model.name", "other", "rows.wide.model.name: it begins with the weights of another run"),
         ("train.seed", "1", "--seeds says how many"),
         ("rows.gropo.train.lr", "1", "has no row 'gropo'. Did you mean 'grpo'?"),
         ("train.lrr", "1", "base: command line: train.lrr: section 'train' has no key 'lrr'"),
@@ -288,11 +230,6 @@ def test_an_unknown_method_is_refused_with_a_suggestion() -> None:
         load(rows=[])
 
 
-def test_a_start_leaves_no_room_for_a_new_model() -> None:
-    with pytest.raises(RecipeError, match="leaves nothing for 'start' to do"):
-        load(("base.model.init.architecture", "qwen3"))
-
-
 def test_no_sweep_file_lets_a_models_own_python_run_but_the_command_line_may(tmp_path: Path) -> None:
     text = f"{BASE}rows:\n  a: {{objective: grpo, model: {{trust_remote_code: true}}}}\n"
     with pytest.raises(RecipeError, match=r"mine\.yaml:7: rows\.a\.model\.trust_remote_code: a file cannot allow"):
@@ -302,28 +239,11 @@ def test_no_sweep_file_lets_a_models_own_python_run_but_the_command_line_may(tmp
     assert plan.rows[0].recipe.model.trust_remote_code
 
 
-def test_changes_laid_over_the_old_give_the_new() -> None:
-    old = {"a": 1, "m": {"name": "x", "p": 1, "q": 2}, "s": {"k": 1, "l": [1, 2]}, "model": {"name": "t", "d": 1}}
-    new = {"m": {"name": "y", "p": 3}, "s": {"k": 1, "l": [1]}, "model": {"name": "u", "d": 1}, "b": {"c": 2}}
-    changes = changes_between(old, new)
-    assert changes == {
-        "a": None,
-        "m": {"name": "y", "p": 3},
-        "s": {"l": [1]},
-        "model": {"name": "u"},
-        "b": {"c": 2},
-    }
-    assert merge(old, changes) == new
-
-
-def test_method_and_rest_are_apart() -> None:
+def test_with_method_of_and_differences_are_apart() -> None:
     data = {"objective": {"name": "x"}, "rollout": {"group": 2, "select": "every"}, "train": {"lr": 1}, "teacher": None}
     base = {"objective": {"name": "y"}, "advantage": {"name": "z"}, "rollout": {"group": 4, "max_rounds": 3}}
     assert with_method_of(base, data) == {"objective": {"name": "x"}, "rollout": {"group": 4, "select": "every"}}
-    rated = {"objective": {"name": "kto"}, "data": {"batch": 4, "label_above": 6.5}}
-    assert with_method_of({}, rated) == {"objective": {"name": "kto"}, "data": {"label_above": 6.5}}
-    assert without_method(data) == {"rollout": {"group": 2}, "train": {"lr": 1}}
-    assert data["rollout"] == {"group": 2, "select": "every"}  # unchanged
+    assert base["rollout"] == {"group": 4, "max_rounds": 3}  # unchanged
     other = {**data, "objective": {"name": "y"}, "train": {"lr": 2, "seed": 5}, "description": "z"}
     assert differences(data, other) == {"train.lr": (1, 2)}
 
@@ -335,9 +255,9 @@ def test_shipped_sweeps_are_whole_and_apart_from_recipes() -> None:
     for name in sweep_names():
         plan = load_sweep(name, folder="runs/x", num_seeds=1)
         assert len(plan.trainings) == len(plan.rows)
-        assert len(plan.description) > 100
+        assert len(plan.content.description) > 100
         short = load_sweep(name.removeprefix("sweep/"), folder="runs/x", num_seeds=1)
-        assert json.dumps(short.resolved) == json.dumps(plan.resolved)
+        assert short.to_yaml() == plan.to_yaml()
     with pytest.raises(RecipeError, match="is a sweep of several runs; run it with: posttrain sweep sweep/tiny"):
         load_recipe("sweep/tiny")
 
@@ -443,7 +363,7 @@ def test_trials_stand_behind_what_they_need_and_the_resolved_file_makes_the_same
 
 def test_a_policy_is_rewarded_by_the_reward_model_of_its_seed_alone(tmp_path: Path) -> None:
     plan = load_text(tmp_path, NEEDS)
-    names = ["proxy-seed{}", "grpo-seed{}", "proxy-seed{}-best-of-4"]
+    names = ["proxy-seed{}", "grpo-seed{}", "proxy-seed{}-best-of-n"]
     assert [t.name for t in plan.trials] == ["start", *(name.format(seed) for seed in (0, 1) for name in names)]
     weights = str(tmp_path / "out" / "start" / "checkpoints" / "step-000002")
     for seed, policy, proxy in zip((0, 1), plan.policies, plan.scorers, strict=True):
@@ -479,7 +399,7 @@ def test_best_of_n_is_an_ordinary_evaluation(tmp_path: Path) -> None:
     from posttrain.cli import parse
 
     trial = load_text(tmp_path, NEEDS).evaluations("best_of_n")[1]
-    namespace = parse(trial.words(resume=False))
+    namespace = parse(list(trial.command))
     assert (namespace.command, namespace.n, namespace.samples, namespace.max_tokens) == ("evaluate", 5, 4, 8)
     assert (namespace.seed, namespace.temperature, namespace.task) == (1, 1.0, ["stories"])
     assert namespace.overrides == [("task.split", '"validation"')]
@@ -504,22 +424,24 @@ def test_policies_are_compared_with_the_start_by_a_judge_that_they_never_met(tmp
     assert words[words.index("--judge") + 1] == f"{cells / 'judge-seed1'},{cells / 'proxy-seed1'}"  # the judge decides
     assert trial_of(plan, "dpo-files-seed1").recipe.rewards == []
     some = load_text(tmp_path, RLHF, rows=["grpo"])
-    assert [row.name for row in some.rows] == ["proxy", "judge", "grpo"]
+    assert sorted(row.name for row in some.rows) == ["grpo", "judge", "proxy"]
     assert load_text(tmp_path, RLHF, rows=["all"]).to_yaml() == plan.to_yaml()
 
 
 def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> None:
     plan = load_text(tmp_path, STEPS)
-    names = ["labelled-seed{}", "orm-seed{}", "prm-seed{}", "orm-seed{}-best-of-64", "prm-seed{}-best-of-64"]
+    names = ["labelled-seed{}", "orm-seed{}", "prm-seed{}", "orm-seed{}-best-of-n", "prm-seed{}-best-of-n"]
     assert [t.name for t in plan.trials] == ["start", *(name.format(seed) for seed in (0, 1) for name in names)]
     labelling = trial_of(plan, "labelled-seed1")
-    assert isinstance(labelling, Labelling)
-    assert labelling.target == tmp_path / "out" / "labelled" / "seed1.jsonl"
+    assert labelling.last_file == tmp_path / "out" / "labelled" / "seed1.jsonl"
     assert "--best-of" not in labelling.command
     orm, prm = plan.scorers[2:]
     assert prm.needs == ("start", "labelled-seed1")
     assert prm.recipe.task.name == "preferences"
-    assert (prm.recipe.task.options["path"], prm.recipe.task.options["step_separator"]) == (str(labelling.target), "")
+    assert (prm.recipe.task.options["path"], prm.recipe.task.options["step_separator"]) == (
+        str(labelling.last_file),
+        "",
+    )
     assert orm.needs == ("start",)  # the outcome model has a task of its own
 
 
@@ -545,7 +467,7 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
             NEEDS,
             "  proxy:\n",
             "  proxy:\n    model: {init: {architecture: qwen3}}\n",
-            "begins with the weights of",
+            "begins with the weights of another run",
         ),
         (NEEDS, "  grpo:", "  start:", "a row's name is made of letters"),
         (STEPS, "needs: labelled", "needs: labelled, task: stories", "the labelled steps are its task; leave this out"),
@@ -559,8 +481,13 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
         ),
         (RLHF, "samples: 2", "sample: 2", "sample"),
         (CHAIN, "[sft, rm]", "[sft, rm, r]", "there is no other row 'r'. Did you mean 'rm'?"),
-        ("study: best_of_n\nstart: tiny/sft\n", "s", "s", "mine.yaml:1: study was removed. Use rows with best_of_n"),
-        ("base: tiny/grpo\nmethods: {a: {}}\n", "m", "m", "mine.yaml:2: methods was removed. Use rows."),
+        (
+            "study: best_of_n\nstart: tiny/sft\n",
+            "s",
+            "s",
+            "mine.yaml:1: study: this key was removed. Use rows",
+        ),
+        ("base: tiny/grpo\nmethods: {a: {}}\n", "m", "m", "mine.yaml:2: methods: this key was removed. Use rows."),
     ],
 )
 def test_rows_that_cannot_be_are_refused(tmp_path: Path, text: str, old: str, new: str, message: str) -> None:
