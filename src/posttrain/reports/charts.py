@@ -206,8 +206,8 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     named = [series for series in panel.series if series.label]
     if len(named) > 1 or (named and (panel.x_label or named[0].is_points)):
         is_below = len(named) <= NUM_BELOW
-        place, num_columns = ("outside lower left", 3) if is_below else ("outside right upper", 1)
-        figure.legend(loc=place, ncols=num_columns, frameon=False, fontsize=7.5)
+        look: dict[str, Any] = {"loc": "outside lower left" if is_below else "outside right upper"}
+        figure.legend(ncols=3 if is_below else 1, frameon=False, fontsize=7.5, **look)
     return axes
 
 
@@ -225,7 +225,7 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Any) -> None:
             axes.errorbar(xs, ys, reach, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
     else:
         dots = "o" if len(drawn) <= MAX_DOTS and not series.is_thin else None
-        thin = {"linewidth": 0.6, "alpha": 0.4} if series.is_thin else {"linewidth": 1.6}
+        thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4} if series.is_thin else {"linewidth": 1.6}
         axes.plot(xs, ys, linestyle=dashes, marker=dots, markersize=2.6, **thin, **look)
         if low:
             axes.fill_between(xs, low, high, color=color, alpha=0.14, linewidth=0)

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.evals.statistics import student_t_quantile, summarize_seeds
-from posttrain.evals.tables import TextTable
 from posttrain.reports.charts import Panel, Series
-from posttrain.reports.page import decimals, render, visible
+from posttrain.reports.page import render
 
 Facts = Mapping[str, Any]
-NUM_LATENTS = 16
 
 
 def findings(results: Facts) -> list[str]:
@@ -139,7 +137,6 @@ def render_diff(results: Facts) -> str:
             "patching": [_patching_panel(results["patching"])] if "patching" in results else [],
             "causal": _causal_panels(results["causal"]) if "causal" in results else [],
         },
-        tables=_tables(results),
         seconds=[(name, f"{value:g} s") for name, value in results["seconds"].items()],
         command=results["command"],
     )
@@ -174,8 +171,8 @@ def _divergence_panels(places: Sequence[Facts]) -> list[Panel]:
     halves = [_half_width(place["error"], place["answers"]) for place in places]
     low, high = ([y + sign * half for y, half in zip(ys, halves, strict=True)] for sign in (-1, 1))
     line = Series("KL(post ‖ base)", xs, ys, low, high)
-    axis = {"x_label": "token of the answer", "y_label": "KL, nats"}
-    return [Panel("KL along the answer", "mean over answers; band: 95 %", [line], **axis)]
+    about, where = "mean over answers; band: 95 %", "token of the answer"
+    return [Panel("KL along the answer", about, [line], x_label=where, y_label="KL, nats")]
 
 
 def _patching_panel(patching: Facts) -> Panel:
@@ -238,81 +235,3 @@ def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], co
 def _half_width(error: float, num_answers: int) -> float:
     """Half of the 95 % Student-t interval of a mean over answers, from its standard error."""
     return student_t_quantile(max(1, num_answers - 1)) * error
-
-
-def _tables(results: Facts) -> dict[str, TextTable]:
-    """Every table of the page by its place there."""
-    kl, overlap = results["divergence"], results["overlap"]
-    answers = [
-        [who, f"{x['answers']}", f"{x['accuracy']:.1%}", f"{x['reward']:.3f}", f"{x['tokens']:.1f}"]
-        for who in ("base", "post")
-        if (x := results["documents"].get(who)) is not None
-    ]
-    lens = [
-        [entry["where"], _tokens(entry["up"]), _tokens(entry["down"]), f"{entry['norm']:.1%}"]
-        for entry in results["lens"]
-    ]
-    seeds = [
-        [f"{pair['first']} in {pair['second']}", f"{pair['count']}", *map(decimals, map(pair.get, _OVERLAP))]
-        for pair in overlap["pairs"]
-    ]
-    tables = {
-        "answers": TextTable("", ["answers of", "number", "right", "reward", "tokens"], answers),
-        "tokens_at": _token_table("the token itself", kl["tokens_at"]),
-        "tokens_after": _token_table("the token before", kl["tokens_after"]),
-        "lens": TextTable("", ["mean over", "for", "against", "size"], lens, num_labels=3),
-        "trust": _trust_table(results),
-        "seeds": TextTable("", ["seeds", "changed", "found again", "of all", "mean cosine"], seeds),
-    }
-    if "difference" in results:
-        tables["difference"] = _latent_table(results["difference"])
-    return tables | ({"verdicts": _verdict_table(results["causal"])} if "causal" in results else {})
-
-
-_OVERLAP = ("share", "by_chance", "cosine")
-
-
-def _tokens(entries: Sequence[tuple[str, float]]) -> str:
-    return " ".join(visible(token) for token, _ in entries)
-
-
-def _token_table(head: str, entries: Sequence[Facts]) -> TextTable:
-    lines = [[visible(e["token"]), f"{e['share']:.1%}", f"{e['mean']:.3f}", f"{e['count']:,}"] for e in entries]
-    return TextTable("", [head, "share of KL", "mean, nats", "times"], lines)
-
-
-def _latent_table(dictionary: Facts) -> TextTable:
-    lines = []
-    for latent in dictionary["latents"][:NUM_LATENTS]:
-        line = [f"{latent['latent']}", _tokens(latent["promotes"]["up"]), f"{latent['share'] or 0:.1%}"]
-        rest = [decimals(latent[key]) for key in ("beta_base", "beta_post", "nu")]
-        lines.append([*line, f"{latent['density'] or 0:.2%}", *rest])
-    header = ["latent", "promotes", "share", "fires on", "β base", "β post", "ν"]
-    return TextTable("", header, lines, num_labels=2)
-
-
-def _trust_table(results: Facts) -> TextTable:
-    """Null tests, seeds, and the frozen decoder."""
-    names = [f"seed {i}" for i in range(len(results["dictionaries"]))] + ["frozen decoder"]
-    lines = [
-        [
-            name,
-            *(f"{dictionary['quality'][model]['fvu']:.3f}" for model in ("base", "post")),
-            *(f"{dictionary['counts'][key]}" for key in ("tested", "significant", "changed")),
-            *(f"{dictionary['null'][key]['changed']}" for key in ("itself", "swapped", "halves")),
-        ]
-        for name, dictionary in zip(names, [*results["dictionaries"], results["frozen"]], strict=True)
-    ]
-    header = ["dictionary", "FVU base", "FVU post", "tested", "significant", "changed"]
-    return TextTable("", [*header, "null: itself", "swapped", "halves"], lines)
-
-
-def _verdict_table(causal: Facts) -> TextTable:
-    lines = []
-    for name, verdict in causal["verdicts"].items():
-        mean, half = verdict["mean"], verdict["half_width"]
-        interval = "one seed" if half is None else f"{mean - half:+.3f} to {mean + half:+.3f}"
-        seeds = ", ".join(f"{value:+.3f}" for value in verdict["values"])
-        answer = "—" if verdict["separates"] is None else "yes" if verdict["separates"] else "no"
-        lines.append([name, f"{mean:+.4f}", interval, seeds, answer])
-    return TextTable("", ["test", "difference", "95 % interval", "seeds", "separates"], lines)

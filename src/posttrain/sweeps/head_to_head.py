@@ -18,9 +18,8 @@ from posttrain.evals.statistics import half_width
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
 from posttrain.sweeps.plan import ITEMS, RESULTS
-from posttrain.sweeps.results import Part, Sample
+from posttrain.sweeps.results import Part
 
-NUM_SAMPLES = 4
 MAX_ITEMS_BYTES = 1 << 30
 # measure -> (column, True for a share)
 MEASURES: Mapping[str, tuple[str, bool]] = {
@@ -46,15 +45,11 @@ Estimate = tuple[float, float, float]  # a mean and its 95 % interval
 
 @dataclass(frozen=True)
 class Comparison:
-    """A policy of one seed against the start. ``measures`` by name.
-
-    ``samples``: of the first prompts by index the question, the gold answer, and (text, score) of policy and start.
-    """
+    """A policy of one seed against the start. ``measures`` by name."""
 
     row: str
     seed: int
     measures: Mapping[str, Estimate]
-    samples: Mapping[int, tuple[str, str | None, list[tuple[str, float | None]]]]
 
 
 def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
@@ -78,15 +73,7 @@ def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
         for name, key in (stored | {"win_rate_similar": "win_rate_similar", "kl": "kl_ab"}).items():
             if key in results or name in stored:
                 measures[name] = (float(results[key]), float(results[f"{key}_low"]), float(results[f"{key}_high"]))
-        samples = {
-            item["index"]: (
-                item["question"],
-                item.get("answer"),
-                [(item[side][0]["text"], item[side][0]["score"]) for side in "ab"],
-            )
-            for item in items[:NUM_SAMPLES]
-        }
-        return Comparison(row, seed, measures, samples)
+        return Comparison(row, seed, measures)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(folder, f"its files are damaged ({error!r:.200}); delete the folder and repeat") from None
 
@@ -171,14 +158,3 @@ def _verdict(measures: Mapping[str, Estimate]) -> str:
         return f"better than the start{hint}"
     hint = "; it wins by the proxy alone, which it was trained against" if measures["win_rate_proxy"][1] > 0.5 else ""
     return ("worse than the start" if high < 0.5 else "not distinguishable from the start") + hint
-
-
-def choose_samples(comparisons: Sequence[Comparison]) -> list[Sample]:
-    """The first prompts of the lowest seed, with the start's answer and each policy's, and the judge's scores."""
-    first = min(comparison.seed for comparison in comparisons)
-    own = [comparison for comparison in comparisons if comparison.seed == first]
-    samples = []
-    for index, (question, gold, (_, start)) in own[0].samples.items():
-        answers = [(c.row, *c.samples[index][2][0]) for c in own if index in c.samples]
-        samples.append(Sample(question, gold, [("start", *start), *answers]))
-    return samples

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-
-import numpy as np
 
 from posttrain.evals.items import Item
 from posttrain.evals.ranking import best_of_n
@@ -22,18 +20,12 @@ from posttrain.sweeps.results import Part, show_summary
 
 BEST_OF_N = "best of n"
 PROXY, GOLD = "sampled_reward", "sampled_accuracy"  # the proxy is a policy's whole reward
-# Shapes of the gold reward: for best-of-n and for training, with the term behind β.
-FORMS: Mapping[bool, tuple[str, Callable[[float], float]]] = {
-    True: ("d (α − β d)", lambda d: d * d),
-    False: ("d (α − β log d)", lambda d: d * math.log(d)),
-}
 NOTES = [
     "gold: the share of answers that the verifier finds right; proxy: the score of the reward model, in standard "
     "deviations of its scores of the start's own answers, from their mean; on held-out problems",
     "KL of a policy is measured (the exact sum over next-token distributions, on its own answers); that of best-of-n "
     "is log n − (n − 1)/n, an upper bound where answers repeat, as they do when most are short",
     "best-of-n is the mean over all subsets of the answers to a problem, for n = 1, 2, 4, ...",
-    "the shapes are those of Gao et al. (2022), fitted to each seed by least squares; they know no floor and ceiling",
     "± and bands: 95 % Student-t intervals over seeds; a seed has its own reward model, pairs and policies. The peak "
     "of a seed is chosen by the other seeds when the fall from it is measured",
 ]
@@ -63,15 +55,6 @@ class MeanPoint:
     proxy: Summary
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """``R(d) − R(0) = d (α − β d)`` or ``d (α − β log d)``; ``explained`` is R², 1 for a perfect fit."""
-
-    alpha: float
-    beta: float
-    explained: float
-
-
 @dataclass(frozen=True)
 class MethodCurve:
     """One method over its seeds. ``curves``: by seed, points in order, of which the first is the start, where KL is 0.
@@ -79,7 +62,7 @@ class MethodCurve:
     ``peak``: the point at which the mean gold reward is highest. ``drop``: gold at the peak less gold at the end, where
     the peak of a seed is that of the other seeds' mean, so that chance in a seed does not choose its own peak. With one
     seed there are no others: then it is the highest value less the last, which chance makes positive. Both are None
-    without two common points. ``fits`` are of the seeds one by one.
+    without two common points.
     """
 
     name: str
@@ -87,7 +70,6 @@ class MethodCurve:
     means: list[MeanPoint]
     peak: MeanPoint | None
     drop: Summary | None
-    fits: list[Fit]
 
     @property
     def is_shown(self) -> bool:
@@ -142,29 +124,8 @@ def score_scale(items: Sequence[Item]) -> tuple[float, float]:
     return mean, statistics.pstdev(scores) if len(set(scores)) > 1 else 1.0
 
 
-def fit_shape(points: Sequence[Point], is_best_of_n: bool) -> Fit | None:
-    """α and β of the gold reward by least squares through the start; None for fewer than two distances above 0.
-
-    Source: Gao et al. (2022), section 3.1: ``d(α − β d)`` for best-of-n and ``d(α − β log d)`` for reinforcement
-    learning; Rafailov et al. (2024), "Scaling laws for reward model overoptimization in direct alignment
-    algorithms", use the latter for DPO. Their gold reward is a reward model's score; ours may be a share, which
-    has a ceiling that these shapes know nothing of.
-    """
-    moved, second = [point for point in points if point.distance > 0], FORMS[is_best_of_n][1]
-    if len({point.distance for point in moved}) < 2:
-        return None
-    columns = np.array([(point.distance, -second(point.distance)) for point in moved])
-    gains = np.array([point.gold - points[0].gold for point in moved])
-    (alpha, beta), _, rank, _ = np.linalg.lstsq(columns, gains, rcond=None)
-    if rank < 2:
-        return None
-    total = float(((gains - gains.mean()) ** 2).sum())
-    left = float(((gains - columns @ (alpha, beta)) ** 2).sum())
-    return Fit(float(alpha), float(beta), 1.0 - left / total if total else 0.0)
-
-
 def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve:
-    """Means at the points that all seeds have, by ``at``, fits, and whether gold turns over."""
+    """Means at the points that all seeds have, by ``at``, and whether gold turns over."""
     tables = [{point.at: point for point in points} for points in curves.values()]
     means = []
     for at in sorted(set.intersection(*(set(table) for table in tables))):
@@ -173,9 +134,8 @@ def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve
         assert gold is not None
         assert proxy is not None
         means.append(MeanPoint(at, statistics.fmean(p.distance for p in points), gold, proxy))
-    fits = [fit for points in curves.values() if (fit := fit_shape(points, name == BEST_OF_N)) is not None]
     if len(means) < 2:
-        return MethodCurve(name, dict(curves), means, None, None, fits)
+        return MethodCurve(name, dict(curves), means, None, None)
 
     def peak_of(chosen: Sequence[Mapping[int, Point]]) -> MeanPoint:
         return max(means, key=lambda mean: (math.fsum(table[mean.at].gold for table in chosen), -mean.at))
@@ -184,7 +144,7 @@ def describe_method(name: str, curves: Mapping[int, list[Point]]) -> MethodCurve
     for index, table in enumerate(tables):
         others = [other for i, other in enumerate(tables) if i != index]
         drops.append(table[peak_of(others or [table]).at].gold - table[means[-1].at].gold)
-    return MethodCurve(name, dict(curves), means, peak_of(tables), summarize_seeds(drops), fits)
+    return MethodCurve(name, dict(curves), means, peak_of(tables), summarize_seeds(drops))
 
 
 def collect_curves(
@@ -208,7 +168,7 @@ def collect_curves(
 
 def overoptimization_part(methods: Sequence[MethodCurve]) -> Part:
     """The part of a sweep's report about gold and proxy rewards."""
-    lines, shapes, findings, data = [], [], [], {}
+    lines, findings, data = [], [], {}
     for method in methods:
         first, last, peak = method.means[0], method.means[-1], method.peak
         line = [method.name, str(len(method.curves)), f"{last.distance:.2f}", show_summary(last.proxy)]
@@ -217,20 +177,10 @@ def overoptimization_part(methods: Sequence[MethodCurve]) -> Part:
             line += [start, top, f"{peak.distance:.2f}", end, show_summary(method.drop, is_share=True)]
             findings.append(_finding(method, peak))
         lines.append([*line, *[NOTHING] * (9 - len(line))])
-        form = FORMS[method.name == BEST_OF_N][0]
-        alpha, beta, explained = (
-            summarize_seeds([getattr(fit, name) for fit in method.fits]) for name in Fit.__slots__
-        )
-        shapes.append([method.name, form, *map(show_summary, (alpha, beta, explained))])
-        data[method.name] = asdict(method) | {"form": form, "is_shown": method.is_shown}
+        data[method.name] = asdict(method) | {"is_shown": method.is_shown}
     header = ["method", "seeds", "√KL at the end", "proxy at the end", "gold at the start", "gold at its peak"]
     header += ["√KL there", "gold at the end", "peak less end, points"]
-    form_header = ["method", "R(d) − R(0)", "α", "β", "R²"]
-    tables = [
-        TextTable("Gold and proxy", header, lines),
-        TextTable("Shape of the gold reward, d = √KL", form_header, shapes, num_labels=2),
-    ]
-    return Part(tables, findings, NOTES, {"methods": data}, (methods,))
+    return Part([TextTable("Gold and proxy", header, lines)], findings, NOTES, {"methods": data}, (methods,))
 
 
 def _finding(method: MethodCurve, peak: MeanPoint) -> str:

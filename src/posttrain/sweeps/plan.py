@@ -239,29 +239,28 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
         other = "policies need one reward model, and the judge must be another one"
         yield len(proxies) != 1 or judge in proxies, key, other
     for name, row in rows.items():
-        source, where = content.rows[name], f"rows.{name}"
-        before = [need for need in row.needs if need not in (*scorers, LABELLED)]
+        source, where, recipe = content.rows[name], f"rows.{name}", row.recipe
         models = [need for need in row.needs if need in scorers]
+        before = [need for need in row.needs if need not in (*models, LABELLED)]
         most = "give at most one reward model and one policy"
         yield len(before) > 1 or len(models) > 1, f"{where}.needs", most
         if before or content.start is not None:
             stated = source.get("model") if content.base is not None or "recipe" in source else None
             keys = [f"model.{key}" for key in stated or ()] + [key.removeprefix(f"{where}.") for key, _ in overrides]
-            begins = "it begins with the weights of another run; leave this out"
-            yield row.recipe.model.init is not None, f"{where}.model.init", begins
-            yield "model.name" in keys, f"{where}.model.name", begins
+            is_set = {"init": recipe.model.init is not None, "name": "model.name" in keys}
+            for key, value in is_set.items():
+                yield value, f"{where}.model.{key}", "it begins with the weights of another run; leave this out"
         if models:
-            rollout, asked = row.recipe.rollout, content.best_of_n
             policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
-            yield row.recipe.trains_scorer or rollout is None, where, policy
+            yield recipe.trains_scorer or recipe.rollout is None, where, policy
             reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
-            yield "rewards" in source and not _reward_models(row.recipe), f"{where}.rewards", reward
+            yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
+        if models and (asked := content.best_of_n) is not None and recipe.rollout is not None:
             measured = "give every and drift_prompts; there gold, proxy and KL are measured along the way"
-            is_measured = bool(row.recipe.eval.every and row.recipe.eval.drift_prompts)
-            yield asked is not None and not is_measured, f"{where}.eval", measured
-            if asked is not None and rollout is not None:
-                same = f"{rollout.temperature} here and {asked.temperature} in best_of_n; give one value, for the KL"
-                yield rollout.temperature != asked.temperature, f"{where}.rollout.temperature", same
+            yield not (recipe.eval.every and recipe.eval.drift_prompts), f"{where}.eval", measured
+            given = recipe.rollout.temperature
+            same = f"{given} here and {asked.temperature} in best_of_n; give one value, for the KL"
+            yield given != asked.temperature, f"{where}.rollout.temperature", same
 
 
 def _reward_models(recipe: Recipe) -> list[RewardWord]:

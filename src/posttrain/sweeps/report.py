@@ -10,11 +10,11 @@ from posttrain.evals.items import Item, read_items
 from posttrain.runs.directory import RunDirectory
 from posttrain.store.headline import ACCURACY
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
-from posttrain.sweeps.head_to_head import choose_samples, head_to_head_part, read_comparison
+from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
 from posttrain.sweeps.overoptimization import collect_curves, overoptimization_part
 from posttrain.sweeps.plan import ITEMS, Plan
-from posttrain.sweeps.results import Part, Sample, SweepResults
+from posttrain.sweeps.results import Part, SweepResults
 from posttrain.sweeps.runner import Outcome
 
 
@@ -29,7 +29,7 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
     for run in plan.trainings:  # also those of an earlier attempt
         if (status := run.status) is not None and status.state == "failed":
             failures.setdefault(run.name, status.message or "no reason was recorded")
-    parts, samples = dict[str, Part](), list[Sample]()
+    parts: dict[str, Part] = {}
     if content.best_of_n is None and content.head_to_head is None:
         parts["rows"] = _read_rows(plan, failures)
     if content.best_of_n is not None:
@@ -40,19 +40,17 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         if not comparisons:
             raise RunFailure("nothing to report yet: no policy has been compared with the start")
         parts["head_to_head"] = head_to_head_part(comparisons, {run.name: run.weights for run in plan.policies})
-        samples = choose_samples(comparisons)
     starts = [RunDirectory(run.folder).read_environment().get("starts", []) for run in plan.trainings]
-    newest = next((own[-1] for own in starts if own), {})
+    newest: dict[str, Any] = next((own[-1] for own in starts if own), {})
     return SweepResults(
         title=plan.folder.name,
         description=" ".join(content.description.split()),
         command=command,
         parts=parts,
-        common=_describe_common(plan, outcome),
+        file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
         problems=[f"{name}: {message}" for name, message in failures.items()] if "rows" not in parts else [],
         environment={key: newest[key] for key in ("started", "versions", "hardware", "git") if newest.get(key)},
-        samples=samples,
     )
 
 
@@ -95,33 +93,10 @@ def _describe_differences(plan: Plan) -> list[str]:
     """One line per row that has more of its own than its method, and one for all others."""
     lines, rest = [], []
     for row in plan.rows:
-        changes = [f"{key} = {_shown(new)} (base: {_shown(old)})" for key, (old, new) in sorted(row.differs.items())]
+        changes = [f"{key} = {new} (base: {old})" for key, (old, new) in row.differs.items()]
         if changes:
             lines.append(f"{row.name} ({row.source}) differs from the base in: {'; '.join(changes)}")
         else:
             rest.append(f"{row.name} ({row.source})")
     what = "objective, advantage, aggregation, selection and what belongs to them"
     return lines + ([f"in the method alone ({what}): {', '.join(rest)}"] if rest else [])
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)
-
-
-def _describe_common(plan: Plan, outcome: Outcome) -> list[tuple[str, str]]:
-    """What the trials have in common, and what each row does, as (what, value)."""
-    start, facts = plan.start, list[tuple[str, str]]()
-    trained = "" if start is None else f" of {start.recipe.model.name}, {start.recipe.train.steps} steps"
-    facts.append(("start", f"{plan.start_source}{trained}"))
-    lengths: dict[str, list[str]] = {}
-    for row in plan.rows:
-        train = row.recipe.train
-        line = f"{row.recipe.task.name}, {train.steps} steps at {train.lr:g} ({train.schedule})"
-        lengths.setdefault(line, []).append(row.name)
-    facts += [("training" if len(lengths) == 1 else ", ".join(names), line) for line, names in lengths.items()]
-    for name, asked in (("best of n", plan.content.best_of_n), ("head to head", plan.content.head_to_head)):
-        if asked is not None:
-            how = f"answers to each: {asked.samples}, temperature {asked.temperature:g}"
-            facts.append((name, f"{asked.n} problems of {asked.task.name}, {how}"))
-    facts.append(("seeds", f"0 to {plan.num_seeds - 1}"))
-    return [*facts, ("ran", f"{outcome.num_jobs} at a time, threads of each: {outcome.num_threads}")]

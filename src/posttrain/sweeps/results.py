@@ -30,30 +30,21 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt with answers of several models: (model, text, score). ``gold``: the right answer, where there is one."""
-
-    question: str
-    gold: str | None
-    answers: list[tuple[str, str, float | None]]
-
-
-@dataclass(frozen=True)
 class SweepResults:
     """All that is reported about a sweep.
 
-    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``. ``common``: (what, value).
+    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``. ``file``: the text of
+    ``sweep.yaml``, with every row as a whole recipe.
     """
 
     title: str
     description: str
     command: str
     parts: dict[str, Part]
-    common: list[tuple[str, str]] = field(default_factory=list)
+    file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
 
     @property
     def tables(self) -> list[TextTable]:
@@ -70,14 +61,12 @@ class SweepResults:
     def to_markdown(self) -> str:
         """The text of ``table.md``."""
         lines = [*self.problems, *self.findings]
-        common = bullets(f"{name}: {value}" for name, value in self.common)
         parts = [
             f"# {plain(self.title)}\n",
             f"{paragraph(self.description)}\n" if self.description else "",
             bullets(lines) if lines else "",
             *(text.to_markdown(table) for table in self.tables),
             bullets(self.notes),
-            f"## The same for all\n\n{common}",
             f"## What differs\n\n{bullets(self.differences)}" if self.differences else "",
             f"## Make it again\n\n```\n{self.command}\n```\n",
         ]
@@ -86,7 +75,7 @@ class SweepResults:
     def to_json(self) -> str:
         """The text of ``results.json``: everything, unrounded; a number that is not finite is null."""
         names = ("title", "description", "command", "problems", "findings", "notes", "differences", "environment")
-        content = {name: getattr(self, name) for name in names} | {"common": dict(self.common)}
+        content = {name: getattr(self, name) for name in names}
         for part in self.parts.values():
             content |= part.data
         return json.dumps(sayable(content), indent=1, allow_nan=False)

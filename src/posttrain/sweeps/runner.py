@@ -29,18 +29,15 @@ Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command t
 Say = Callable[[str, bool], None]  # a line about the progress, and whether it tells of a failure
 PLAN_FILE = "sweep.yaml"
 POLL_SECONDS = 0.3
-REPORT_SECONDS = 20.0
 NUM_CONFLICTS_SHOWN = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """How a sweep went: by name, the last message of each failed trial, or what was missing to begin it."""
 
-    failures: dict[str, str]
-    interrupted: bool
-    num_jobs: int
-    num_threads: int
+    failures: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
 
 
 def read_states(plan: Plan) -> dict[str, State]:
@@ -109,9 +106,7 @@ def run_trials(
         done = len(plan.trials) - len(todo)
         line = f"{len(plan.trials)} trials, {num_jobs} at a time, threads of each: {num_threads}"
         say(f"{line}; {done} finished already" if done else line, False)
-        runner = _Runner(plan, states, say, command, num_jobs, num_threads, todo)
-        runner.run(poll_seconds)
-        return Outcome(runner.failures, runner.interrupted, num_jobs, num_threads)
+        return _Runner(plan, states, say, command, num_jobs, num_threads, todo).run(poll_seconds)
 
 
 def _default_jobs(plan: Plan) -> int:
@@ -136,17 +131,15 @@ class _Runner:
     num_threads: int
     waiting: list[Trial]
     working: list[tuple[Trial, Child]] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    interrupted: bool = False
+    outcome: Outcome = field(default_factory=Outcome)
 
-    def run(self, poll_seconds: float) -> None:
+    def run(self, poll_seconds: float) -> Outcome:
         """All trials. After a signal none is begun, and those at work save and end."""
-        reported = time.monotonic()
         with stop_on_signals("stopping when what is at work has saved what it has") as should_stop:
             try:
                 while self.waiting or self.working:
-                    if should_stop() and not self.interrupted:
-                        self.interrupted = True
+                    if should_stop() and not self.outcome.interrupted:
+                        self.outcome.interrupted = True
                         self.waiting.clear()
                         for _, child in self.working:
                             child.interrupt()
@@ -156,18 +149,14 @@ class _Runner:
                         if (code := child.poll()) is not None:
                             self.working.remove((trial, child))
                             self._end(trial, child, code)
-                    if self.working and time.monotonic() - reported > REPORT_SECONDS:
-                        reported = time.monotonic()
-                        self.say(
-                            f"at work: {', '.join(f'{t.name} {t.result}'.strip() for t, _ in self.working)}", False
-                        )
             finally:
                 end_children(child for _, child in self.working)  # on the way out by an error or a second signal
+        return self.outcome
 
     def _begin(self) -> None:
         """Begin those waiting trials whose needs are finished; those that need a failed one become failures."""
         for trial in list(self.waiting):
-            lost = [name for name in trial.needs if name in self.failures]
+            lost = [name for name in trial.needs if name in self.outcome.failures]
             if lost:
                 self.waiting.remove(trial)
                 self._fail(trial, f"not begun, because {lost[0]} failed")
@@ -187,22 +176,23 @@ class _Runner:
             self.states[trial.name] = "finished"
             took, left = timedelta(seconds=round(time.monotonic() - child.started)), self.waiting + self.working
             self.say(f"{trial.name}: finished in {took} {trial.result}".rstrip() + f" ({len(left)} left)", False)
-        elif not self.interrupted:
+        elif not self.outcome.interrupted:
             if trial.row == "start":
                 raise RunFailure(f"the start of the sweep failed: {message}")
             self._fail(trial, message or "its process ended well, and yet it is not finished")
 
     def _fail(self, trial: Trial, message: str) -> None:
-        self.failures[trial.name] = message
+        self.outcome.failures[trial.name] = message
         self.say(f"{trial.name}: failed: {message}", True)
 
     def _label(self, trial: Trial) -> str | None:
         """Turn the answers of an evaluation for ``labelled`` into steps; returns what went wrong."""
         asked, start = self.plan.content.labelled, self.plan.start
-        if trial.section == LABELLED and asked is not None and start is not None:
-            try:
-                task, template = build_task(asked.task, "labelled.task"), build_template(start.recipe.prompt.template)
-                write_labelled(trial.folder / ITEMS, task, asked.n, template, trial.last_file)
-            except PosttrainError as error:
-                return str(error)
-        return None
+        if trial.section != LABELLED or asked is None or start is None:
+            return None
+        try:
+            task, template = build_task(asked.task, "labelled.task"), build_template(start.recipe.prompt.template)
+            write_labelled(trial.folder / ITEMS, task, asked.n, template, trial.last_file)
+            return None
+        except PosttrainError as error:
+            return str(error)
