@@ -43,7 +43,7 @@ def make_sweep(trials: Sequence[TrialResult], headline: Headline = ACCURACY, sta
         description="A <test> of | tables.",
         command="posttrain sweep test.yaml --seeds 2",
         parts={"rows": rows_part(rank_rows(trials, names, headline), start, headline, {n: f"rl/{n}" for n in names})},
-        common=[("model", "tiny"), ("steps", "4")],
+        file="rows: {a: {}, b: {}}",
         differences=["b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)"],
         environment={"hardware": {"cores": 2}},
     )

@@ -149,5 +149,5 @@ def test_the_page_of_a_sweep_is_whole_and_loads_nothing() -> None:
     assert {"script", "img", "a"}.isdisjoint(page.tags)
     assert [value for name, value in page.attributes if name in ("src", "href")] == []
     assert text.count("<svg viewBox=") == 2
-    assert page.tags.count("tr") == 1 + 3 + 2 + 1  # table, common, environment
+    assert page.tags.count("tr") == 1 + 3 + 1  # table, environment
     assert page.words.count("50.0 ± 127.1 %") == 1

@@ -13,7 +13,6 @@ from posttrain.errors import DataError
 from posttrain.sweeps.head_to_head import (
     Comparison,
     Estimate,
-    choose_samples,
     head_to_head_part,
     over_seeds,
     read_comparison,
@@ -28,24 +27,19 @@ WRITTEN: dict[str, Any] = {
 }
 
 
-def answered(index: int, own: float | None, start: float, text: str = "yes") -> dict[str, Any]:
+def answered(own: float | None, start: float) -> dict[str, Any]:
     """A prompt to which a policy (score ``own``) and the start have answered; the proxy doubles every score."""
-
-    def answer(score: float | None, text: str) -> dict[str, Any]:
-        return {"text": text, "score": score, "scores": {"p": None if score is None else 2 * score}}
-
-    asked = {"index": index, "question": f"q{index}", "answer": f"gold {index}"}
-    return asked | {"a": [answer(own, text)], "b": [answer(start, "no")]}
+    scores = {"a": own, "b": start}
+    return {side: [{"score": x, "scores": {"p": None if x is None else 2 * x}}] for side, x in scores.items()}
 
 
 def comparison(row: str, seed: int, rate: Estimate, proxy: Estimate = (0.5, 0.4, 0.6)) -> Comparison:
     measures = {"win_rate": rate, "win_rate_proxy": proxy, "reward_judge": rate, "reward_proxy": rate}
-    samples = {i: (f"q{i}", f"gold {i}", [(row, 1.0), ("no", 0.0)]) for i in range(2)}
-    return Comparison(row, seed, measures | {"length_ratio": (1.0, 1.0, 1.0)}, samples)
+    return Comparison(row, seed, measures | {"length_ratio": (1.0, 1.0, 1.0)})
 
 
 def test_reward_gain_is_in_deviations_of_the_starts_scores_without_unscored_prompts() -> None:
-    items = [answered(0, 3.0, 0.0), answered(1, 1.0, 2.0), answered(2, None, 50.0)]
+    items = [answered(3.0, 0.0), answered(1.0, 2.0), answered(None, 50.0)]
     # gains 3 and -1, mean 1; the start's scores 0 and 2 deviate by 1
     mean, low, high = reward_gain(items, None)
     assert mean == pytest.approx(1.0)
@@ -79,12 +73,6 @@ def test_findings_follow_from_the_intervals() -> None:
     assert part.data["policies"]["a"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
 
 
-def test_samples_are_those_of_the_lowest_seed_with_every_answer() -> None:
-    shown = choose_samples([comparison(name, seed, (0.5, 0.4, 0.6)) for seed in (1, 0) for name in "ab"])
-    assert [(sample.question, sample.gold) for sample in shown] == [("q0", "gold 0"), ("q1", "gold 1")]
-    assert shown[0].answers == [("start", "no", 0.0), ("a", "a", 1.0), ("b", "b", 1.0)]
-
-
 def read_written(folder: Path, results: Any, item: Any) -> Comparison:
     for name, content in (("results.json", results), ("items.jsonl", item)):
         (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode() + b"\n")
@@ -92,11 +80,11 @@ def read_written(folder: Path, results: Any, item: Any) -> Comparison:
 
 
 def test_read_comparison_of_written_files_and_of_damaged_ones(tmp_path: Path) -> None:
-    good = answered(0, 3.0, 0.0)
+    good = answered(3.0, 0.0)
     with pytest.raises(DataError, match="its files are damaged"):
         read_comparison(tmp_path, "a", 0)
     whole = read_written(tmp_path, WRITTEN, good)
-    assert whole.samples == {0: ("q0", "gold 0", [("yes", 3.0), ("no", 0.0)])}
+    assert whole.measures["reward_judge"][0] == 3.0
     assert whole.measures["length_ratio"][0] == pytest.approx(100 / 90)
     assert whole.measures["win_rate_proxy"] == (0.6, 0.5, 0.7)
     assert whole.measures["kl"] == (0.5, 0.5, 0.5)

@@ -121,7 +121,6 @@ def test_results_are_plain_json_with_every_trial() -> None:
     assert data["rows"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
     assert data["rows"]["a"]["trials"][1]["points"][2]["results"]["accuracy"] == 0.6
     assert data["start"]["results"]["accuracy"] == 0.1
-    assert data["common"] == {"model": "tiny", "steps": "4"}
 
 
 def by_reward() -> SweepResults:

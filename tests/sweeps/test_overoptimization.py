@@ -7,7 +7,6 @@ import random
 import statistics
 from itertools import combinations, product
 
-import numpy as np
 import pytest
 
 from made_up_items import make_sample
@@ -21,7 +20,6 @@ from posttrain.sweeps.overoptimization import (
     best_of_n_points,
     collect_curves,
     describe_method,
-    fit_shape,
     overoptimization_part,
     score_scale,
     training_points,
@@ -146,35 +144,6 @@ def test_means_are_over_the_points_of_all_seeds() -> None:
     assert found[1].gold.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t of one degree, 0.2 / √2 / √2
 
 
-@pytest.mark.parametrize("is_best_of_n", [True, False])
-def test_fit_shape_finds_the_shape_that_made_the_points_and_is_least_squares(is_best_of_n: bool) -> None:
-    def second(d: np.ndarray) -> np.ndarray:
-        return d * d if is_best_of_n else d * np.log(d)
-
-    d = 0.4 * np.arange(1, 7)
-    for alpha, beta in ((0.8, 0.3), (-0.1, -0.2), (0.5, 0.0)):
-        golds = 0.1 + alpha * d - beta * second(d)
-        points = [Point(0, 0.0, 0.1, 0.0), *(Point(1, x * x, y, 0.0) for x, y in zip(d, golds, strict=True))]
-        found = fit_shape(points, is_best_of_n)
-        assert found is not None
-        assert (found.alpha, found.beta) == (pytest.approx(alpha), pytest.approx(beta, abs=1e-9))
-        assert found.explained == pytest.approx(1.0)
-    rng = random.Random(3)
-    points = [Point(i, (0.3 * i) ** 2, 0.2 + rng.random(), 0.0) for i in range(9)]
-    d = np.array([p.distance for p in points[1:]])
-    y = np.array([p.gold - points[0].gold for p in points[1:]])
-    (alpha, beta), (residual,), *_ = np.linalg.lstsq(np.stack([d, -second(d)], axis=1), y, rcond=None)
-    found = fit_shape(points, is_best_of_n)
-    assert found is not None
-    assert (found.alpha, found.beta) == (pytest.approx(alpha), pytest.approx(beta))
-    assert found.explained == pytest.approx(1 - residual / ((y - y.mean()) ** 2).sum())
-
-
-def test_two_distances_are_needed_for_a_fit() -> None:
-    assert fit_shape([Point(0, 0.0, 0.1, 0.0), Point(1, 4.0, 0.5, 0.0)], False) is None
-    assert fit_shape([Point(0, 0.0, 0.1, 0.0), *[Point(i, 4.0, 0.5, 0.0) for i in (1, 2)]], True) is None
-
-
 def test_the_fall_from_the_peak_is_measured_where_the_other_seeds_have_theirs() -> None:
     found = describe_method("made", {0: curve([0.1, 0.9, 0.5, 0.2]), 1: curve([0.1, 0.4, 0.8, 0.3])})
     assert found.peak is not None
@@ -268,11 +237,6 @@ def test_a_fall_under_a_rising_proxy_is_over_optimization() -> None:
     assert data["is_shown"] is True
     assert data["curves"][1][1]["gold"] == pytest.approx(0.71)
     assert data["means"][1]["gold"]["mean"] == pytest.approx(0.71)
-    # at d = 1 the logarithm is 0, so α is nearly the gain there: the fit goes through both points exactly
-    assert statistics.fmean(fit.alpha for fit in method.fits) == pytest.approx(0.61)
-    shape = part.tables[1].lines[0]
-    assert shape[:3] == ["grpo", "d (α − β log d)", "0.61 ± 0.02"]
-    assert shape[4].startswith("1.00")
 
 
 def test_what_is_no_over_optimization_is_called_so() -> None:

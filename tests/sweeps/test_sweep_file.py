@@ -153,10 +153,8 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
     [
         (BASE, "mine.yaml: rows: a sweep needs this key"),
         (f"{BASE}rows: {{a: tiny/grpo}}\nsedes: 2\n", "mine.yaml:7: sedes: a sweep has no key 'sedes'."),
-        (f"{BASE}rows: {{a: tiny/grpo}}\nseeds: 0\n", "mine.yaml:7: seeds: Input should be greater than or equal"),
         (f"{BASE}rows: {{a b: tiny/grpo}}\n", "mine.yaml:6: rows.a b: a row's name is made of letters"),
         (f"{BASE}rows: {{a: tiny/grop}}\n", "row 'a': no recipe file or shipped recipe 'tiny/grop'. Did"),
-        (f"{BASE}rows:\n  a: {{recipe: nowhere.yaml}}\n", "row 'a': nowhere.yaml: no such recipe file"),
         (f"{BASE}rows:\n  a:\n", "mine.yaml:7: rows.a: give a recipe or an objective; the base has none"),
         (
             f"{BASE}rows:\n  a: tiny/grpo\n  b:\n    objective: grpo\n    trian: {{lr: 1}}\n",
@@ -171,9 +169,7 @@ def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -
             "row 'b': objective.clip_hgh: objective 'grpo' has no key 'clip_hgh'. Did you mean 'clip_high'?",
         ),
         (BASE.replace("steps", "stesp") + "rows: {a: tiny/grpo}\n", "base: {place}:4: train.stesp: section 'train'"),
-        (BASE.replace("stories", "story") + "rows: {a: tiny/grpo}\n", "base: task: there is no task named 'story'"),
         (BASE.replace("every: 1", "every: 0") + "rows: {a: tiny/grpo}\n", "yaml:5: base.eval.every: 0 switches"),
-        (f"start: tiny/stf\n{BASE}rows: {{a: tiny/grpo}}\n", "start: no recipe file or shipped recipe 'tiny/stf'"),
         (f"{BASE}rows: {{a: {{objective: grpo, needs: b}}, b: {{objective: grpo, needs: a}}}}\n", "a and b need one"),
         (f"{BASE}rows: {{a: {{objective: grpo, needs: c}}, b: tiny/grpo}}\n", "yaml:6: rows.a.needs: there is no"),
         (f"{BASE}rows: {{a: tiny/sft}}\n", "row 'a': tiny/sft: one of it and the base learns from data"),
@@ -201,8 +197,6 @@ def test_mistakes_are_named_with_method_line_and_remedy(tmp_path: Path, text: st
         ("train.seed", "1", "--seeds says how many"),
         ("rows.gropo.train.lr", "1", "has no row 'gropo'. Did you mean 'grpo'?"),
         ("train.lrr", "1", "base: command line: train.lrr: section 'train' has no key 'lrr'"),
-        ("rows.grpo.train.lrr", "1", "row 'grpo': command line: train.lrr: section 'train' has no key 'lrr'"),
-        ("seeds", "none", "command line: seeds: "),
     ],
 )
 def test_overrides_that_do_not_fit_are_refused(key: str, value: str, message: str) -> None:
@@ -449,14 +443,12 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
     ("text", "old", "new", "message"),
     [
         (NEEDS, "n: 5", "m: 5", "mine.yaml:10: best_of_n.m: section 'best_of_n' has no key 'm'. Known keys: task, n, "),
-        (NEEDS, "start:", "extends: tiny/grpo\nstart:", "a sweep has no key 'extends'."),
         (NEEDS, "bradley_terry", "dpo", "best_of_n: a reward model chooses; none of the rows trains one"),
         (NEEDS, "rl/grpo", "tiny/sft", "mine.yaml:9: rows.grpo: a reward model rewards answers that are sampled"),
         (NEEDS, "needs: proxy", "needs: proxy, rewards: correct", "rows.grpo.rewards: its reward is the reward model"),
         (NEEDS, "drift_prompts: 4", "every: 0", "rows.grpo.eval: give every and drift_prompts"),
         (NEEDS, "eval: {drift", "rollout: {temperature: 0.7}, eval: {drift", "rows.grpo.rollout.temperature: 0.7 here"),
         (NEEDS, "  proxy:\n", "  other: tiny/rm\n  proxy:\n", "best_of_n: next to policies there is one"),
-        (NEEDS, "size: 40}", "size: 40, colour: red}", "colour"),
         (
             NEEDS,
             "start: {",
@@ -479,7 +471,6 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
             "judge: poxy,",
             "head_to_head.judge: 'poxy' is none of the reward models: proxy, judge",
         ),
-        (RLHF, "samples: 2", "sample: 2", "sample"),
         (CHAIN, "[sft, rm]", "[sft, rm, r]", "there is no other row 'r'. Did you mean 'rm'?"),
         (
             "study: best_of_n\nstart: tiny/sft\n",
