@@ -1,11 +1,11 @@
-"""Best-of-n in closed form against brute force, its KL against enumeration, fits against made-up truths."""
+"""Best-of-n in closed form against brute force, its KL against exact ones, and whether gold turns over."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 
@@ -31,17 +31,8 @@ def scored(index: int, outcomes: str, scores: list[float | None]) -> Item:
     return Item(f"made/{index}", index, "?", "1", {}, samples)
 
 
-def enumerated_kl(probabilities: list[float], n: int) -> float:
-    """KL(best of n ‖ base) where outcome i has a higher score than every outcome before it, over all n-tuples."""
-    best = [0.0] * len(probabilities)
-    for drawn in product(range(len(probabilities)), repeat=n):
-        best[max(drawn)] += math.prod(probabilities[i] for i in drawn)
-    assert sum(best) == pytest.approx(1.0)
-    return math.fsum(q * math.log(q / p) for q, p in zip(best, probabilities, strict=True))
-
-
 def uniform_kl(size: int, n: int) -> float:
-    """The same for ``size`` equally likely outcomes: the best of n is among the first i with chance (i / size)^n."""
+    """For ``size`` equally likely outcomes: the best of n is among the first i with chance (i / size)^n."""
     best = [(i / size) ** n - ((i - 1) / size) ** n for i in range(1, size + 1)]
     return math.fsum(q * math.log(q * size) for q in best if q > 0)
 
@@ -54,20 +45,7 @@ def test_the_kl_of_best_of_n_is_the_limit_of_many_different_answers(n: int) -> N
     assert gaps[1] >= gaps[2] - 1e-9
     assert gaps[2] >= -1e-9
     assert n == 1 or gaps[0] > 0.01  # few answers: the formula is a bound
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_it_is_a_bound_for_any_distribution_of_few_answers(n: int) -> None:
-    uniform = enumerated_kl([0.25] * 4, n)
-    assert uniform == pytest.approx(uniform_kl(4, n))
-    for weights in ([0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25] * 4):
-        assert enumerated_kl(weights, n) <= best_of_n_kl(n) + 1e-12
-
-
-def test_the_kl_by_hand() -> None:
-    assert best_of_n_kl(1) == 0.0
-    assert best_of_n_kl(2) == pytest.approx(math.log(2) - 0.5)
-    assert best_of_n_kl(64) == pytest.approx(3.174508)
+    assert (best_of_n_kl(2), best_of_n_kl(64)) == (pytest.approx(math.log(2) - 0.5), pytest.approx(3.174508))
 
 
 def brute_force(item: Item, n: int) -> tuple[float, float]:
@@ -82,7 +60,7 @@ def brute_force(item: Item, n: int) -> tuple[float, float]:
     return statistics.fmean(gold), statistics.fmean(proxy)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_best_of_n_is_the_mean_over_all_subsets(seed: int) -> None:
     rng = random.Random(seed)
     items = []
@@ -95,26 +73,6 @@ def test_best_of_n_is_the_mean_over_all_subsets(seed: int) -> None:
         assert point.gold == pytest.approx(statistics.fmean(g for g, _ in found))
         assert point.proxy == pytest.approx(statistics.fmean(p for _, p in found))
         assert point.kl == best_of_n_kl(point.at)
-
-
-def test_it_is_unbiased_for_fresh_answers() -> None:
-    """Best of 3 of 6 drawn from 40 possible answers: its mean over many draws is that of 3 fresh ones, exactly."""
-    rng = random.Random(1)
-    population = [(rng.choice([0.0, 1.0, 2.0, 3.0]), rng.random() < 0.4) for _ in range(40)]
-    exact = 0.0
-    for score, right in population:
-        below = sum(s < score for s, _ in population)
-        tied = sum(s == score for s, _ in population)
-        chance = ((below + tied) ** 3 - below**3) / 40**3  # that the best score of three is this one
-        exact += chance / tied * right
-    draws = []
-    for _ in range(4000):
-        drawn = [rng.choice(population) for _ in range(6)]
-        item = scored(0, "".join("r" if right else "w" for _, right in drawn), [s for s, _ in drawn])
-        draws.append(best_of_n_points([item], [3])[0].gold)
-    error = statistics.stdev(draws) / math.sqrt(len(draws))
-    assert abs(statistics.fmean(draws) - exact) < 4 * error
-    assert error < 0.01
 
 
 def test_an_item_without_answers_is_left_out_and_powers_end_with_all() -> None:

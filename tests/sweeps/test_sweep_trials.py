@@ -297,7 +297,7 @@ def test_from_records_to_files(make_plan: MakePlan) -> None:
     assert "| grpo | 2 |" in (plan.folder / "table.md").read_text()
     assert (plan.folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     page = report.read_text()
-    assert page.count("<svg viewBox=") == 4
+    assert page.count("<svg viewBox=") == 3
     assert "posttrain sweep x" in page
 
 

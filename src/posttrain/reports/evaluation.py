@@ -40,26 +40,20 @@ _JUDGING = {
 
 def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """The page of one evaluation, as Markdown."""
-    template, results, timing = settings.get("template"), evaluation.results, evaluation.timing
+    template, results = settings.get("template"), evaluation.results
     name = template["name"] if isinstance(template, Mapping) else template
     row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
     at_k = at_k_table(results) if row.is_graded else None
     others = [name for name in results if name not in _SHOWN and not re.search(r"@|_low$|_high$", name)]
     further = TextTable("Further results", ["result", "mean"], [[name, show_number(results, name)] for name in others])
     tables = [*([at_k] if at_k else []), *kind_tables(evaluation.kinds), further]
-    cost = [f"{name.removesuffix('_seconds')}: {timing[name]:.1f} s" for name in timing if name.endswith("_seconds")]
-    if "generated_tokens_per_second" in timing:
-        tokens, rate = timing["generated_tokens"], timing["generated_tokens_per_second"]
-        cost.append(f"generated: {tokens:,.0f} tokens, {rate:,.0f} a second")
-    versions = environment.get("versions", {})
-    cost.append("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    timing = {name: f"{value:,.1f}" for name, value in evaluation.timing.items()}
     parts = [
         f"# {plain(evaluation.name)}: {plain(row.model)}\n",
         to_markdown(results_table([row])),
         bullets(notes_on([row], {evaluation.name: settings.get("dropped", {})})),
         *(to_markdown(table) for table in tables if table.lines),
-        settings_list(settings),
-        f"## Cost and versions\n\n{bullets(cost)}",
+        settings_list({**settings, "versions": environment.get("versions"), "timing": timing}),
         first_items(evaluation.items, _show_item),
     ]
     return "\n".join(part for part in parts if part)

@@ -139,15 +139,11 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
     """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
     results = evaluation.results
-    bins = [
-        [f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in evaluation.bins
-    ]
     shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
     further = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
     tables = [
         *score_tables([(label, evaluation)]),
         *kind_tables(evaluation.kinds),
-        TextTable("Calibration", ["predicted", "n", "mean prediction", "came true"], bins),
         TextTable("Further results", ["result", "value"], [[name, show_number(results, name)] for name in further]),
     ]
     dropped = ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items())

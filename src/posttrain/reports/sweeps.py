@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.evals.statistics import Summary
 from posttrain.reports.charts import Panel, Series, draw_png
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import KL, Headline
-from posttrain.sweeps.best_of_n import RANDOM, Chosen
+from posttrain.sweeps.best_of_n import Chosen
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
-from posttrain.sweeps.overoptimization import BEST_OF_N, MethodCurve
+from posttrain.sweeps.overoptimization import MethodCurve
 from posttrain.sweeps.results import SweepResults
 from posttrain.untrusted import harmless
 
@@ -78,7 +77,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
-    """Gold against distance, proxy against distance, gold near the start, gold against proxy."""
+    """Gold against distance, proxy against distance, gold against proxy."""
     gold, proxy, plane = [], [], []
     for index, method in enumerate(methods):
         color, distances = f"c{index}", [point.distance for point in method.means]
@@ -90,16 +89,12 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
             xs = [point.distance for point in points]
             gold.append(Series("", xs, [point.gold for point in points], is_thin=True, color=color))
             proxy.append(Series("", xs, [point.proxy for point in points], is_thin=True, color=color))
-    reach = max((method.means[-1].distance for method in methods if method.name == BEST_OF_N), default=0.0)
-    title, near = "Gold, near the start", (-0.02 * reach, 1.08 * reach)
-    panels = [
+    about = "the reward model's score, in deviations of the start's own"
+    return [
         Panel("Gold: answers that are right", "band: 95 % over seeds; thin: single seeds", gold, True, DISTANCE),
-        Panel("Proxy: the reward that is optimized", "the reward model's score, in deviations of the start's own",
-              proxy, x_label=DISTANCE),
-        Panel(title, "as far as best-of-n reaches", gold, True, DISTANCE, x_range=near),
+        Panel("Proxy: the reward that is optimized", about, proxy, x_label=DISTANCE),
         Panel("Gold against proxy", "up and right: the proxy means what it says", plane, True, "proxy"),
-    ]  # fmt: skip
-    return [panel for panel in panels if reach > 0 or panel.title != title]
+    ]
 
 
 def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
@@ -112,24 +107,18 @@ def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[
 
 
 def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
-    """Shares of right choices against n, and the gain over a random pick of the same answers."""
-    base = next(choice for choice in choices[num_models:] if choice.name == RANDOM)
-    shares, gains = [], []
+    """Shares of right choices against n."""
+    shares, ns = [], choices[0].ns
     for index, chosen in enumerate(choices):
-        look: dict[str, Any] = {"is_dashed": index >= num_models, "color": f"c{index}"}
-        xs, means = [float(n) for n in chosen.ns], [chosen.mean(n) for n in chosen.ns]
-        low, high = ([chosen.bounds[n][side] for n in chosen.ns] for side in (0, 1))
-        shares.append(Series(chosen.name, xs, means, low, high, **look))
-        gain = [100 * (mean - base.mean(n)) for n, mean in zip(chosen.ns, means, strict=True)]
-        gains.append(Series(chosen.name, xs, gain, **look))
-        for own in zip(*(chosen.seeds[n] for n in chosen.ns), strict=True) if index < num_models else ():
-            shares.append(Series("", xs, list(own), is_thin=True, color=f"c{index}"))
-    axis: dict[str, Any] = {"x_label": "n answers to choose from", "log_x": True}
-    axis["x_ticks"] = [(float(n), str(n)) for n in base.ns]
-    return [
-        Panel("Right answers among those chosen", "band: 95 % over problems", shares, is_share=True, **axis),
-        Panel("Gain over a random pick", "points", gains, **axis),
-    ]
+        xs, color, is_model = [float(n) for n in ns], f"c{index}", index < num_models
+        low, high = ([chosen.bounds[n][side] for n in ns] for side in (0, 1))
+        means = [chosen.mean(n) for n in ns]
+        shares.append(Series(chosen.name, xs, means, low, high, is_dashed=not is_model, color=color))
+        for own in zip(*(chosen.seeds[n] for n in ns), strict=True) if is_model else ():
+            shares.append(Series("", xs, list(own), is_thin=True, color=color))
+    where, ticks = "n answers to choose from", [(float(n), str(n)) for n in ns]
+    about = "band: 95 % over problems"
+    return [Panel("Right answers among those chosen", about, shares, True, where, log_x=True, x_ticks=ticks)]
 
 
 def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Panel]:
