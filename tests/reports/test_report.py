@@ -12,7 +12,7 @@ from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import flatten, render, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.store.headline import REWARD, choose_headline
-from posttrain.store.metrics import MetricsRow, evaluation_points
+from posttrain.store.metrics import MetricsRow
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
 
@@ -83,36 +83,25 @@ def full_report() -> Report:
     )
 
 
-def test_everything_that_was_written_elsewhere_is_escaped() -> None:
-    page = Page(render_report(full_report()))
-    assert page.open == []
-    assert "script" not in page.tags
-    assert "img" not in page.tags
-    assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert (
-        page.words.count("<script>alert('x')</script>") == 7
-    )  # lead, stage, question, answer, chapter, recipe, versions
-
-
-def test_the_page_loads_nothing_from_outside() -> None:
+def test_a_report_is_whole_escaped_and_loads_nothing_from_outside() -> None:
     text = render_report(full_report())
+    page = Page(text)
+    assert page.open == []
+    assert {"script", "img"}.isdisjoint(page.tags)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    # lead, stage, question, answer, chapter, recipe, versions
+    assert page.words.count("<script>alert('x')</script>") == 7
     assert re.search(r"https?://|url\((?!#)|@import|<link|src=[\"']", text) is None
     assert "prefers-color-scheme: dark" in text
-
-
-def test_numbers_of_a_stage_are_shown_with_their_interval() -> None:
-    words = Page(render_report(full_report())).words
-    assert "25.0% [21.0%, 29.0%]" in words
-    assert "99.0%" in words
-    assert "42" in words
-
-
-def test_transcripts_say_right_wrong_and_cut_off() -> None:
-    text = render_report(full_report())
+    assert "25.0% [21.0%, 29.0%]" in page.words
+    assert "99.0%" in page.words
     verdicts = re.findall(r'class="verdict">([^<]*)<', text)
     assert verdicts == ["no answer", "right", "wrong: 3&lt;b&gt;"]
     assert text.count("cut off</span>") == 1
     assert '<span class="tag">&lt;think&gt;</span> 1 + 1 = 2.' in text
+    bar = text.partition('class="bar"')[2]  # 25 % of 160, from 21 % to 29 %
+    assert 'width="40.0"' in bar
+    assert 'x1="33.6" x2="46.4"' in bar
 
 
 def test_report_is_replaced_at_once(tmp_path: Path) -> None:
@@ -133,15 +122,6 @@ def test_panels_are_those_with_numbers() -> None:
     assert panels["Entropy"].series[0].xs == [1.0, 2.0, 4.0]  # the NaN is no point
 
 
-def test_evaluations_are_read_by_task() -> None:
-    row = MetricsRow(7, {"reward": 1.0, "eval/a/test/n": 3.0, "eval/b/accuracy": 0.5, "eval/a/test/accuracy": 1.0})
-    points = evaluation_points([row])
-    assert [(p.step, p.name, p.results) for p in points] == [
-        (7, "a/test", {"n": 3.0, "accuracy": 1.0}),
-        (7, "b", {"accuracy": 0.5}),
-    ]
-
-
 def test_axis_holds_every_value_and_interval() -> None:
     wide = Series("a", [1.0, 2.0], [5.0, 6.0], [4.0, 5.5], [5.5, 9.0], is_points=True)
     low, high = axis_range(Panel("x", "", [wide]))
@@ -152,12 +132,6 @@ def test_axis_holds_every_value_and_interval() -> None:
     assert 7.0 < high < 9.0
     assert axis_range(Panel("x", "", [Series("a", [1.0], [0.9])], is_share=True)) == (0.0, 1.0)
     assert axis_range(Panel("x", "", [Series("a", [1.0], [0.02])], is_share=True)) == pytest.approx((0.0, 0.023))
-
-
-def test_interval_bar_is_to_scale() -> None:
-    bar = render_report(full_report()).partition('class="bar"')[2]  # 25 % of 160, from 21 % to 29 %
-    assert 'width="40.0"' in bar
-    assert 'x1="33.6" x2="46.4"' in bar
 
 
 def evaluated(step: int, **results: float) -> MetricsRow:
@@ -220,15 +194,7 @@ def test_a_reward_model_has_a_loss_curve() -> None:
     assert headline is not None
     panels = {panel.title: panel for panel in choose_panels([*steps, *measured], headline)}
     assert list(panels) == ["Pairs in the right order", "Loss", "Margin", "Scores of the answers of a pair"]
-    assert [series.ys for series in panels["Loss"].series] == [[0.7, 0.35], [0.69, 0.69]]
-
-
-def test_held_out_loss_stands_beside_that_of_training() -> None:
-    steps = [MetricsRow(k, {"loss": 2.0, "nll": 2.0}) for k in (1, 2)]
-    headline = choose_headline({"hh": {"loss": 2.5}}, named=None, samples=False)
-    assert headline is not None
-    (panel,) = choose_panels([*steps, evaluated(2, loss=2.5)], headline)
-    assert (panel.title, [series.label for series in panel.series]) == ("Loss", ["training", "held-out"])
+    assert [(s.label, s.ys) for s in panels["Loss"].series] == [("training", [0.7, 0.35]), ("held-out", [0.69, 0.69])]
 
 
 def test_parts_of_a_mixture_have_lines_of_their_own() -> None:

@@ -105,18 +105,15 @@ def test_failed_and_unfinished_trials_are_shown() -> None:
     assert "it was \\| too hot" in sweep.to_markdown()
 
 
-def test_markdown_has_one_line_per_method_and_all_that_is_needed_to_repeat_it() -> None:
-    text = two_rows().to_markdown()
+def test_markdown_and_json_have_everything() -> None:
+    sweep = two_rows()
+    text, data = sweep.to_markdown(), json.loads(sweep.to_json())
     assert "| b | 2 | 70.0 ± 0.0 % | 47.5 ± 31.8 % | +60.0% |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 5  # header, rule, two methods, start
+    assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert "- b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)" in text
     assert "```\nposttrain sweep test.yaml --seeds 2\n```" in text
-
-
-def test_results_are_plain_json_with_every_trial() -> None:
-    data = json.loads(two_rows().to_json())
     assert list(data["rows"]) == ["b", "a"]
     assert data["rows"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
     assert data["rows"]["a"]["trials"][1]["points"][2]["results"]["accuracy"] == 0.6
