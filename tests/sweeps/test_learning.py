@@ -73,7 +73,7 @@ def test_the_table_by_hand() -> None:
     sweep = two_rows()
     table = sweep.tables[0]
     assert table.header == [
-        *("method", "seeds", "right", "over the run", "gain", "reward", "training", "sampled", "trained on"),
+        *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
         *("KL from start", "entropy", "length", "margin"),
     ]
     assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]

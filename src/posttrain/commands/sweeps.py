@@ -115,7 +115,7 @@ def describe_plan(plan: Plan) -> list[str]:
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
         after = f" (after {', '.join(trial.needs)})" if trial.needs else ""
-        lines.append(f"{trial.name}: posttrain {' '.join(trial.command)}{after}")
+        lines.append(f"{trial.name}: posttrain {shlex.join(trial.command)}{after}")
     for row in plan.rows if plan.base is not None else ():
         changes = ", ".join(sorted(row.differs)) or "nothing but the method"
         lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")

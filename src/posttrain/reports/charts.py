@@ -39,7 +39,7 @@ COLORS = {
     "rule": "#e3e1da",
 }
 INK = "#1d2129"
-NUM_COLORS = 8  # of lines that can be told apart
+NUM_COLORS = 8  # of lines that look different
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
 NUM_BELOW = 6  # of series whose legend lies below the panel; of more it lies on the right
 PICTURES = (".png", ".svg", ".pdf")

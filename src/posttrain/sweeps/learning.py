@@ -147,7 +147,8 @@ def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, s
         bounds = f" [{', '.join(map(headline.show, interval))}]" if interval is not None else ""
         shown = [form.format(start[key]) if key in start else NOTHING for key, (_, form) in columns.items()]
         lines.append(["start", NOTHING, f"{headline.show(start[headline.metric])}{bounds}", NOTHING, NOTHING, *shown])
-    header = ["method", "seeds", headline.label, "over the run", "gain", *(label for label, _ in columns.values())]
+    labels = [headline.label, "over the run", "gain, points" if headline.is_share else "gain"]
+    header = ["method", "seeds", *labels, *(label for label, _ in columns.values())]
     kind = "Wilson's" if headline.is_share else "the"
     of = f", with {kind} 95 % interval for {start['n']:.0f} {headline.of}" if interval else ""
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]

@@ -75,7 +75,7 @@ class Trial:
     def conflict(self) -> str | None:
         """The reason why what lies in its folder may not be continued, if there is one."""
         path, text = self.settings
-        is_same = path.is_file() and path.read_text() == text
+        is_same = path.is_file() and path.read_bytes() == text.encode()
         return None if is_same else f"{self.folder}: made with other settings of {self.section}"
 
 
@@ -226,7 +226,7 @@ def load_sweep(
 
 
 def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) -> Iterator[Rule]:
-    """What must hold between the rows and the sections that ask something of them."""
+    """Conditions on the rows and the sections of the file; see ``Rule``."""
     scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
     proxies = {need for row in rows.values() for need in row.needs if need in scorers}
     if content.best_of_n is not None:

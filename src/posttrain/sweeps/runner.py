@@ -34,7 +34,7 @@ NUM_CONFLICTS_SHOWN = 3
 
 @dataclass
 class Outcome:
-    """How a sweep went: by name, the last message of each failed trial, or what was missing to begin it."""
+    """The end of a sweep: by name, the last message of each failed trial, or the reason why it was not begun."""
 
     failures: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
