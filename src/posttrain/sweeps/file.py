@@ -163,7 +163,7 @@ def read_sweep(
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
-    known = list(map(str, document.content.get("rows") or ()))
+    known = list(map(str, rows)) if isinstance(rows := document.content.get("rows"), Mapping) else []
     document = document.override(overrides)
     content = document.check()
     for name in content.rows:
