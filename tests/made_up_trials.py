@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.learning import TrialResult, TrialState, find_baseline, rank_rows, read_trial
-from posttrain.sweeps.report import SweepResults, rows_part
+from posttrain.sweeps.learning import TrialResult, rank_rows, read_trial, rows_part
+from posttrain.sweeps.results import SweepResults
 
 TASK = "stories/validation"
 
@@ -31,23 +31,19 @@ def trial_rows(accuracies: Sequence[float], step_seconds: float = 2.0) -> list[M
 
 
 def make_trial(
-    row: str, seed: int, accuracies: Sequence[float], state: TrialState = "finished", problem: str | None = None
+    row: str, seed: int, accuracies: Sequence[float], state: str = "finished", problem: str | None = None
 ) -> TrialResult:
     return read_trial(trial_rows(accuracies), row, seed, state, problem)
 
 
 def make_sweep(trials: Sequence[TrialResult], headline: Headline = ACCURACY, start: str = "tiny/sft") -> SweepResults:
     names = list(dict.fromkeys(trial.row for trial in trials))
-    rows, baseline = rank_rows(trials, names, headline), find_baseline(trials, start, headline)
     return SweepResults(
         title="sweep-test",
         description="A <test> of | tables.",
         command="posttrain sweep test.yaml --seeds 2",
-        rows=rows,
-        baseline=baseline,
-        headline=headline,
-        parts={"rows": rows_part(rows, baseline, headline, {name: f"rl/{name}" for name in names})},
-        common=[("model", "tiny"), ("steps", "4")],
+        parts={"rows": rows_part(rank_rows(trials, names, headline), start, headline, {n: f"rl/{n}" for n in names})},
+        file="rows: {a: {}, b: {}}",
         differences=["b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)"],
         environment={"hardware": {"cores": 2}},
     )

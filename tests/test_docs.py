@@ -19,7 +19,7 @@ from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import kinds_of
-from posttrain.sweeps.load import load_sweep
+from posttrain.sweeps.plan import load_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -135,7 +135,7 @@ asked = [Submission("", text, "7") for text in ("[7]", "7", None)]
 print([verdict.outcome for verdict in grade("brackets", asked)])
 from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
-from posttrain.sweeps.load import load_sweep
+from posttrain.sweeps.plan import load_sweep
 resolved = load_recipe({str(tmp_path / "surprised.yaml")!r}).resolve()
 print(resolved.objective.options, resolved.advantage.name, resolved.task.name)
 plan = load_sweep({str(tmp_path / "mine.yaml")!r}, folder="unused")

@@ -18,10 +18,7 @@ from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, re
 from posttrain.reports.sweeps import render_sweep
 from posttrain.runs.directory import RunDirectory, change_tags, read_tags
 from posttrain.store.headline import Headline
-from posttrain.sweeps.head_to_head import Sample
-from posttrain.sweeps.learning import RowResult, TrialResult
-from posttrain.sweeps.part import Part
-from posttrain.sweeps.report import SweepResults
+from posttrain.sweeps.results import Part, SweepResults
 from posttrain.untrusted import code
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
@@ -43,16 +40,12 @@ class Tags(HTMLParser):
 
 def make_pages(text: str) -> dict[str, str]:
     """Every page that has texts of others, with ``text`` wherever one can stand."""
-    rows = [RowResult(text, [TrialResult(text, 0, "failed", 1, problem=text, evaluation=text)], {})]
     facts = [(text, text)]
     where = {text: {text: text}}
     part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
     headline = Headline("accuracy", unit="share", label=text, of=text)
-    samples = [Sample(text, text, [(text, text, 0.5)])]
-    sweep = SweepResults(
-        text, text, text, rows, None, headline, {"rows": part}, facts, [text], [text], where, samples=samples
-    )
-    panel = Panel(text, text, [Series(text, [0.0], [1.0], notes=[text])], x_label=text, y_label=text)
+    sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text], where)
+    panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, facts)
     answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)
     stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})

@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from posttrain.cli import main, parse
-from posttrain.commands.sweeps import SweepProgress, command_of, folder_of, read_over
+from posttrain.commands.sweeps import command_of, folder_of, read_over
 from posttrain.reports.sweeps import write_sweep
-from posttrain.sweeps.load import load_sweep
-from posttrain.sweeps.plan import Training
+from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
 from posttrain.sweeps.runner import Outcome
 
@@ -94,16 +92,14 @@ def test_a_sweep_from_start_to_report(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     folder = tmp_path / "runs" / "sweep"
     assert "start: finished in" in out
-    assert "(1 of 1)" in out
+    assert "(0 left)" in out
     results = json.loads((folder / "results.json").read_text())
     trial = results["rows"]["wide"]["trials"][0]
-    assert (trial["state"], trial["step"], [p["step"] for p in trial["curve"]]) == ("finished", 2, [0, 1, 2])
+    assert (trial["state"], trial["step"], [p["step"] for p in trial["points"]]) == ("finished", 2, [0, 1, 2])
     assert results["differences"] == [
         "wide (tiny/grpo with overrides) differs from the base in: train.lr = 0.0002 (base: 0.0001)"
     ]
     assert results["start"]["label"] == "tiny/sft with overrides"
-    each = "2 prompts × 2 answers of at most 8 tokens, sampled 2 times; rewards 1 × correct, 0.2 × xml_format"
-    assert results["common"]["training"] == f"2 steps at 0.0001 (constant); {each}"
     assert results["command"].startswith("posttrain sweep ")
     # the trial began with the last weights of the start, and is an ordinary run
     recipe = (folder / "cells" / "wide-seed0" / "recipe.yaml").read_text()
@@ -130,7 +126,8 @@ def test_a_failed_trial_ends_in_exit_code_1(tmp_path: Path, capsys: pytest.Captu
     arguments = ["sweep", str(tmp_path / "mine.yaml"), "--rows", "plain", "--seeds", "1"]
     assert main([*arguments, "--runs-dir", str(tmp_path / "runs"), "--run", "bad"]) == 1
     out = capsys.readouterr().out
-    assert "plain-seed0: failed: model.name: there is no folder 'no/such/model'" in out
+    assert "plain-seed0: failed: its process ended" in out
+    assert "there is no folder 'no/such/model'" in " ".join(out.split())
     assert "plain, seed 0: failed after 0 steps" in " ".join(out.split())
     assert "failed" in (tmp_path / "runs" / "bad" / "table.md").read_text()
     assert not (tmp_path / "runs" / "bad" / "sweep.png").exists()
@@ -143,15 +140,16 @@ def test_over_optimization_from_start_to_report(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     folder = tmp_path / "runs" / "sweep-small"
     assert "grpo-seed0: finished in" in out
-    assert "(3 of 3)" in out
+    assert "(0 left)" in out
     assert "grpo: one seed gives a curve" in out or "grpo: no over-optimization" in out
     data = json.loads((folder / "results.json").read_text())
-    grpo = data["methods"]["grpo"]["seeds"]["0"]
+    grpo = data["methods"]["grpo"]["curves"]["0"]
     assert [point["at"] for point in grpo] == [0, 1, 2]
-    assert (grpo[0]["kl"], grpo[0]["distance"]) == (0.0, 0.0)
+    assert grpo[0]["kl"] == 0.0
     assert grpo[2]["kl"] > 0
-    assert [p["at"] for p in data["methods"]["best of n"]["seeds"]["0"]] == [1, 2, 4]
-    assert data["methods"]["best of n"]["seeds"]["0"][0]["proxy"] == pytest.approx(0.0, abs=1e-9)
+    best = data["methods"]["best of n"]["curves"]["0"]
+    assert [p["at"] for p in best] == [1, 2, 4]
+    assert best[0]["proxy"] == pytest.approx(0.0, abs=1e-9)
     assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -179,10 +177,10 @@ def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
         path, text = trial.settings
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        assert main(trial.words(resume=False)) == 0
+        assert main(list(trial.command)) == 0
         assert trial.state == "finished"
         assert trial.conflict() is None
-    page = write_sweep(collect_sweep(plan, Outcome({}, False, 1, 1), "posttrain sweep small"), folder).read_text()
+    page = write_sweep(collect_sweep(plan, Outcome(), "posttrain sweep small"), folder).read_text()
     results = json.loads((folder / "results.json").read_text())
     assert results["policies"].keys() == {"grpo", "dpo-files"}
     grpo = results["policies"]["grpo"]
@@ -193,8 +191,7 @@ def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
     assert grpo["win_rate_proxy"]["mean"] == proxy["win_rate"]
     assert results["best"].startswith(str(folder / "cells"))
     assert (folder / "sweep.png").read_bytes()[:4] == b"\x89PNG"
-    assert page.count("<details") >= 4
-    assert "Policies against one another" in page
+    assert "Policies against the start" in page
     assert len([trial for trial in plan.trials if isinstance(trial, Training)]) == 5
 
 
@@ -216,19 +213,15 @@ def test_gpt2_on_human_preferences_is_planned_as_its_file_says() -> None:
     assert [trial.command[trial.command.index("--task.split") + 1] for trial in compared] == ['"test"'] * 12
 
 
-@pytest.mark.parametrize("text", [EXAMPLE.read_text(), OVEROPTIMIZATION, STEPS, RLHF])
-def test_a_dry_run_prints_a_file_that_makes_the_same_trials(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "given.yaml").write_text(text)
+def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "x"
     runs = ["--runs-dir", str(tmp_path / "runs"), "--run", "x"]
-    assert main(["sweep", str(tmp_path / "given.yaml"), *runs, "--dry-run", "--train.lr", "0.5", "--seeds", "2"]) == 0
+    assert main(["sweep", str(EXAMPLE), *runs, "--dry-run", "--train.lr", "0.5", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
     assert "seeds 0 to 1" in printed
     (tmp_path / "again.yaml").write_text(printed)
-    again = load_sweep(str(tmp_path / "again.yaml"), folder=tmp_path / "runs" / "x")
-    folder = tmp_path / "runs" / "x"
-    wanted = load_sweep(str(tmp_path / "given.yaml"), [("train.lr", "0.5")], folder=folder, num_seeds=2)
+    again = load_sweep(str(tmp_path / "again.yaml"), folder=folder)
+    wanted = load_sweep(str(EXAMPLE), [("train.lr", "0.5")], folder=folder, num_seeds=2)
     assert again.to_yaml() == wanted.to_yaml()
     assert {trial.recipe.train.lr for trial in again.trainings} == {0.5}
     assert not (tmp_path / "runs").exists()
@@ -247,15 +240,12 @@ def test_a_dry_run_checks_every_row_as_a_run_would(tmp_path: Path, capsys: pytes
     [
         (["nowhere.yaml"], "nowhere.yaml: no such recipe file"),
         ([str(EXAMPLE), "--rows", "grpo,wyde"], "there is no row 'wyde'. Did you mean 'wide'"),
-        ([str(EXAMPLE), "--train.lrr", "1"], "command line: train.lrr"),
         ([str(EXAMPLE), "--run", "a/b"], "a run's name is made of letters"),
-        ([str(EXAMPLE), "--rwos", "a"], "row 'grpo': command line: rwos: a recipe has no key 'rwos'"),
-        (["overoptimization", "--rows.grpo.train.lrr", "1"], "lrr"),
+        ([str(EXAMPLE), "--rwos", "a"], "base: command line: rwos: a recipe has no key 'rwos'"),
         (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
         (["prm-vs-orm", "--labelled.task.splt", "train"], "labelled.task.splt: task 'stories' has no key"),
         (["overoptimization", f"--rows.{'x' * 3000}.a", "1"], "xxx...: there is no such key"),
-        (["overoptimisation"], "Did you mean"),
-        (["tiny", "--methods", "grpo"], "--methods: methods was removed. Use rows."),
+        (["tiny", "--methods", "grpo"], "methods: this key was removed. Use rows."),
     ],
 )
 def test_mistakes_are_one_message(
@@ -284,7 +274,7 @@ def test_names_and_commands() -> None:
         "sweep",
         "x",
         "--rows",
-        "a, b",
+        "a,b",
         "--rows.a.train.lr",
         "1e-4",
         "--seeds",
@@ -318,33 +308,3 @@ def test_read_over_commas_in_quotes_and_brackets_part_nothing(text: str, values:
 def test_read_over_without_two_values_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="with two values or more"):
         read_over(text)
-
-
-def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    trial = load_sweep(str(EXAMPLE), folder="runs/x").trainings[0]
-    events = [
-        ("plan", {"num_trials": 6, "num_finished": 2, "num_jobs": 2, "num_threads": 1}),
-        ("begin", {"trial": trial, "resumed": True}),
-        ("progress", {"lines": ["a at step 1/2, 25.0% right", "b at work"]}),
-        ("end", {"trial": trial, "seconds": 65.0, "result": "50.0% right", "remaining": 130.0}),
-        ("failure", {"trial": trial, "message": "too hot", "log": "a.log"}),
-        ("dropped", {"trial": trial, "message": "not begun"}),
-        ("stop", {"num_working": 1}),
-        ("stop", {"num_working": 2}),
-    ]
-    for quiet in (False, True):
-        view = SweepProgress(Console(highlight=False, width=200), quiet)
-        for event, facts in events:
-            view(event, facts)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:8] == [
-        "6 trials, 2 at a time, 1 thread each; 2 finished already",
-        "grpo-seed0: goes on",
-        "a at step 1/2, 25.0% right; b at work",
-        "grpo-seed0: finished in 1m 05s, 50.0% right (3 of 6); 2m 10s left",
-        "grpo-seed0: failed: too hot (a.log)",
-        "grpo-seed0: not begun",
-        "1 trial at work",
-        "2 trials at work",
-    ]
-    assert lines[8:] == ["grpo-seed0: failed: too hot (a.log)", "grpo-seed0: not begun"]  # only these when quiet

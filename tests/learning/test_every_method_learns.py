@@ -14,8 +14,7 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.load import load_sweep
-from posttrain.sweeps.plan import Plan
+from posttrain.sweeps.plan import Plan, load_sweep
 
 SEEDS = (0, 1, 2)
 STEPS = 20

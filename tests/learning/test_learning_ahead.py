@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.sweeps.load import load_sweep
+from posttrain.sweeps.plan import load_sweep
 
 EVALUATION = "eval/stories/validation"
 

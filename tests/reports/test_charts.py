@@ -17,15 +17,14 @@ from posttrain.reports.page import render
 from posttrain.reports.sweeps import (
     best_of_n_panels,
     head_to_head_panels,
-    learning_panels,
     overoptimization_panels,
     render_sweep,
     sweep_panels,
 )
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.best_of_n import choose
-from posttrain.sweeps.head_to_head import Comparison, Estimate, rank_policies
-from posttrain.sweeps.overoptimization import Curve, Point, describe_method
+from posttrain.sweeps.learning import TrialResult
+from posttrain.sweeps.overoptimization import Point, describe_method
 
 
 def path_of(svg: str, color: str) -> list[tuple[float, float]]:
@@ -52,16 +51,13 @@ def test_colors_are_those_of_the_style_sheet_in_its_light_form() -> None:
     assert {name: light[name] for name in COLORS} == COLORS
 
 
-def test_draw_svg_texts_are_escaped_and_points_have_notes() -> None:
-    points = Series(NASTY, [1.0, 2.0], [0.1, 0.2], notes=[NASTY, "$x^2$ \x1b[2J"], is_points=True)
+def test_draw_svg_texts_are_escaped_and_no_formulas() -> None:
+    points = Series(NASTY, [1.0, 2.0], [0.1, 0.2], mark="$x^2$ \x1b[2J", is_points=True)
     svg = draw_svg(Panel(NASTY, NASTY, [points], x_label=NASTY, levels=[(NASTY, 0.15)]))
     page = Page(svg)
     assert "script" not in page.tags
-    assert "a" not in page.tags  # a link is how a note gets to its point, and no more
-    titles = re.findall("<title>(.*?)</title>", svg)
-    tag, image = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;", "&lt;img src=x onerror=y&gt;"
-    assert titles == [f"{tag} &amp; &quot;quoted&quot; {image}", "$x^2$ \\x1b[2J"]
-    assert page.words.count("<script>alert('x')</script>") == 4  # series, axis, level, note
+    assert page.words.count("<script>alert('x')</script>") == 3  # series, axis, level
+    assert "$x^2$ \\x1b[2J" in page.words
 
 
 def test_draw_svg_long_lines_are_thinned_but_keep_their_last_point() -> None:
@@ -81,23 +77,31 @@ def test_draw_png_is_as_large_as_its_panels_and_the_largest_floats_have_no_place
     assert (width, height) == (round(4.6 * 3 * 130), round((3.3 * 2 + 0.4) * 130))
 
 
+def panels_of(trials: list[TrialResult]) -> list[Panel]:
+    return sweep_panels(make_sweep(trials))
+
+
 def test_learning_panels_are_numbered_by_rank_and_leave_out_what_did_not_finish() -> None:
     trials = [
-        make_trial("a", 0, [0.1, 0.4]),
+        make_trial("a", 0, [0.1, 0.3]),
+        make_trial("a", 1, [0.2, 0.5, 0.6]),
         make_trial("b", 0, [0.1, 0.9], "failed", "boom"),
-        make_trial("c", 0, [0.1, 0.6]),
+        make_trial("c", 0, [0.1, 0.7]),
     ]
-    curves, drift, pace = learning_panels(make_sweep(trials))
+    curves, drift = panels_of(trials)
     assert [series.label for series in curves.series] == ["1 c", "2 a"]
-    assert (curves.series[0].xs, curves.series[0].ys) == ([0.0, 2.0], [0.1, 0.6])
-    assert (drift.series[1].xs, drift.series[1].ys) == ([0.0, 0.05], pytest.approx([0.2, 0.5]))
-    assert (pace.series[1].xs, pace.levels) == ([0.0, 4.0], [("start", 0.1)])
-    assert sweep_panels(make_sweep([make_trial("a", 0, [0.1], "unfinished")])) == []
+    assert (curves.series[0].xs, curves.series[0].ys) == ([0.0, 2.0], [0.1, 0.7])
+    band = curves.series[1]  # at the steps that all seeds have
+    assert (band.xs, band.ys) == ([0.0, 2.0], pytest.approx([0.15, 0.4]))
+    assert (band.low, band.high) == ([0.1, 0.3], [0.2, 0.5])
+    assert (drift.series[1].xs, drift.series[1].ys) == ([0.0, 0.05], pytest.approx([0.15, 0.4]))
+    assert curves.levels == [("start", 0.1)]
+    assert panels_of([make_trial("a", 0, [0.1], "unfinished")]) == []
 
 
 def test_the_picture_is_drawn_for_twenty_rows(tmp_path: Path) -> None:
     trials = [make_trial(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40]) for i in range(20) for s in (0, 1)]
-    panels = learning_panels(make_sweep(trials))
+    panels = panels_of(trials)
     assert draw_png(panels, "many", tmp_path / "sweep.png", columns=2).read_bytes()[:4] == b"\x89PNG"
     svg = draw_svg(panels[0])
     looks = re.findall(r'style="fill: none; (?:stroke-dasharray: ([^;]+); [^"]*?)?stroke: var\(--(c\d)\)', svg)
@@ -105,22 +109,18 @@ def test_the_picture_is_drawn_for_twenty_rows(tmp_path: Path) -> None:
 
 
 def test_overoptimization_panels_have_bands_and_single_seeds() -> None:
-    def curve(seed: int) -> Curve:
-        return Curve("grpo", seed, [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7 + 0.01 * seed, 1.0)])
+    def curve(seed: int) -> list[Point]:
+        return [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7 + 0.01 * seed, 1.0)]
 
-    best = Curve("best of n", 0, [Point(1, 0.0, 0.1, 0.0), Point(2, 0.25, 0.3, 0.5)])
-    methods = [
-        describe_method("best of n", "best_of_n", [best]),
-        describe_method("grpo", "training", [curve(0), curve(1)]),
-    ]
-    gold, proxy, near, plane = overoptimization_panels(methods)
+    best = [Point(1, 0.0, 0.1, 0.0), Point(2, 0.25, 0.3, 0.5)]
+    methods = [describe_method("best of n", {0: best}), describe_method("grpo", {0: curve(0), 1: curve(1)})]
+    gold, proxy, plane = overoptimization_panels(methods)
     assert [(s.label, s.is_thin) for s in gold.series] == [
         ("best of n", False), ("", True), ("grpo", False), ("", True), ("", True),
     ]  # fmt: skip
     assert gold.series[0].low == []  # one seed has no interval
     assert gold.series[2].ys == pytest.approx([0.1, 0.705])
     assert gold.series[2].high[1] - 0.705 == pytest.approx(12.7062 * 0.005, rel=1e-4)
-    assert near.x_range == pytest.approx((-0.01, 0.54))
     assert (plane.series[1].xs, plane.series[1].ys) == ([0.0, 1.0], pytest.approx([0.1, 0.705]))
     assert proxy.series[2].ys == [0.0, 1.0]
 
@@ -128,15 +128,11 @@ def test_overoptimization_panels_have_bands_and_single_seeds() -> None:
 def test_best_of_n_and_head_to_head_panels_hold_what_was_measured() -> None:
     samples = tuple(make_sample(o, score=float(i)) for i, o in enumerate("wrrw"))
     choices = choose({"orm": [[Item("made/0", 0, "?", "1", {}, samples)]]})
-    base = two_rows()
-    shares, gains = best_of_n_panels(type(base)(**(vars(base) | {"choices": choices, "num_models": 1})))
+    (shares,) = best_of_n_panels(choices, 1)
     assert [s.label for s in shares.series] == ["orm", "", "majority", "random pick", "oracle"]
     assert shares.series[3].ys == [0.5, 0.5, 0.5]
-    assert gains.series[0].ys == pytest.approx([100 * (y - 0.5) for y in shares.series[0].ys])
-    rate, kl = Estimate(0.6, 0.5, 0.7), Estimate(4.0, 3.0, 5.0)
-    measures = {"win_rate": rate, "win_rate_proxy": kl, "reward_judge": rate, "kl": kl}
-    policies = rank_policies([Comparison("a", 0, measures, [])])
-    rates, plane = head_to_head_panels(type(base)(**(vars(base) | {"policies": policies})))
+    rate, kl = (0.6, 0.5, 0.7), (4.0, 3.0, 5.0)
+    rates, plane = head_to_head_panels({"a": {"win_rate": rate, "win_rate_proxy": kl, "reward_judge": rate, "kl": kl}})
     first = rates.series[0]
     assert (first.label, first.ys, first.low, first.high) == ("by the judge", [0.6], [0.5], [0.7])
     assert (plane.series[1].label, plane.series[1].xs, plane.series[1].ys) == ("a", [2.0], [0.6])
@@ -150,6 +146,6 @@ def test_the_page_of_a_sweep_is_whole_and_loads_nothing() -> None:
     assert "A <test> of | tables." in page.words
     assert {"script", "img", "a"}.isdisjoint(page.tags)
     assert [value for name, value in page.attributes if name in ("src", "href")] == []
-    assert text.count("<svg viewBox=") == 3
-    assert page.tags.count("tr") == 1 + 3 + 1 + 4 + 2 + 1  # table, trials, common, environment
-    assert page.words.count("50.0% ± 127.1") == 1
+    assert text.count("<svg viewBox=") == 2
+    assert page.tags.count("tr") == 1 + 3 + 1  # table, environment
+    assert page.words.count("50.0 ± 127.1 %") == 1

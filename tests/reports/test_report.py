@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import pytest
 
 from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
-from posttrain.reports.page import draw, flatten, render, write_html
+from posttrain.reports.page import flatten, render, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
 from posttrain.store.headline import REWARD, choose_headline
-from posttrain.store.metrics import MetricsRow, evaluation_points
+from posttrain.store.metrics import MetricsRow
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
 
@@ -82,36 +83,25 @@ def full_report() -> Report:
     )
 
 
-def test_everything_that_was_written_elsewhere_is_escaped() -> None:
-    page = Page(render_report(full_report()))
-    assert page.open == []
-    assert "script" not in page.tags
-    assert "img" not in page.tags
-    assert not any(name.startswith("on") for name, _ in page.attributes)
-    assert (
-        page.words.count("<script>alert('x')</script>") == 7
-    )  # lead, stage, question, answer, chapter, recipe, versions
-
-
-def test_the_page_loads_nothing_from_outside() -> None:
+def test_a_report_is_whole_escaped_and_loads_nothing_from_outside() -> None:
     text = render_report(full_report())
+    page = Page(text)
+    assert page.open == []
+    assert {"script", "img"}.isdisjoint(page.tags)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    # lead, stage, question, answer, chapter, recipe, versions
+    assert page.words.count("<script>alert('x')</script>") == 7
     assert re.search(r"https?://|url\((?!#)|@import|<link|src=[\"']", text) is None
     assert "prefers-color-scheme: dark" in text
-
-
-def test_numbers_of_a_stage_are_shown_with_their_interval() -> None:
-    words = Page(render_report(full_report())).words
-    assert "25.0% [21.0%, 29.0%]" in words
-    assert "99.0%" in words
-    assert "42" in words
-
-
-def test_transcripts_say_right_wrong_and_cut_off() -> None:
-    text = render_report(full_report())
+    assert "25.0% [21.0%, 29.0%]" in page.words
+    assert "99.0%" in page.words
     verdicts = re.findall(r'class="verdict">([^<]*)<', text)
     assert verdicts == ["no answer", "right", "wrong: 3&lt;b&gt;"]
     assert text.count("cut off</span>") == 1
     assert '<span class="tag">&lt;think&gt;</span> 1 + 1 = 2.' in text
+    bar = text.partition('class="bar"')[2]  # 25 % of 160, from 21 % to 29 %
+    assert 'width="40.0"' in bar
+    assert 'x1="33.6" x2="46.4"' in bar
 
 
 def test_report_is_replaced_at_once(tmp_path: Path) -> None:
@@ -132,28 +122,16 @@ def test_panels_are_those_with_numbers() -> None:
     assert panels["Entropy"].series[0].xs == [1.0, 2.0, 4.0]  # the NaN is no point
 
 
-def test_evaluations_are_read_by_task() -> None:
-    row = MetricsRow(7, {"reward": 1.0, "eval/a/test/n": 3.0, "eval/b/accuracy": 0.5, "eval/a/test/accuracy": 1.0})
-    points = evaluation_points([row])
-    assert [(p.step, p.name, p.results) for p in points] == [
-        (7, "a/test", {"n": 3.0, "accuracy": 1.0}),
-        (7, "b", {"accuracy": 0.5}),
-    ]
-
-
 def test_axis_holds_every_value_and_interval() -> None:
-    wide = Panel("x", "", [Series("a", [1.0, 2.0], [5.0, 6.0], [4.0, 5.5], [5.5, 9.0])])
-    low, high = axis_range(wide)
+    wide = Series("a", [1.0, 2.0], [5.0, 6.0], [4.0, 5.5], [5.5, 9.0], is_points=True)
+    low, high = axis_range(Panel("x", "", [wide]))
     assert low <= 4.0
     assert high >= 9.0
+    low, high = axis_range(Panel("x", "", [replace(wide, is_points=False)]))  # a band may be cut
+    assert low <= 4.0
+    assert 7.0 < high < 9.0
     assert axis_range(Panel("x", "", [Series("a", [1.0], [0.9])], is_share=True)) == (0.0, 1.0)
     assert axis_range(Panel("x", "", [Series("a", [1.0], [0.02])], is_share=True)) == pytest.approx((0.0, 0.023))
-
-
-def test_interval_bar_is_to_scale() -> None:
-    bar = draw("parts.jinja", "bar", 0.5, 0.25, 0.75)
-    assert 'width="80.0"' in bar
-    assert 'x1="40.0" x2="120.0"' in bar
 
 
 def evaluated(step: int, **results: float) -> MetricsRow:
@@ -204,7 +182,7 @@ def test_the_reward_and_the_kl_come_first_where_they_are_the_headline() -> None:
     assert len({p.title: p for p in choose_panels([*steps, *measured])}["Reward"].series) == 1
 
 
-def test_a_reward_model_has_a_loss_curve_and_captions_of_its_own() -> None:
+def test_a_reward_model_has_a_loss_curve() -> None:
     steps = [
         MetricsRow(
             k, {"loss": 0.7 / k, "margin": 0.1, "pair_accuracy": 0.6, "chosen_score": 0.1, "rejected_score": 0.0}
@@ -216,24 +194,15 @@ def test_a_reward_model_has_a_loss_curve_and_captions_of_its_own() -> None:
     assert headline is not None
     panels = {panel.title: panel for panel in choose_panels([*steps, *measured], headline)}
     assert list(panels) == ["Pairs in the right order", "Loss", "Margin", "Scores of the answers of a pair"]
-    assert [series.ys for series in panels["Loss"].series] == [[0.7, 0.35], [0.69, 0.69]]
-    assert panels["Margin"].caption == "score of the better answer less that of the worse"
-
-
-def test_held_out_loss_stands_beside_that_of_training() -> None:
-    steps = [MetricsRow(k, {"loss": 2.0, "nll": 2.0}) for k in (1, 2)]
-    headline = choose_headline({"hh": {"loss": 2.5}}, named=None, samples=False)
-    assert headline is not None
-    (panel,) = choose_panels([*steps, evaluated(2, loss=2.5)], headline)
-    assert (panel.title, [series.label for series in panel.series]) == ("Loss", ["training", "held-out"])
+    assert [(s.label, s.ys) for s in panels["Loss"].series] == [("training", [0.7, 0.35]), ("held-out", [0.69, 0.69])]
 
 
 def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
-    def step(k: int, prompts: float) -> MetricsRow:
+    def step(k: int) -> MetricsRow:
         parts = {"small:accuracy": 0.9, "large:accuracy": 0.1 * k, "small:num_calls": 0.0, "large:num_calls": 1.0}
-        return MetricsRow(k, {"accuracy": 0.5, **parts, "small:prompts": prompts, "large:prompts": 16 - prompts})
+        return MetricsRow(k, {"accuracy": 0.5, **parts})
 
-    even = {panel.title: panel for panel in choose_panels([step(k, 8.0) for k in (1, 2, 3)])}
+    even = {panel.title: panel for panel in choose_panels([step(k) for k in (1, 2, 3)])}
     assert [(s.label, s.ys) for s in even["Accuracy by part"].series] == [
         ("small", [0.9, 0.9, 0.9]),
         ("large", [0.1, 0.2, pytest.approx(0.3)]),
@@ -241,11 +210,8 @@ def test_parts_of_a_mixture_have_lines_of_their_own() -> None:
     assert [s.label for s in even["Calls by part"].series] == ["small", "large"]
     held_out = {"n": 50.0, "small:accuracy": 0.9, "small:accuracy_low": 0.8, "small:accuracy_high": 0.95}
     measured = MetricsRow(0, {f"eval/mixture/validation/{name}": value for name, value in held_out.items()})
-    told = {panel.title: panel for panel in choose_panels([measured, step(1, 8.0)])}["Accuracy by part"].series
+    told = {panel.title: panel for panel in choose_panels([measured, step(1)])}["Accuracy by part"].series
     assert [(s.label, s.ys) for s in told] == [("small", [0.9]), ("large", [0.1]), ("small, held-out", [0.9])]
-    assert "Prompts by part" not in even, "they are the same in every step"
-    opened = {panel.title: panel for panel in choose_panels([step(k, 16.0 - k) for k in (1, 2, 3)])}
-    assert [s.ys for s in opened["Prompts by part"].series] == [[15.0, 14.0, 13.0], [1.0, 2.0, 3.0]]
     assert "Accuracy by part" not in {panel.title for panel in choose_panels(rows())}
 
 

@@ -310,7 +310,7 @@ def test_models_are_compared_on_the_problems_that_both_have_scored() -> None:
     assert shared_verdicts(first.items, second.items) == [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 1.0)]
     (table,) = difference_tables([("one", first), ("two", second)])
     gap = paired_bootstrap([1.0, 1.0, 0.0, 0.5], [1.0, 0.0, 1.0, 1.0])
-    assert table.title == "given/test, pairs: beside one"
+    assert table.title == "given/test, pairs: compared with one"
     shown = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     assert table.lines == [["two", "4", shown, f"{gap.p:.2g}"]]
     assert "+12.5" in shown

@@ -1,4 +1,4 @@
-"""Small replacements of the processes of a sweep: what `posttrain train` and `posttrain evaluate` do to a folder."""
+"""Fakes of the processes of a sweep: what `posttrain train` and `posttrain evaluate` do to a folder."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ STUDIED = [
 
 
 class FakeRunner:
-    """Runs the parts of a plan with stand-ins, and keeps what was told. ``doing``: by name or method of a trial."""
+    """Runs the trials of a plan with fakes, and keeps the progress. ``doing``: by name or row of a trial."""
 
     def __init__(self, doing: Mapping[str, str] | None = None, evaluations: Sequence[Any] = COMPARED) -> None:
         self.doing, self.evaluations = dict(doing or {}), evaluations
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
 
     def command(self, trial: Trial, resume: bool) -> list[str]:
         asked = self.doing.get(trial.name, self.doing.get(trial.row, "finish"))
@@ -85,24 +85,21 @@ class FakeRunner:
         return [sys.executable, "-S", "-c", SCRIPT, str(trial.folder), trial.name, recipe, what,
                 json.dumps(self.evaluations)]  # fmt: skip
 
-    def observe(self, event: str, facts: dict[str, Any]) -> None:
-        self.events.append((event, facts))
+    def say(self, line: str, is_failure: bool) -> None:
+        self.lines.append(line)
 
     def run(self, plan: Plan, *, jobs: int | None = 2, **options: Any) -> Outcome:
-        wanted = {"observer": self.observe, "command": self.command, "poll_seconds": 0.02} | options
+        wanted = {"say": self.say, "command": self.command, "poll_seconds": 0.02} | options
         return run_trials(plan, jobs=jobs, **wanted)
 
     @property
-    def plan_facts(self) -> dict[str, Any]:
-        return next(facts for event, facts in self.events if event == "plan")
+    def events(self) -> list[tuple[str, str]]:
+        """(name of a trial, first word that was said of it)."""
+        pairs = [line.partition(": ") for line in self.lines[1:]]
+        return [(name, words.split()[0]) for name, _, words in pairs]
 
-    @property
-    def told(self) -> list[tuple[str, str]]:
-        """(event, name of its trial), but for the plan."""
-        return [(event, facts["trial"].name if "trial" in facts else "") for event, facts in self.events[1:]]
-
-    def names(self, wanted: str) -> list[str]:
-        return [name for event, name in self.told if event == wanted]
+    def names(self, *wanted: str) -> list[str]:
+        return [name for name, word in self.events if word in wanted]
 
 
 def starts(plan: Plan, name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from itertools import combinations
@@ -12,19 +11,9 @@ import pytest
 from made_up_items import make_item, make_sample
 from posttrain.errors import DataError
 from posttrain.evals.items import Item
-from posttrain.sweeps.best_of_n import (
-    MAJORITY,
-    ORACLE,
-    RANDOM,
-    check_alike,
-    choose,
-    contrast,
-    contrasts,
-    findings,
-    notes,
-    tables,
-    to_data,
-)
+from posttrain.sweeps.best_of_n import RANDOM, best_of_n_part, choose
+
+MAJORITY, ORACLE = "majority", "oracle"
 
 
 def scored(index: int, outcomes: str, scores: list[float], answers: str = "") -> Item:
@@ -62,7 +51,7 @@ def test_choices_are_means_over_all_subsets() -> None:
             assert any_right == pytest.approx(statistics.fmean(any(s.is_right for s in subset) for subset in subsets))
         assert found[RANDOM].mean(n) == pytest.approx(statistics.fmean(item.share for item in items))
     pick = found[RANDOM]
-    assert (pick.low[1], pick.high[1]) == (pick.low[4], pick.high[4])  # it does not depend on n
+    assert pick.bounds[1] == pick.bounds[4]  # it does not depend on n
     assert found["orm"].mean(1) == pytest.approx(found[RANDOM].mean(1))  # the best of one is a random pick
 
 
@@ -80,13 +69,11 @@ def test_who_knows_equals_the_oracle_and_who_errs_is_below_a_random_pick() -> No
     errs, knows, _, pick, oracle = found
     assert [knows.mean(n) for n in (1, 2, 4)] == [pytest.approx(oracle.mean(n)) for n in (1, 2, 4)]
     assert errs.mean(4) < pick.mean(4) < knows.mean(4)
-    gap = contrast(errs, knows)
-    assert gap.by_n[4].difference == pytest.approx(knows.mean(4) - errs.mean(4))
-    assert gap.by_n[4].low > 0.2
-    assert gap.by_n[1].difference == 0.0
-    per_seed = [k - e for e, k in zip(errs.seeds[4], knows.seeds[4], strict=True)]
-    assert gap.over_seeds[4].mean == pytest.approx(statistics.fmean(per_seed))
-    assert gap.over_seeds[4].half_width == pytest.approx(12.7062 * statistics.stdev(per_seed) / math.sqrt(2), rel=1e-4)
+    (gap, *_) = best_of_n_part(found, 2).data["differences"]
+    assert (gap["a"], gap["b"]) == ("errs", "knows")
+    assert gap["by_n"]["4"]["difference"] == pytest.approx(knows.mean(4) - errs.mean(4))
+    assert gap["by_n"]["4"]["low"] > 0.2
+    assert gap["by_n"]["1"]["difference"] == 0.0
 
 
 def test_values_are_means_over_seeds_of_the_same_problem() -> None:
@@ -97,7 +84,7 @@ def test_values_are_means_over_seeds_of_the_same_problem() -> None:
     (orm, *_) = choose({"orm": seeds})
     assert orm.values[2] == [0.5, 0.5]
     assert orm.seeds[2] == [0.5, 0.5]
-    assert orm.low[2] < 0.5 < orm.high[2]
+    assert orm.bounds[2][0] < 0.5 < orm.bounds[2][1]
 
 
 def test_a_problem_without_answers_is_wrong_for_everybody() -> None:
@@ -107,44 +94,37 @@ def test_a_problem_without_answers_is_wrong_for_everybody() -> None:
 
 def test_different_answers_are_refused() -> None:
     items = random_items(0)
-    check_alike({"orm": [items], "prm": [rescored(items, 1.0)]}, "here")
+    choose({"orm": [items], "prm": [rescored(items, 1.0)]})
     other = [make_item(0, "rrww"), *items[1:]]
-    with pytest.raises(DataError, match="here: seed 0: prm and orm had different answers"):
-        check_alike({"orm": [items], "prm": [other]}, "here")
+    with pytest.raises(DataError, match="chosen: seed 0: prm and orm had different answers"):
+        choose({"orm": [items], "prm": [other]})
 
 
-def test_what_is_lines() -> None:
+def test_best_of_n_part_tables_findings_and_data() -> None:
     items = random_items(3, 60)
     found = choose({"orm": [rescored(items, -1.0)], "prm": [rescored(items, 1.0)]})
-    differences = contrasts(found, 2)
-    assert [(d.b, d.a) for d in differences] == [
+    part = best_of_n_part(found, 2)
+    assert [(d["b"], d["a"]) for d in part.data["differences"]] == [
         ("prm", "orm"),
         ("orm", MAJORITY),
         ("prm", MAJORITY),
         ("orm", RANDOM),
         ("prm", RANDOM),
     ]
-    lines = findings(found[:2], differences)
     errs, knows, pick = found[0], found[1], found[3]
-    fall = f"over-optimized: it falls to {errs.mean(4):.1%} at n = 4"
-    assert lines[0].startswith(f"orm goes from {pick.mean(1):.1%} at n = 1, is best there; {fall} (-")
-    assert lines[1] == f"prm goes from {pick.mean(1):.1%} at n = 1 to {knows.mean(4):.1%} at n = 4, where it is best"
-    assert lines[2].startswith("prm chooses better than orm at n = 4: +")
-    assert lines[5].startswith(f"orm chooses worse than {RANDOM} at n = 4: -")
-    shares, gaps = tables(found, differences)
+    assert part.findings[0] == f"orm is best at n = 1: {pick.mean(1):.1%}; at 4 {errs.mean(4):.1%}"
+    assert part.findings[1] == f"prm is best at n = 4: {knows.mean(4):.1%}; at 4 {knows.mean(4):.1%}"
+    assert part.findings[2].startswith("prm chooses better than orm at n = 4: +")
+    assert part.findings[5].startswith(f"orm chooses worse than {RANDOM} at n = 4: -")
+    shares, gaps = part.tables
     assert shares.header == ["chosen by", "n = 1", "n = 2", "n = 4", "95 % at 4"]
     assert [line[0] for line in shares.lines] == ["orm", "prm", MAJORITY, RANDOM, ORACLE]
     assert shares.lines[1][3] == f"{found[1].mean(4):.1%}"
     assert gaps.lines[0][0] == "prm less orm"
-    assert "± " not in gaps.lines[0][-1]  # one seed has no interval
-    assert any("60 held-out problems" in note for note in notes(1, 60))
-    data = to_data(found, differences)
-    assert data["chosen_by"]["prm"]["4"]["mean"] == found[1].mean(4)
-    assert data["differences"][0]["by_n"]["4"]["difference"] == differences[0].by_n[4].difference
+    assert part.data["chosen_by"]["prm"]["4"]["mean"] == found[1].mean(4)
 
 
-def test_equals_cannot_be_lines_apart() -> None:
+def test_equals_cannot_be_told_apart() -> None:
     items = random_items(5, 30)
-    found = choose({"a": [items], "b": [items]})
-    lines = findings([], [contrast(found[0], found[1])])
-    assert lines == ["b and a cannot be lines apart at n = 4: +0.0 points [+0.0, +0.0]"]
+    line = best_of_n_part(choose({"a": [items], "b": [items]}), 2).findings[2]
+    assert line == "b chooses as well as, as far as is shown, a at n = 4: +0.0 points [+0.0 to +0.0]"

@@ -12,7 +12,7 @@ from posttrain import registry
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item, write_items
 from posttrain.reward_models.scoring import reasoning_of, split_steps
-from posttrain.sweeps.labelling import label_steps, labelled_rows, write_labelled
+from posttrain.sweeps.labelling import label_steps, write_labelled
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message
 
@@ -63,12 +63,13 @@ def test_rows_hold_the_steps_as_they_were_cut(task: Task, template, tmp_path: Pa
     assert read.examples[0].responses[0].step_labels == (1, 1)
 
 
-def test_what_cannot_be_labelled_is_told(task: Task, template, tmp_path: Path) -> None:
-    with pytest.raises(RunFailure, match="made/1 has no given working"):
-        labelled_rows([item(1, {"<think> 7. </think>": "r"})], task, 2, template)
+def test_what_cannot_be_labelled_is_refused(task: Task, template, tmp_path: Path) -> None:
     other = Item("made/9", 0, "?", "1", {}, (make_sample("r", text="<think> 1. </think>"),))
-    with pytest.raises(DataError, match="the answers are to made/9, and the task has made/0"):
-        labelled_rows([other], task, 2, template)
-    write_items([item(0, {"<think>": "n"})], tmp_path / "items.jsonl")
-    with pytest.raises(RunFailure, match="none of the answers"):
-        write_labelled(tmp_path / "items.jsonl", task, 2, template, tmp_path / "out.jsonl")
+    for one, error, message in (
+        (item(1, {"<think> 7. </think>": "r"}), RunFailure, "made/1 has no given working"),
+        (other, DataError, "the answers are to made/9, and the task has made/0"),
+        (item(0, {"<think>": "n"}), RunFailure, "none of the answers"),
+    ):
+        write_items([one], tmp_path / "items.jsonl")
+        with pytest.raises(error, match=message):
+            write_labelled(tmp_path / "items.jsonl", task, 2, template, tmp_path / "out.jsonl")

@@ -11,13 +11,13 @@ from made_up_trials import evaluation, make_sweep, make_trial, trial_rows, two_r
 from posttrain.evals.statistics import wilson_interval
 from posttrain.store.headline import REWARD, choose_headline
 from posttrain.store.metrics import MetricsRow
-from posttrain.sweeps.learning import TrialResult, band_over_seeds, find_baseline, rank_rows, read_trial, trials_table
-from posttrain.sweeps.report import SweepResults
+from posttrain.sweeps.learning import TrialResult, rank_rows, read_trial, rows_part
+from posttrain.sweeps.results import SweepResults
 
 
 def test_facts_of_a_trial_by_hand() -> None:
     trial = make_trial("a", 3, [0.1, 0.3, 0.4])
-    assert (trial.row, trial.seed, trial.step, trial.evaluation) == ("a", 3, 4, "stories/validation")
+    assert (trial.row, trial.seed, trial.step, trial.points[0].name) == ("a", 3, 4, "stories/validation")
     facts = trial.facts
     assert facts["accuracy"] == 0.4
     assert facts["start_accuracy"] == 0.1
@@ -25,37 +25,25 @@ def test_facts_of_a_trial_by_hand() -> None:
     assert facts["reward"] == 0.5
     assert facts["mean_accuracy"] == pytest.approx(0.275)  # (0.2 · 2 + 0.35 · 2) / 4 updates
     assert facts["train_seconds"] == 8.0  # four updates of two seconds
-    assert facts["evaluation_seconds"] == 9.0  # three evaluations of three
     assert facts["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
     assert facts["trained_tokens"] == 320.0
-    assert (facts["kl_from_start"], facts["entropy"]) == (0.1, 0.8)
-    assert (facts["margin_first"], facts["margin_last"]) == (0.1, 0.4)
-
-
-def test_the_curve_has_the_seconds_of_training_alone() -> None:
-    curve = make_trial("a", 0, [0.1, 0.3, 0.4]).curve
-    assert [(p.step, p.seconds, p.value, p.kl) for p in curve] == [
-        (0, 0.0, 0.1, 0.0),
-        (2, 4.0, 0.3, 0.05),
-        (4, 8.0, 0.4, 0.1),
-    ]
-    assert [p.reward for p in curve] == pytest.approx([0.2, 0.4, 0.5])
+    assert (facts["kl_from_start"], facts["entropy"], facts["margin_last"]) == (0.1, 0.8, 0.4)
+    assert [(p.step, p.results["accuracy"]) for p in trial.points] == [(0, 0.1), (2, 0.3), (4, 0.4)]
 
 
 def test_what_was_not_recorded_is_not_there() -> None:
     row = MetricsRow(1, {"loss": 1.0, "tokens": 7.0}, {"step_seconds": 1.0})  # supervised: nothing is sampled
     trial = read_trial([row], "sft", 0, "finished")
     assert trial.facts == {"train_seconds": 1.0, "trained_tokens": 7.0}
-    assert (trial.start, trial.curve, trial.evaluation) == ({}, [], None)
+    assert (trial.start, trial.points) == ({}, [])
     late = read_trial([evaluation(2, 0.5, entropy=math.nan)], "a", 0, "finished")
     assert late.start == {}
     assert {"gain", "start_accuracy", "entropy", "kl_from_start"} & set(late.facts) == set()
-    assert late.curve[0].kl is None
 
 
 def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
     rows = [evaluation(0, 0.1), evaluation(2, 0.2), evaluation(2, 0.3)]
-    assert [p.value for p in read_trial(rows, "a", 0, "finished").curve] == [0.1, 0.3]
+    assert [p.results["accuracy"] for p in read_trial(rows, "a", 0, "finished").points] == [0.1, 0.3]
 
 
 def test_of_several_tasks_the_first_counts() -> None:
@@ -81,56 +69,28 @@ def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
     assert rows[2].summaries == {}
 
 
-def test_the_baseline_has_the_interval_of_its_problems() -> None:
-    baseline = find_baseline([make_trial("a", 0, [0.1, 0.4]), make_trial("b", 0, [0.1, 0.6])], "start")
-    assert baseline is not None
-    assert baseline.interval == pytest.approx(wilson_interval(2, 20))
-    assert find_baseline([], "start") is None
-
-
-def test_a_band_is_mean_lowest_and_highest_at_the_steps_that_all_have() -> None:
-    short = make_trial("a", 0, [0.1, 0.3])
-    long = make_trial("a", 1, [0.2, 0.5, 0.6])
-    band = band_over_seeds([short, long, make_trial("a", 2, [0.9, 0.9], "failed")])
-    assert band.steps == [0, 2]
-    assert band.means == pytest.approx([0.15, 0.4])
-    assert (band.low, band.high) == ([0.1, 0.3], [0.2, 0.5])
-    assert band.seconds == [0.0, 4.0]
-    assert band.kls == pytest.approx([0.0, 0.05])
-    assert band_over_seeds([]).steps == []
-
-
 def test_the_table_by_hand() -> None:
-    table = two_rows().tables[0]
+    sweep = two_rows()
+    table = sweep.tables[0]
     assert table.header == [
         *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
         *("KL from start", "entropy", "length", "margin"),
     ]
-    assert table.lines[0][:3] == ["b", "2", "70.0% ± 0.0"]
+    assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
-        *("a", "2", "50.0% ± 127.1", "35.0% ± 95.3", "+40.0", "0.600", "8.0 s", "400", "320"),
+        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0 s", "400", "320"),
         *("0.100", "0.800", "30.0", "0.400"),
     ]
-    assert table.lines[2][:6] == ["start", "–", "10.0% [2.8%, 30.1%]", "–", "–", "0.200"]
-
-
-def test_notes_say_how_the_interval_was_made() -> None:
-    notes = "\n".join(two_rows().notes)
-    assert "95 % Student-t interval of the mean over seeds (t = 12.706 for 2 seeds)" in notes
+    low, high = wilson_interval(2, 20)
+    assert table.lines[2][:6] == ["start", "–", f"10.0% [{low:.1%}, {high:.1%}]", "–", "–", "0.200"]
+    notes = "\n".join(sweep.notes)
+    assert "95 % Student-t interval of the mean over seeds" in notes
     assert "start: tiny/sft, before the first update, with Wilson's 95 % interval for 20 problems" in notes
-    assert "has no interval" not in notes
+    assert make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0].lines[0][2] == "40.0 %"  # one seed has no interval
 
 
-def test_one_seed_is_said_to_have_no_interval() -> None:
-    table = make_sweep([make_trial("a", 0, [0.1, 0.4])]).tables[0]
-    assert table.lines[0][2] == "40.0%"
-    notes = make_sweep([make_trial("a", 0, [0.1, 0.4])]).notes
-    assert "A row with one finished seed has no interval." in notes
-    assert not any("Student" in note for note in notes)
-
-
-def test_failed_and_unfinished_cells_are_shown() -> None:
+def test_failed_and_unfinished_trials_are_shown() -> None:
     trials = [
         make_trial("a", 0, [0.1, 0.4]),
         make_trial("a", 1, [0.1, 0.2], "failed", "it was | too hot"),
@@ -138,38 +98,26 @@ def test_failed_and_unfinished_cells_are_shown() -> None:
     ]
     sweep = make_sweep(trials)
     table = sweep.tables[0]
-    assert table.lines[0][:3] == ["a", "1 of 2", "40.0%"]
+    assert table.lines[0][:3] == ["a", "1 of 2", "40.0 %"]
     assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
     assert "a, seed 1: failed after 2 steps: it was | too hot" in sweep.notes
     assert "b, seed 0: unfinished after 2 steps" in sweep.notes
     assert "it was \\| too hot" in sweep.to_markdown()
 
 
-def test_markdown_has_one_line_per_method_and_all_that_is_needed_to_repeat_it() -> None:
-    text = two_rows().to_markdown()
-    assert "| b | 2 | 70.0% ± 0.0 | 47.5% ± 31.8 | +60.0 |" in text
+def test_markdown_and_json_have_everything() -> None:
+    sweep = two_rows()
+    text, data = sweep.to_markdown(), json.loads(sweep.to_json())
+    assert "| b | 2 | 70.0 ± 0.0 % | 47.5 ± 31.8 % | +60.0% |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 5  # header, rule, two methods, start
+    assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert "- b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)" in text
     assert "```\nposttrain sweep test.yaml --seeds 2\n```" in text
-
-
-def test_results_are_plain_json_with_every_cell() -> None:
-    data = json.loads(two_rows().to_json())
     assert list(data["rows"]) == ["b", "a"]
     assert data["rows"]["a"]["summaries"]["accuracy"]["mean"] == 0.5
-    assert data["rows"]["a"]["trials"][1]["curve"][2]["value"] == 0.6
+    assert data["rows"]["a"]["trials"][1]["points"][2]["results"]["accuracy"] == 0.6
     assert data["start"]["results"]["accuracy"] == 0.1
-    assert data["common"] == {"model": "tiny", "steps": "4"}
-
-
-def test_every_trial_has_a_line_with_the_same_columns() -> None:
-    sweep = two_rows()
-    table = trials_table(sweep.rows, sweep.headline)
-    assert [line[0] for line in table.lines] == ["b, seed 0", "b, seed 1", "a, seed 0", "a, seed 1"]
-    assert table.header == sweep.tables[0].header
-    assert table.lines[3][2] == "60.0%"
 
 
 def by_reward() -> SweepResults:
@@ -205,7 +153,7 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     ]
     assert "with the 95 % interval for 20 prompts" in "\n".join(sweep.notes)
     data = json.loads(sweep.to_json())
-    assert (data["headline"]["metric"], data["rows"]["b"]["trials"][0]["curve"][1]["value"]) == ("reward", 0.9)
+    assert (data["headline"]["metric"], data["rows"]["b"]["summaries"]["reward"]["mean"]) == ("reward", 0.9)
 
 
 def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> None:
@@ -219,6 +167,5 @@ def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> Non
     rows = rank_rows([trial("a", 2.5), trial("b", 2.0)], ["a", "b"], loss)
     assert [row.name for row in rows] == ["b", "a"]
     assert rows[0].summaries["gain"].mean == 1.0
-    baseline = find_baseline([trial("a", 2.5)], "start", loss)
-    assert baseline is not None
-    assert baseline.interval is None  # nothing is drawn about a start that has none
+    part = rows_part(rows, "tiny/sft", loss, {"a": "x", "b": "x"})
+    assert [line[2] for line in part.tables[0].lines] == ["2.000", "2.500", "3.000"]  # the start has no interval

@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.commands.options import names, positive, repetitions, shown
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from posttrain.sweeps.plan import Plan
 
 EPILOG = """\
@@ -26,7 +23,6 @@ the same command again goes on where it stopped; finished trials are kept:
   posttrain sweep mine.yaml --rows grpo,dapo --train.steps 60 --rows.dapo.objective.clip_high 0.3
   posttrain sweep overoptimization --seeds 1 --best_of_n.samples 16
 """
-DEFAULT_RUNS = "runs"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +59,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
     from posttrain.errors import INTERRUPTED, RunFailure
     from posttrain.reports.sweeps import write_sweep
-    from posttrain.sweeps.load import load_sweep
+    from posttrain.sweeps.plan import load_sweep
     from posttrain.sweeps.report import collect_sweep
     from posttrain.sweeps.runner import run_trials
 
@@ -76,13 +72,16 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         print(plan.to_yaml().rstrip())
         _check_rows(plan)
         return 0
-    view = SweepProgress(console, arguments.quiet)
-    outcome = run_trials(plan, jobs=arguments.jobs, observer=view)
-    places = [("sweep", str(plan.folder))]
+
+    def tell(line: str, is_failure: bool) -> None:
+        if is_failure or not arguments.quiet:
+            say(console, line, "red" if is_failure else "dim")
+
+    outcome = run_trials(plan, jobs=arguments.jobs, say=tell)
     try:
         results = collect_sweep(plan, outcome, command_of(arguments))
     except RunFailure as failure:
-        view.warn(str(failure))
+        tell(str(failure), True)
     else:
         page = write_sweep(results, plan.folder)
         if not leaves_out_tables(arguments.quiet):
@@ -90,12 +89,11 @@ def run_sweep(arguments: argparse.Namespace) -> int:
                 print_table(console, table)
             for line in (*results.problems, *results.findings, *results.notes, *results.differences):
                 say(console, line)
-            places += [("report", str(page)), ("its runs", f"posttrain runs --runs-dir {plan.folder / 'cells'}")]
-    width = max(len(name) for name, _ in places) + 1
-    for name, place in places:
-        say(console, f"{name + ':':<{width}} {place}")
+            say(console, f"report: {page}")
+            say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
+    say(console, f"sweep: {plan.folder}")
     if outcome.interrupted:
-        view.warn("stopped; everything so far is saved. The same command goes on from here")
+        tell("stopped; everything so far is saved. The same command goes on from here", True)
         return INTERRUPTED
     return 1 if outcome.failures else 0
 
@@ -109,19 +107,15 @@ def _check_rows(plan: Plan) -> None:
         refuse_tasks(recipe)
         check_data(recipe)
         check_tools(recipe)
-    runs = [*starts, *(trial.recipe for trial in plan.trainings)]
-    tell_missing(runs, plan.folder)
+    tell_missing([*starts, *(trial.recipe for trial in plan.trainings)], plan.folder)
 
 
 def describe_plan(plan: Plan) -> list[str]:
     """Describe the trials and what each needs, and how rows differ from their base, a line each."""
-    from posttrain.sweeps.plan import Training
-
     lines = [f"{plan.folder}: {len(plan.trials)} trials, seeds 0 to {plan.num_seeds - 1}"]
     for trial in plan.trials:
-        words = " ".join(trial.words(resume=False))
-        work = f"{trial.recipe.train.steps} steps" if isinstance(trial, Training) else words
-        lines.append(f"{trial.name}: {work}" + (f" (after {', '.join(trial.needs)})" if trial.needs else ""))
+        after = f" (after {', '.join(trial.needs)})" if trial.needs else ""
+        lines.append(f"{trial.name}: posttrain {shlex.join(trial.command)}{after}")
     for row in plan.rows if plan.base is not None else ():
         changes = ", ".join(sorted(row.differs)) or "nothing but the method"
         lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
@@ -141,77 +135,10 @@ def folder_of(arguments: argparse.Namespace) -> Path:
 
 def command_of(arguments: argparse.Namespace) -> str:
     """The command line that makes this sweep again."""
-    words = ["posttrain", "sweep", arguments.recipe]
     rows = None if arguments.rows is None else ",".join(arguments.rows)
     over = None if arguments.over is None else f"{arguments.over[0]}={','.join(arguments.over[1])}"
     options = {"--rows": rows, "--over": over, "--seeds": arguments.seeds, "--jobs": arguments.jobs}
-    options |= {"--run": arguments.run}
-    if arguments.runs_dir != DEFAULT_RUNS:
-        options["--runs-dir"] = arguments.runs_dir
-    for option, value in options.items():
-        words += [option, str(value)] if value is not None else []
-    for key, value in arguments.overrides:
-        words += [f"--{key}", value]
-    return shlex.join(words)
-
-
-class SweepProgress:
-    """One line per event; when quiet, only what went wrong."""
-
-    def __init__(self, console: Console, quiet: bool) -> None:
-        self.console, self.quiet = console, quiet
-        self.num_trials = self.num_ended = 0
-
-    def __call__(self, event: str, facts: Mapping[str, Any]) -> None:
-        from posttrain.commands.console import counted
-
-        name = facts["trial"].name if "trial" in facts else ""
-        if event == "plan":
-            self.num_trials, self.num_ended = facts["num_trials"], facts["num_finished"]
-            line = f"{counted(self.num_trials, 'trial')}, {facts['num_jobs']} at a time"
-            line += f", {counted(facts['num_threads'], 'thread')} each"
-            self._say(f"{line}; {self.num_ended} finished already" if self.num_ended else line, "dim")
-        elif event == "begin":
-            self._say(f"{name}: {'goes on' if facts['resumed'] else 'started'}", "dim")
-        elif event == "evaluation" and facts["result"]:
-            step = f"step {facts['step']}/{facts['trial'].recipe.train.steps}"
-            self._say(f"{name}: {step}, {facts['result']}{_left(facts['remaining'])}")
-        elif event == "progress":
-            self._say("; ".join(facts["lines"]), "dim")
-        elif event == "end":
-            self._say(f"{name}: {self._end_line(facts)}", "bold")
-        elif event in ("failure", "dropped"):
-            self.num_ended += 1
-            what = f"failed: {facts['message']} ({facts['log']})" if event == "failure" else facts["message"]
-            self.warn(f"{name}: {what}")
-        elif event == "stop":
-            self._say(f"{counted(facts['num_working'], 'trial')} at work", "yellow")
-
-    def _end_line(self, facts: Mapping[str, Any]) -> str:
-        from posttrain.commands.progress import show_duration
-
-        result = f", {facts['result']}" if facts["result"] else ""
-        line = f"finished in {show_duration(facts['seconds'])}{result}"
-        if facts["trial"].is_start:
-            return line
-        self.num_ended += 1
-        return f"{line} ({self.num_ended} of {self.num_trials}){_left(facts['remaining'])}"
-
-    def _say(self, line: str, style: str = "") -> None:
-        if not self.quiet:
-            self._write(line, style)
-
-    def _write(self, line: str, style: str) -> None:
-        from posttrain.commands.console import say
-
-        say(self.console, line, style)
-
-    def warn(self, line: str) -> None:
-        """Shown even when quiet."""
-        self._write(line, "red")
-
-
-def _left(seconds: float | None) -> str:
-    from posttrain.commands.progress import show_duration
-
-    return f"; {show_duration(seconds)} left" if seconds is not None and seconds >= 1 else ""
+    options |= {"--run": arguments.run, "--runs-dir": None if arguments.runs_dir == "runs" else arguments.runs_dir}
+    given = [(option, str(value)) for option, value in options.items() if value is not None]
+    given += [(f"--{key}", value) for key, value in arguments.overrides]
+    return shlex.join(["posttrain", "sweep", arguments.recipe, *(word for pair in given for word in pair)])

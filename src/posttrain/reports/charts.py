@@ -19,8 +19,11 @@ from posttrain.untrusted import harmless
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import FigureBase
 
 MAX_POINTS = 400
+MAX_DOTS = 40  # of a line whose points are shown
+MAX_LABEL = 60  # characters of a text within a picture
 LARGEST = 1e100  # a value beyond has no place on an axis: not even its distance to another is a number
 # The colours of the style sheet in its light form. In a page they become its variables, so they follow light and dark.
 COLORS = {
@@ -36,30 +39,24 @@ COLORS = {
     "rule": "#e3e1da",
 }
 INK = "#1d2129"
-NUM_COLORS = 8  # of lines that can be told apart
-DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-LEGEND_COLUMNS = 3
-DPI = 100
+NUM_COLORS = 8  # of lines that look different
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
 NUM_BELOW = 6  # of series whose legend lies below the panel; of more it lies on the right
-COLUMNS = 3
 PICTURES = (".png", ".svg", ".pdf")
+# What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(
-    r"<metadata>.*?</metadata>|font-family: [^;]*; |<style type=\"text/css\">.*?</style>|"
-    r" id=\"(?:figure|axes|patch|line2d|text|legend|"
-    r"matplotlib\.axis|[xy]tick|PathCollection|FillBetweenPolyCollection|LineCollection)_?\d*\"",
+    r'<metadata>.*?</metadata>|font-family: [^;]*; |<style type="text/css">.*?</style>| id="[A-Za-z0-9.]+_\d+"',
     re.DOTALL,
 )
 Range = tuple[float, float]
-Ticks = Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True)
 class Series:
     """One line, one row of points or of bars. ``low`` and ``high`` (95 % intervals) are empty or as long as ``ys``.
 
-    An interval is a whisker at a point and a band about a line. ``has_dots``: the line's points are shown too.
-    ``color``: one of ``COLORS``; "" for the next one. ``notes``: what a page says of points that are pointed at; empty
-    for their numbers. ``mark``: a text at the last point.
+    An interval is a whisker at a point and a band about a line. ``color``: one of ``COLORS``; "" for the next one.
+    ``mark``: a text at the last point.
     """
 
     label: str
@@ -69,11 +66,9 @@ class Series:
     high: list[float] = field(default_factory=list)
     is_points: bool = False
     is_bars: bool = False
-    has_dots: bool = False
     is_dashed: bool = False
     is_thin: bool = False
     color: str = ""
-    notes: list[str] = field(default_factory=list)
     mark: str = ""
 
     def drawn(self) -> list[int]:
@@ -82,22 +77,14 @@ class Series:
         stride = 1 if self.is_points or self.is_bars else max(1, -(-len(finite) // MAX_POINTS))
         return sorted({*finite[::stride], *finite[-1:]})
 
-    def note(self, i: int, is_share: bool) -> str:
-        """The text of point ``i``: where it lies, and its interval."""
-        if self.notes:
-            return self.notes[i]
-        show = ".1%" if is_share else ".4g"
-        interval = f" [{self.low[i]:{show}}, {self.high[i]:{show}}]" if self.low else ""
-        return f"{self.label}, {self.xs[i]:g}: {self.ys[i]:{show}}{interval}"
-
 
 @dataclass(frozen=True)
 class Panel:
     """One picture: its title, what to look for, its series. ``is_share``: values are shares of one.
 
     With ``x_label`` it is larger and its axes are named. Ranges and ticks (value, text) that are not set follow from
-    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across. ``max_band``:
-    how far intervals may widen the axis, in extents of the values. ``size``: ``wide`` takes a row of its own.
+    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across. ``size``:
+    ``wide`` takes a row of its own.
     """
 
     title: str
@@ -110,75 +97,49 @@ class Panel:
     y_range: Range | None = None
     log_x: bool = False
     log_y: bool = False
-    x_ticks: Ticks = ()
-    y_ticks: Ticks = ()
+    x_ticks: Sequence[tuple[float, str]] = ()
     levels: Sequence[tuple[str, float]] = ()
     has_diagonal: bool = False
-    max_band: float = math.inf
     size: Literal["", "wide"] = ""
 
 
 def axis_range(panel: Panel) -> Range:
     """The vertical extent: 0 to 1 for shares (less where all are small), else the values with a little room.
 
-    Intervals widen it by ``max_band`` of the values' own extent at most.
+    Whiskers are inside. The bands of lines widen it by the values' own extent at most: over two seeds they are huge.
     """
     values = [v for s in panel.series for v in s.ys] + [value for _, value in panel.levels]
-    values = [value for value in values if abs(value) < LARGEST]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    values += [v for s in panel.series if s.is_points for v in (*s.low, *s.high)]
+    values = [value for value in values if abs(value) < LARGEST] or [0.0, 1.0]
+    reach = (max(values) - min(values)) or 1.0
     bands = [v for s in panel.series for v in (*s.low, *s.high) if abs(v) < LARGEST]
-    reach = panel.max_band * ((high - low) or 1.0)
-    low = min([low, *(max(value, low - reach) for value in bands)])
-    high = max([high, *(min(value, high + reach) for value in bands)])
+    low = max(min([*values, *bands]), min(values) - reach)
+    high = min(max([*values, *bands]), max(values) + reach)
     if panel.is_share and low >= 0:
         return 0.0, 1.0 if high > 0.25 or high <= 0 else high * 1.15
-    if low > 0 and low < 0.35 * high:
-        low = 0.0
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return (low if low == 0 else low - room), high + room
+    return (0.0 if 0 <= low < 0.35 * high else low - room), high + room
 
 
 def draw_svg(panel: Panel) -> str:
     """The panel without title and caption as an ``<svg>`` element of a page; texts are escaped."""
     from matplotlib.figure import Figure
 
-    width, height = (9.4, 4.4) if panel.size == "wide" else (5.2, 3.1) if panel.x_label else (4.4, 2.4)
-    num_labels = len(_labelled(panel))
-    rows = -(-num_labels // LEGEND_COLUMNS) if num_labels <= NUM_BELOW else 0
-    height += 0.17 * rows
-    below = 0.43 + 0.17 * rows + (0.45 if _is_crowded(panel) else 0.0)
-    notes: list[str] = []
+    width, height = (9.4, 4.4) if panel.size == "wide" else (5.2, 3.2) if panel.x_label else (4.4, 2.5)
     target = io.StringIO()
     with _settings():
-        figure = Figure(figsize=(width, height))
-        left, right = (0.7 if panel.y_label else 0.5), (1.7 if num_labels > NUM_BELOW else 0.12)
-        figure.subplots_adjust(left / width, below / height, 1 - right / width, 1 - 0.1 / height)
-        _draw(figure.subplots(), panel, notes)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        _draw(figure, panel)
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
-    svg = _NOISE.sub("", target.getvalue()[target.getvalue().index("<svg") :])
-    svg = re.sub(
-        r'<a xlink:href="note:(\d+)"[^>]*>', lambda m: f"<g><title>{html.escape(notes[int(m[1])])}</title>", svg
-    )
-    svg = svg.replace("</a>", "</g>")
+    svg = _NOISE.sub("", target.getvalue())
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     label = html.escape(harmless(f"{panel.title}: {panel.caption}"))
-    return (
-        f'<svg viewBox="0 0 {width * 72:g} {height * 72:g}" role="img" aria-label="{label}">{svg[svg.index(">") + 1 :]}'
-    )
+    inside = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    return f'<svg viewBox="0 0 {width * 72:g} {height * 72:g}" role="img" aria-label="{label}">{inside}'
 
 
-def _labelled(panel: Panel) -> list[Series]:
-    """The series of the legend; none where one line says it all."""
-    named = [series for series in panel.series if series.label]
-    return named if len(named) > 1 or (named and (panel.x_label or named[0].is_points)) else []
-
-
-def _is_crowded(panel: Panel) -> bool:
-    return len(panel.x_ticks) > 4 and max(len(label) for _, label in panel.x_ticks) > 8
-
-
-def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int = COLUMNS) -> Path:
+def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int = 3) -> Path:
     """Draw the panels in a grid and save them as PNG, or as what the name's ending says.
 
     Raises:
@@ -196,32 +157,15 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
         column += span
     target = Path(path)
     with _settings():
-        wide, high = 4.6 * columns, 3.3 * (row + 1) + 0.4
-        has_list = any(len(_labelled(panel)) > NUM_BELOW for panel in panels)  # beside a panel, as wide as its names
-        figure = Figure(figsize=(wide, high), layout="constrained" if has_list else None)
-        figure.suptitle(harmless(title), y=1 - 0.12 / high, va="top", fontsize=13, fontweight="bold", color=INK)
-        grid = figure.add_gridspec(row + 1, columns, wspace=0.19, hspace=0.7)
-        if not has_list:
-            figure.subplots_adjust(0.6 / wide, 0.75 / high, 1 - 0.15 / wide, 1 - 1.05 / high)
+        figure = Figure(figsize=(4.6 * columns, 3.3 * (row + 1) + 0.4), layout="constrained")
+        figure.suptitle(harmless(title), fontsize=13, fontweight="bold", color=INK)
+        grid = figure.add_gridspec(row + 1, columns)
         for panel, place in zip(panels, places, strict=True):
-            axes = figure.add_subplot(grid[place])
-            caption = textwrap.fill(harmless(panel.caption), 74 if panel.size != "wide" else 180)
-            axes.set_title(
-                harmless(panel.title),
-                loc="left",
-                fontsize=10,
-                fontweight="bold",
-                color=INK,
-                pad=16 + 9.5 * caption.count("\n"),
-            )
-            above: dict[str, Any] = {
-                "xytext": (0, 4),
-                "textcoords": "offset points",
-                "fontsize": 7.5,
-                "color": COLORS["soft"],
-            }
-            axes.annotate(caption, (0, 1), xycoords="axes fraction", va="bottom", **above)
-            _draw(axes, panel, [])
+            part = figure.add_subfigure(grid[place])
+            caption = textwrap.fill(harmless(panel.caption), 180 if panel.size == "wide" else 74)
+            axes = _draw(part, panel)
+            axes.set_title(caption, loc="left", fontsize=7.5, color=COLORS["soft"])
+            part.suptitle(harmless(panel.title), x=0.02, ha="left", fontsize=10, fontweight="bold", color=INK)
         with storage_errors(target.name, target):
             figure.savefig(target, dpi=130, facecolor="white")
     return target
@@ -235,114 +179,83 @@ def _settings() -> Iterator[None]:
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "text.parse_math": False}
     settings |= {f"{what}.color": COLORS["soft"] for what in ("text", "xtick", "ytick")}
     settings |= {"axes.labelcolor": COLORS["soft"], "axes.edgecolor": COLORS["rule"], "font.size": 8}
-    with mpl.rc_context({**settings, "figure.dpi": DPI}):
+    settings |= {"axes.grid": True, "grid.color": COLORS["rule"], "grid.alpha": 0.6, "grid.linewidth": 0.7}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    settings |= {"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0}
+    with mpl.rc_context(settings):
         yield
 
 
-def _draw(axes: Axes, panel: Panel, notes: list[str]) -> None:
-    """Draw a panel. ``notes`` gains the text of each point, which its link names by number."""
+def _short(text: str) -> str:
+    return harmless(text)[:MAX_LABEL]
+
+
+def _draw(figure: FigureBase, panel: Panel) -> Axes:
+    """Draw a panel as the whole of a figure, with its legend."""
+    axes = figure.subplots()
     for index, series in enumerate(panel.series):
         color = COLORS[series.color or f"c{index % NUM_COLORS}"]
-        _draw_series(
-            axes, panel, series, color, DASHES[1 if series.is_dashed else index // NUM_COLORS % len(DASHES)], notes
-        )
+        dashes = DASHES[1 if series.is_dashed else index // NUM_COLORS % len(DASHES)]
+        _draw_series(axes, series, color, dashes)
     for label, value in panel.levels:
         if math.isfinite(value):
             axes.axhline(value, color=COLORS["soft"], linewidth=0.9, linestyle=(0, (3, 4)), zorder=1)
-            where = axes.get_yaxis_transform()
-            axes.annotate(
-                harmless(label), (1, value), xycoords=where, xytext=(-2, 3), textcoords="offset points", ha="right"
-            )
-    if panel.log_x:
-        axes.set_xscale("log")
-    if panel.log_y:
-        axes.set_yscale("log")
+            where: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(_short(label), (1, value), xytext=(-2, 3), ha="right", **where).set_in_layout(False)
+    _draw_axes(axes, panel)
+    named = [series for series in panel.series if series.label]
+    if len(named) > 1 or (named and (panel.x_label or named[0].is_points)):
+        is_below = len(named) <= NUM_BELOW
+        look: dict[str, Any] = {"loc": "outside lower left" if is_below else "outside right upper"}
+        figure.legend(ncols=3 if is_below else 1, frameon=False, fontsize=7.5, **look)
+    return axes
+
+
+def _draw_series(axes: Axes, series: Series, color: str, dashes: Any) -> None:
+    drawn = series.drawn()
+    xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
+    low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))
+    look: dict[str, Any] = {"color": color, "label": _short(series.label) or "_nolegend_"}
+    if series.is_bars:
+        axes.bar(xs, ys, width=0.92 * min((b - a for a, b in pairwise(xs)), default=1.0), alpha=0.6, **look)
+    elif series.is_points or len(drawn) < 2:
+        axes.scatter(xs, ys, s=5 if color == COLORS["soft"] else 16, zorder=3, clip_on=False, **look)
+        if low:
+            reach = [[max(0.0, b - a) for a, b in zip(*ends, strict=True)] for ends in ((low, ys), (ys, high))]
+            axes.errorbar(xs, ys, reach, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
+    else:
+        dots = "o" if len(drawn) <= MAX_DOTS and not series.is_thin else None
+        thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4} if series.is_thin else {"linewidth": 1.6}
+        axes.plot(xs, ys, linestyle=dashes, marker=dots, markersize=2.6, **thin, **look)
+        if low:
+            axes.fill_between(xs, low, high, color=color, alpha=0.14, linewidth=0)
+    if series.mark and drawn:
+        where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(_short(series.mark), (xs[-1], ys[-1]), color=color, **where).set_in_layout(False)
+
+
+def _draw_axes(axes: Axes, panel: Panel) -> None:
+    """Scales, ranges, ticks and labels."""
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+    axes.set_xscale("log" if panel.log_x else "linear")
+    axes.set_yscale("log" if panel.log_y else "linear")
     low, high = panel.y_range or axis_range(panel)
     axes.set_ylim(low, high * 1.03 if panel.is_share and panel.y_range is None else high)
     if panel.x_range is not None:
         axes.set_xlim(*panel.x_range)
     if panel.has_diagonal:
-        axes.axline(
-            (max(axes.get_xlim()[0], low),) * 2,
-            (min(axes.get_xlim()[1], high),) * 2,
-            color=COLORS["soft"],
-            linestyle=(0, (3, 4)),
-        )
-    _draw_frame(axes, panel)
-    num_labels = len(_labelled(panel))
-    if num_labels:
-        inches = axes.bbox.height / DPI
-        is_below = num_labels <= NUM_BELOW
-        place = (0.0, -0.43 / inches) if is_below else (1.01, 1.02)
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=place,
-            ncols=LEGEND_COLUMNS if is_below else 1,
-            frameon=False,
-            fontsize=7.5,
-            borderpad=0.0,
-            borderaxespad=0.0,
-        )
-
-
-def _draw_series(
-    axes: Axes,
-    panel: Panel,
-    series: Series,
-    color: str,
-    dashes: str | tuple[float, tuple[float, ...]],
-    notes: list[str],
-) -> None:
-    drawn = series.drawn()
-    xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
-    label = harmless(series.label) or "_nolegend_"
-    low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))
-    if series.is_bars:
-        width = min((right - left for left, right in pairwise(xs)), default=1.0)
-        axes.bar(xs, ys, width=width * 0.92, align="center", color=color, alpha=0.6, label=label)
-        return
-    has_line = not series.is_points and len(drawn) > 1
-    if has_line:
-        width = 0.6 if series.is_thin else 1.6
-        axes.plot(
-            xs, ys, color=color, linewidth=width, linestyle=dashes, alpha=0.4 if series.is_thin else 1, label=label
-        )
-        if low:
-            axes.fill_between(xs, low, high, color=color, alpha=0.14, linewidth=0)
-    if not has_line or series.has_dots:
-        if not has_line and low:
-            reach = [
-                [max(0.0, y - a) for y, a in zip(ys, low, strict=True)],
-                [max(0.0, b - y) for y, b in zip(ys, high, strict=True)],
-            ]
-            axes.errorbar(xs, ys, reach, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
-        urls = [f"note:{len(notes) + place}" for place in range(len(drawn))]
-        notes += [harmless(series.note(i, panel.is_share)) for i in drawn]
-        size = 5 if color == COLORS["soft"] else 9 if has_line else 16
-        axes.scatter(xs, ys, s=size, color=color, zorder=3, clip_on=False, urls=urls, label=None if has_line else label)
-    if series.mark and drawn:
-        axes.annotate(
-            harmless(series.mark), (xs[-1], ys[-1]), xytext=(4, 0), textcoords="offset points", va="center", color=color
-        )
-
-
-def _draw_frame(axes: Axes, panel: Panel) -> None:
-    """Ticks, labels and light axes."""
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
-
-    axes.yaxis.set_major_formatter(
-        PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: f"{value:g}")
-    )
-    if all(float(x).is_integer() for series in panel.series for x in series.xs) and not panel.log_x:
+        ends = [(max(axes.get_xlim()[0], low),) * 2, (min(axes.get_xlim()[1], high),) * 2]
+        axes.axline(*ends, color=COLORS["soft"], linestyle=(0, (3, 4)))
+    shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(shown)
+    if panel.x_ticks:
+        axes.xaxis.set_ticks([value for value, _ in panel.x_ticks], [_short(label) for _, label in panel.x_ticks])
+        axes.minorticks_off()
+        if len(panel.x_ticks) > 4 and max(len(label) for _, label in panel.x_ticks) > 8:
+            axes.tick_params("x", labelrotation=30)
+    elif panel.log_x:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif all(float(x).is_integer() for series in panel.series for x in series.xs):
         axes.locator_params("x", integer=True)  # there are no halves of steps
-    for axis, ticks in ((axes.xaxis, panel.x_ticks), (axes.yaxis, panel.y_ticks)):
-        if ticks:
-            axis.set_ticks([value for value, _ in ticks], [harmless(label) for _, label in ticks])
-            axis.minorticks_off()
-    if _is_crowded(panel):
-        axes.tick_params("x", labelrotation=30)
-    axes.set(xlabel=harmless(panel.x_label or "step"), ylabel=harmless(panel.y_label))
-    axes.grid(alpha=0.6, color=COLORS["rule"], linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=_short(panel.x_label or "step"), ylabel=_short(panel.y_label))

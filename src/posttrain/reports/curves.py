@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ NUM_BINS = 40
 
 @dataclass(frozen=True)
 class _Plan:
-    """A panel and what it shows: ``metrics`` of steps and ``evaluations`` by name, with their labels.
+    """A panel and its ``metrics`` of steps and ``evaluations`` by name, with their labels.
 
     ``only_with``, ``only_without``: for runs that record these metrics, or none of them.
     """
@@ -34,148 +34,122 @@ class _Plan:
     only_without: Sequence[str] = ()
 
 
-def _one(name: str, title: str, caption: str, *, is_share: bool = False, is_evaluated: bool = False) -> _Plan:
-    return _Plan(title, caption, {name: "training"}, {name: "held-out"} if is_evaluated else {}, is_share)
-
-
+_TRAINING, _HELD_OUT = "training", "held-out"
 # fmt: off
 _PLANS = (
-    _one("accuracy", "Accuracy", "sampled in training, and greedy on held-out problems", is_share=True,
-         is_evaluated=True),
-    _one("reward", "Reward", "mean over all sampled answers"),
+    _Plan("Accuracy", "sampled in training, and greedy on held-out problems", {"accuracy": _TRAINING},
+          {"accuracy": _HELD_OUT}, is_share=True),
+    _Plan("Reward", "mean over all sampled answers", {"reward": _TRAINING}),
     _Plan("Length of answers", "tokens; does it pay to write more?",
           {"num_tokens": "all", "num_tokens_right": "right", "num_tokens_wrong": "wrong"}),
-    _one("worked", "Worked answers", "share that writes its steps", is_share=True, is_evaluated=True),
+    _Plan("Worked answers", "share that writes its steps", {"worked": _TRAINING}, {"worked": _HELD_OUT}, is_share=True),
     _Plan("Format", "share in the asked format; cut off at the limit", {"format": "in format", "truncated": "cut off"},
-          {"format": "held-out"}, is_share=True),
-    _one("entropy", "Entropy", "nats per token; near 0 nothing new is tried"),
-    _Plan("Loss", "per trained token", {"nll": "training"}, {"loss": "held-out"}, only_with=("nll",)),
-    _Plan("Loss", "mean over what is judged: of the objective, in training and held out", {"loss": "training"},
-          {"loss": "held-out"}, only_without=("nll", "uniform_groups", "divergence")),
-    _Plan("Margin", "score of the better answer less that of the worse", {"margin": "training"},
-          {"margin": "held-out"}, only_with=("chosen_score",)),
-    _Plan("Margin", "implicit reward of the better answer less that of the worse", {"margin": "training"},
-          only_without=("chosen_score",)),
-    _one("pair_accuracy", "Pairs in the right order", "share of pairs; a tie counts half", is_share=True,
-         is_evaluated=True),
+          {"format": _HELD_OUT}, is_share=True),
+    _Plan("Entropy", "nats per token; near 0 nothing new is tried", {"entropy": _TRAINING}),
+    _Plan("Loss", "per trained token", {"nll": _TRAINING}, {"loss": _HELD_OUT}, only_with=("nll",)),
+    _Plan("Loss", "of the objective, in training and held out", {"loss": _TRAINING},
+          {"loss": _HELD_OUT}, only_without=("nll", "uniform_groups", "divergence")),
+    _Plan("Margin", "score (or implicit reward) of the better answer less that of the worse", {"margin": _TRAINING},
+          {"margin": _HELD_OUT}),
+    _Plan("Pairs in the right order", "share of pairs; a tie counts half", {"pair_accuracy": _TRAINING},
+          {"pair_accuracy": _HELD_OUT}, is_share=True),
     _Plan("Scores of the answers of a pair", "given in training; they are comparable, their level means nothing",
           {"chosen_score": "better", "rejected_score": "worse"}),
-    _one("final_accuracy", "Agreement with the labels", "share of answers whose last score is on the labelled side",
-         is_share=True, is_evaluated=True),
-    _one("row_accuracy", "Agreement with the labels", "share of answers whose implicit reward is on the labelled side",
-         is_share=True, is_evaluated=True),
-    _one("step_accuracy", "Agreement with the labels", "share of steps that are scored as they are labelled",
-         is_share=True, is_evaluated=True),
+    *(_Plan("Agreement with the labels", "share of answers or steps that are scored as they are labelled",
+            {name: _TRAINING}, {name: _HELD_OUT}, is_share=True)
+      for name in ("final_accuracy", "row_accuracy", "step_accuracy")),
     _Plan("Log-probability of the answers of a pair", "nats per answer",
           {"chosen_logprob": "chosen", "rejected_logprob": "rejected"}),
-    _one("divergence", "Divergence from the teacher", "nats per token"),
-    _one("value_explained_variance", "What the critic explains", "share of the variance of returns"),
+    _Plan("Divergence from the teacher", "nats per token", {"divergence": _TRAINING}),
+    _Plan("What the critic explains", "share of the variance of returns", {"value_explained_variance": _TRAINING}),
     _Plan("KL from the start", "nats per answer, sampled on held-out prompts", {"kl_in_reward": "in the reward"},
-          {"kl_from_start": "held-out"}),
-    _one("kl_ref", "KL to the reference", "nats per token"),
-    _one("mismatch_kl", "KL from sampler to trainer", "nats per token; rounding alone, unless samples are reused"),
-    _one("effective_sample_size", "Effective sample size",
-         "share that importance weights between sampler and trainer leave", is_share=True),
-    _one("clip_fraction", "Clipped tokens", "share whose ratio left the trust region", is_share=True),
-    _one("uniform_groups", "Uniform groups", "share of prompts whose answers all earn the same: no signal",
-         is_share=True),
-    _one("grad_norm", "Gradient norm", "before clipping"),
+          {"kl_from_start": _HELD_OUT}),
+    _Plan("KL to the reference", "nats per token", {"kl_ref": _TRAINING}),
+    _Plan("KL from sampler to trainer", "nats per token; rounding alone, unless samples are reused",
+          {"mismatch_kl": _TRAINING}),
+    _Plan("Effective sample size", "share that importance weights between sampler and trainer leave",
+          {"effective_sample_size": _TRAINING}, is_share=True),
+    _Plan("Clipped tokens", "share whose ratio left the trust region", {"clip_fraction": _TRAINING}, is_share=True),
+    _Plan("Uniform groups", "share of prompts whose answers all earn the same: no signal",
+          {"uniform_groups": _TRAINING}, is_share=True),
+    _Plan("Gradient norm", "before clipping", {"grad_norm": _TRAINING}),
 )
 # fmt: on
-# What is told of each part of a mixture (``PART:NAME``), with a line for each.
+# Metrics of each part of a mixture (``PART:NAME``) that are drawn with a line for each.
 _BY_PART = {
     "accuracy": ("Accuracy by part", "sampled in training, and greedy on held-out problems", True),
     "reward": ("Reward by part", "mean over the sampled answers", False),
     "num_calls": ("Calls by part", "calls of tools in an answer, sampled in training", False),
     "num_tokens": ("Length by part", "tokens of an answer", False),
     "pair_accuracy": ("Pairs in the right order by part", "share of pairs, in training; a tie counts half", True),
-    "loss": ("Loss by part", "mean over what is trained of it", False),
-    "prompts": ("Prompts by part", "that were sampled for", False),
+    "loss": ("Loss by part", "mean over the trained tokens, pairs or rows", False),
 }
 
 
 def choose_panels(rows: Sequence[MetricsRow], headline: Headline = ACCURACY) -> list[Panel]:
     """The panels for which a run has numbers, that of its headline first. Non-finite values are in no line."""
-    evaluations, recorded = evaluation_points(rows), {name for row in rows for name in row.metrics}
+    evaluations, recorded = evaluation_points(rows), dict.fromkeys(name for row in rows for name in row.metrics)
+    plans, metric = list(_PLANS), headline.metric
+    if not any(metric in (plan.evaluations or plan.metrics) for plan in plans):
+        title = headline.label[:1].upper() + headline.label[1:]
+        plans.append(_Plan(title, "held-out", {}, {metric: _HELD_OUT}, headline.is_share))
+    for name, (title, caption, is_share) in _BY_PART.items():
+        parts = {key: key.rpartition(":")[0] for key in recorded if "/" not in key and key.endswith(f":{name}")}
+        held_out = {key: f"{part}, {_HELD_OUT}" for key, part in parts.items()}
+        plans.append(_Plan(title, caption, parts, held_out, is_share))
     panels: list[tuple[int, Panel]] = []
-    for plan in (*_PLANS, _further(headline)):
-        if (plan.only_with and not recorded & {*plan.only_with}) or recorded & {*plan.only_without}:
+    for plan in plans:
+        if (plan.only_with and not {*plan.only_with} & {*recorded}) or {*plan.only_without} & {*recorded}:
             continue
         shown = plan.evaluations or plan.metrics
-        held_out = {headline.metric: "held-out"} if headline.metric in shown else {}
+        own = {metric: _HELD_OUT} if metric in shown else {}
         series = [s for name, label in plan.metrics.items() if (s := _metric_series(rows, name, label)) is not None]
-        for name, label in {**plan.evaluations, **held_out}.items():
+        for name, label in {**plan.evaluations, **own}.items():
             series += _evaluation_series(evaluations, name, label)
         if series:
-            rank = 0 if held_out else 1 if shown.keys() & {*headline.beside} else 2
+            rank = 0 if own else 1 if shown.keys() & {*headline.beside} else 2
             panels.append((rank, Panel(plan.title, plan.caption, series, plan.is_share)))
-    panels += [(2, panel) for panel in _part_panels(rows, evaluations)]
     return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
-
-
-def _part_panels(rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationPoint]) -> Iterator[Panel]:
-    """Of a mixture, what is told of its parts; prompts where their share changes."""
-    recorded = dict.fromkeys(name for row in rows for name in row.metrics if ":" in name and "/" not in name)
-    for metric, (title, caption, is_share) in _BY_PART.items():
-        parts = {name: name.rpartition(":")[0] for name in recorded if name.rpartition(":")[2] == metric}
-        series = [s for name, part in parts.items() if (s := _metric_series(rows, name, part)) is not None]
-        for name, part in parts.items():
-            series += _evaluation_series(evaluations, name, f"{part}, held-out")
-        if metric == "prompts" and all(len(set(s.ys)) == 1 for s in series):
-            continue  # each part has its share in every step
-        if series:
-            yield Panel(title, caption, series, is_share)
-
-
-def _further(headline: Headline) -> _Plan:
-    """A panel for a headline that no other shows: one that the recipe names."""
-    is_shown = any(headline.metric in (plan.evaluations or plan.metrics) for plan in _PLANS)
-    title = headline.label[:1].upper() + headline.label[1:]
-    return _Plan(title, "held-out", {}, {} if is_shown else {headline.metric: "held-out"}, headline.is_share)
 
 
 def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:
     points = [(row.step, row.metrics[name]) for row in rows if abs(row.metrics.get(name, math.nan)) < LARGEST]
-    if not points:
-        return None
-    return Series(label, [float(step) for step, _ in points], [value for _, value in points])
+    return Series(label, [float(step) for step, _ in points], [value for _, value in points]) if points else None
 
 
 def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label: str) -> list[Series]:
-    tasks = list(dict.fromkeys(e.name for e in evaluations if name in e.results))
+    tasks = list(dict.fromkeys(e.name for e in evaluations if abs(e.results.get(name, math.nan)) < LARGEST))
     series = []
     for task in tasks:
         drawn = [e for e in evaluations if e.name == task and abs(e.results.get(name, math.nan)) < LARGEST]
         points = sorted(drawn, key=lambda e: e.step)
-        if not points:
-            continue
-        bounds = [e.results.get(f"{name}_{bound}", math.nan) for e in points for bound in ("low", "high")]
-        has_interval = all(abs(bound) < LARGEST for bound in bounds)
-        values, low, high = ([e.results[key] for e in points] if key == name or has_interval else []
-                             for key in (name, f"{name}_low", f"{name}_high"))  # fmt: skip
+        keys = (f"{name}_low", f"{name}_high")
+        has_interval = all(abs(e.results.get(key, math.nan)) < LARGEST for e in points for key in keys)
+        low, high = ([e.results[key] for e in points] if has_interval else [] for key in keys)
         own = label if len(tasks) == 1 else f"{label} {task}"
-        series.append(Series(own, [float(e.step) for e in points], values, low, high, is_points=True))
+        steps, values = [float(e.step) for e in points], [e.results[name] for e in points]
+        series.append(Series(own, steps, values, low, high, is_points=True))
     return series
 
 
 def calibration_panels(bins: Sequence[Bin], *, what: str = "came true") -> list[Panel]:
-    """What a reward model predicts against what comes true, with the 95 % interval of each bin, and the predictions.
+    """The predictions of a reward model against the share that comes true, with the 95 % interval of each bin.
 
     ``what``: what the observed share is of. On the diagonal predictions mean what they say; below it they are
     overconfident.
     """
     assert bins, "without predictions there is no diagram"
-    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
     low, high = zip(*(wilson_interval(b.observed * b.n, b.n) for b in bins), strict=True)
     predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
     shares = Series("", predicted, observed, list(low), list(high), is_points=True)
     counts = Series("", [(b.low + b.high) / 2 for b in bins], [float(b.n) for b in bins], is_bars=True)
+    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
     axis: dict[str, Any] = {"x_label": "predicted probability", "x_range": (start, 1.0)}
+    about = f"share that {what}; dotted: predictions mean what they say"
     return [
-        Panel("Calibration", f"share that {what}; dotted: predictions mean what they say", [shares], is_share=True,
-              has_diagonal=True, **axis),
+        Panel("Calibration", about, [shares], is_share=True, has_diagonal=True, **axis),
         Panel("Predictions", "how many there are", [counts], y_label="count", **axis),
-    ]  # fmt: skip
+    ]
 
 
 def data_panels(stats: Description, unit: str) -> list[Panel]:

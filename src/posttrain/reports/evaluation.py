@@ -1,4 +1,4 @@
-"""``summary.md`` of evaluations: what a reader wants to know first, and the first items in full."""
+"""``summary.md`` of evaluations: first what a reader wants to know, then the first items in full."""
 
 from __future__ import annotations
 
@@ -24,28 +24,37 @@ from posttrain.evals.tables import (
 from posttrain.untrusted import bullets, code, plain
 
 T = TypeVar("T")
+Results = Mapping[str, float]
 NUM_ITEMS_SHOWN = 3
 MAX_TEXT_CHARS = 1500
-# Results that the first table shows, or whose meaning is told there.
-_TOLD = {"n", "samples", "num_graded", "prompts_too_long", "seconds"}
-_TOLD |= {"accuracy", "format", "parse_failures", "truncated"}
+# Results that the first table shows, or whose meaning stands there.
+_SHOWN = {"n", "samples", "num_graded", "prompts_too_long", "seconds"}
+_SHOWN |= {"accuracy", "format", "parse_failures", "truncated"}
+_JUDGING = {
+    "judge_first": "the answer shown first wins (50% without a bias)",
+    "judge_consistent": "both orders say the same",
+    "judge_longer": "the longer answer wins",
+    "judge_failed": "not judged",
+}
 
 
 def write_page(evaluation: Evaluation, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """The page of one evaluation, as Markdown."""
-    template = settings.get("template")
+    template, results = settings.get("template"), evaluation.results
     name = template["name"] if isinstance(template, Mapping) else template
-    row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, evaluation.results)
-    at_k = at_k_table(evaluation.results) if row.is_graded else None
-    tables = [*([at_k] if at_k else []), *kind_tables(evaluation.kinds), _further(evaluation.results)]
+    row = Row(str(settings.get("label", settings.get("model", ""))), name, evaluation.name, results)
+    at_k = at_k_table(results) if row.is_graded else None
+    others = [name for name in results if name not in _SHOWN and not re.search(r"@|_low$|_high$", name)]
+    further = TextTable("Further results", ["result", "mean"], [[name, show_number(results, name)] for name in others])
+    tables = [*([at_k] if at_k else []), *kind_tables(evaluation.kinds), further]
+    timing = {name: f"{value:,.1f}" for name, value in evaluation.timing.items()}
     parts = [
         f"# {plain(evaluation.name)}: {plain(row.model)}\n",
         to_markdown(results_table([row])),
         bullets(notes_on([row], {evaluation.name: settings.get("dropped", {})})),
         *(to_markdown(table) for table in tables if table.lines),
-        settings_list(settings),
-        _cost(evaluation, environment),
-        first_items(evaluation.items, _shown),
+        settings_list({**settings, "versions": environment.get("versions"), "timing": timing}),
+        first_items(evaluation.items, _show_item),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -63,12 +72,6 @@ def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.evaluation == name] for name in dict.fromkeys(row.evaluation for row in rows)]
 
 
-def _further(results: Mapping[str, float]) -> TextTable:
-    """Every result that has no place elsewhere: lengths, rewards, facts of the grader."""
-    names = [name for name in results if name not in _TOLD and not re.search(r"@|_low$|_high$", name)]
-    return TextTable("Further results", ["result", "mean"], [[name, show_number(results, name)] for name in names])
-
-
 def settings_list(settings: Mapping[str, Any]) -> str:
     """The settings by name, without those that are empty."""
     lines = [f"{name}: {_plain(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
@@ -78,29 +81,16 @@ def settings_list(settings: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value))
-    return str(value)
-
-
-def _cost(evaluation: Evaluation, environment: Mapping[str, Any]) -> str:
-    timing = evaluation.timing
-    lines = [f"{name.removesuffix('_seconds')}: {timing[name]:.1f} s" for name in timing if name.endswith("_seconds")]
-    if "generated_tokens_per_second" in timing:
-        tokens, rate = timing["generated_tokens"], timing["generated_tokens_per_second"]
-        lines.append(f"generated: {tokens:,.0f} tokens, {rate:,.0f} a second")
-    versions = environment.get("versions", {})
-    lines.append("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    return f"## Cost and versions\n\n{bullets(lines)}"
+    return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def first_items(items: Sequence[T], show: Callable[[T], tuple[str, str]]) -> str:
-    """The first items in full, nothing is picked; ``show`` an item: its name, and what is told of it."""
+    """The first items in full, nothing is picked; ``show`` an item: its name and its text."""
     shown = [show(item) for item in items[:NUM_ITEMS_SHOWN]]
     return "\n".join([f"## The first {len(shown)} items\n", *(f"### {plain(name)}\n\n{text}" for name, text in shown)])
 
 
-def _shown(item: Item) -> tuple[str, str]:
+def _show_item(item: Item) -> tuple[str, str]:
     """An item with its first answer."""
     parts = [f"{quoted(item.question)}\n"]
     if item.answer is not None:
@@ -117,40 +107,31 @@ def _shown(item: Item) -> tuple[str, str]:
 def quoted(text: str) -> str:
     """Text of data or of a model as a block, cut where it is very long; no fence in it can end the block."""
     shown = text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]} …"
-    longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", shown)), default=0))
     return f"{fence}\n{shown}\n{fence}"
 
 
-# Two models against one another as a table, and ``summary.md``.
-
-Results = Mapping[str, float]
-
-
-DRAWN_BY = (
-    ("whoever stood first wins (50% without a bias)", "judge_first"),
-    ("both orders say the same", "judge_consistent"),
-    ("the longer answer wins", "judge_longer"),
-    ("not judged", "judge_failed"),
-)
-
-
 def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[str, Results]) -> TextTable:
-    """What came out, line by line; lines without a number are left out. ``others``: of further judges, by name."""
-    shares = (
-        (f"{a} wins", "win_rate"),
-        (f"{a} wins, lengths alike (n = {results.get('n_similar', 0):.0f})", "win_rate_similar"),
-        (f"right: {a}", "accuracy_a"),
-        (f"right: {b}", "accuracy_b"),
-    )
-    lines = [[label, show_share(results, key), show_interval(results, key)] for label, key in shares if key in results]
+    """The results of two models against one another; lines without a number are left out.
+
+    ``others``: of further judges, by name.
+    """
+    shares = {
+        "win_rate": f"{a} wins",
+        "win_rate_similar": f"{a} wins, lengths alike (n = {results.get('n_similar', 0):.0f})",
+        "accuracy_a": f"right: {a}",
+        "accuracy_b": f"right: {b}",
+        **_JUDGING,
+    }
+    lines = [
+        [label, show_share(results, key), show_interval(results, key)]
+        for key, label in shares.items()
+        if key in results
+    ]
     parts = [show_share(results, key) for key in ("wins", "ties", "losses")]
     lines.insert(1, ["better / equally good / worse", " / ".join(parts), NOTHING])
-    for label, key in DRAWN_BY:
-        if key in results:
-            lines.append([label, show_share(results, key), NOTHING])
-    for judge, told in others.items():
-        lines.append([f"{a} wins, by {judge}", show_share(told, "win_rate"), show_interval(told, "win_rate")])
+    for judge, own in others.items():
+        lines.append([f"{a} wins, by {judge}", show_share(own, "win_rate"), show_interval(own, "win_rate")])
     for label, side in ((a, "a"), (b, "b")):
         lines.append([f"characters: {label}", f"{results[f'characters_{side}']:.0f}", NOTHING])
     for label, key in ((f"KL({a} ‖ {b})", "kl_ab"), (f"KL({b} ‖ {a})", "kl_ba")):
@@ -164,18 +145,16 @@ def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[s
 def write_contest_page(
     table: TextTable, notes: Sequence[str], settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
 ) -> str:
-    """The page, as Markdown, with the first items in full; nothing is picked."""
+    """The page of two models against one another, as Markdown, with the first items in full."""
+
+    def show(item: Mapping[str, Any]) -> tuple[str, str]:
+        texts = [f"{quoted(item['question'])}\n"]
+        texts += [f"gold answer: {code(item['answer'])}\n"] if item["answer"] is not None else []
+        for side in ("a", "b"):
+            answer = item[side][0]
+            score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
+            texts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
+        return item["id"], "\n".join(texts)
+
     parts = [f"# {plain(table.title)}\n", to_markdown(table), bullets(notes), settings_list(settings)]
-    parts.append(first_items(items, _shown_contest))
-    return "\n".join(part for part in parts if part)
-
-
-def _shown_contest(item: Mapping[str, Any]) -> tuple[str, str]:
-    parts = [f"{quoted(item['question'])}\n"]
-    if item["answer"] is not None:
-        parts.append(f"gold answer: {code(item['answer'])}\n")
-    for side in ("a", "b"):
-        answer = item[side][0]
-        score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
-        parts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
-    return item["id"], "\n".join(parts)
+    return "\n".join(part for part in [*parts, first_items(items, show)] if part)

@@ -1,4 +1,4 @@
-"""The one door to the templates: every page, and every piece of HTML, is drawn here.
+"""The one way to the templates: every page, and every piece of HTML, is drawn here.
 
 What a model, a recipe or a data set wrote enters a page through ``{{ }}`` alone. That writes control and hidden
 characters out (``untrusted.harmless``) and escapes the rest; a name that a template was not given is an error. The
@@ -22,16 +22,12 @@ from posttrain.reports.charts import draw_svg
 from posttrain.store.durable import replace_file
 from posttrain.untrusted import harmless
 
+MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}  # as ``templates/features.js`` has them
+
 
 def render(template: str, **context: Any) -> str:
     """A whole page: a file of ``templates/`` with the names that it uses."""
     return _environment().get_template(template).render(context)
-
-
-def draw(template: str, macro: str, *arguments: Any) -> str:
-    """A piece of HTML: a macro of a file of ``templates/``. What it returns is not escaped again within another."""
-    piece: str = getattr(_environment().get_template(template).module, macro)(*arguments)
-    return piece
 
 
 def write_html(page: str, path: str | Path) -> Path:
@@ -56,10 +52,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
             is_list = isinstance(value, list | tuple)
             lines.append((f"{prefix}{name}", (", ".join(map(str, value)) or "none") if is_list else value))
     return lines
-
-
-# As ``templates/features.js`` has them.
-MARKS = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from posttrain.evals.statistics import paired_bootstrap
@@ -17,17 +16,15 @@ Results = Mapping[str, float]
 Show = Callable[[Results, str], str]
 
 
-def show_decimals(results: Results, name: str) -> str:
-    """A number with three decimals."""
+def _decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}" if name in results else NOTHING
 
 
-def show_area_interval(results: Results, name: str) -> str:
-    """The 95 % interval of an area under the curve."""
+def _area_interval(results: Results, name: str) -> str:
     return f"{results[f'{name}_low']:.3f} – {results[f'{name}_high']:.3f}" if f"{name}_low" in results else NOTHING
 
 
-def show_points(results: Results, name: str) -> str:
+def _points(results: Results, name: str) -> str:
     """A difference of shares in percentage points, with its interval."""
     if name not in results:
         return NOTHING
@@ -35,40 +32,41 @@ def show_points(results: Results, name: str) -> str:
     return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
-@dataclass(frozen=True)
-class Part:
-    """One table of a view: what it is about, what is counted as n, and its columns (label, result, how it is shown).
-
-    A column for which no model has a number is left out, and so is a table without columns.
-    """
-
-    about: str
-    count: str
-    columns: Sequence[tuple[str, str, Show]]
-
-
-_RIGHT = (("right", "accuracy", show_share), ("95 % interval", "accuracy", show_interval))
-_AREA = (("AUC", "auc", show_decimals), ("95 % interval", "auc", show_area_interval))
-_TOP = (("top 1", "top_one", show_share), ("95 % interval", "top_one", show_interval))
-_ERROR = ("calibration error", "calibration_error", show_decimals)
-_LOSS = (("log loss", "log_loss", show_decimals), _ERROR)
-_LENGTH = (("the longer one", "longer_accuracy", show_share), ("points over length", "gain_over_length", show_points))
-_CHOOSING = (("any one", "random_one", show_share), ("best there is", "oracle", show_share))
-_FIRST = (("first error", "accuracy", show_share), _RIGHT[1])
-_STEPS = (
+_ACCURACY: Sequence[tuple[str, str, Show]] = (
+    ("right", "accuracy", show_share),
+    ("95 % interval", "accuracy", show_interval),
+    ("AUC", "auc", _decimals),
+    ("95 % interval", "auc", _area_interval),
+    ("the longer one", "longer_accuracy", show_share),
+    ("points over length", "gain_over_length", _points),
+    ("log loss", "log_loss", _decimals),
+    ("calibration error", "calibration_error", _decimals),
+)
+_CHOOSING: Sequence[tuple[str, str, Show]] = (
+    ("top 1", "top_one", show_share),
+    ("95 % interval", "top_one", show_interval),
+    ("any one", "random_one", show_share),
+    ("best there is", "oracle", show_share),
+)
+_STEPS: Sequence[tuple[str, str, Show]] = (
+    ("first error", "accuracy", show_share),
+    ("95 % interval", "accuracy", show_interval),
     ("F1", "error_f1", show_share),
     ("erroneous", "accuracy_erroneous", show_share),
     ("correct", "accuracy_correct", show_share),
     ("steps", "step_accuracy", show_share),
-    ("AUC", "step_auc", show_decimals),
+    ("AUC", "step_auc", _decimals),
+    ("calibration error", "calibration_error", _decimals),
 )
-PARTS: Mapping[str, Sequence[Part]] = {
-    "pairs": [Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS))],
+# The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
+# no model has a number is left out, and so is a table without columns.
+PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
+    "pairs": [("pairs", "n", _ACCURACY)],
     "judged answers": [
-        Part("judged answers", "n", (*_RIGHT, *_AREA, *_LOSS)),
-        Part("choosing among the answers to a problem", "num_problems", (*_TOP, *_CHOOSING)),
+        ("judged answers", "n", _ACCURACY),
+        ("choosing among the answers to a problem", "num_problems", _CHOOSING),
     ],
-    "labelled steps": [Part("labelled steps", "n", (*_FIRST, *_STEPS, _ERROR))],
+    "labelled steps": [("labelled steps", "n", _STEPS)],
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
@@ -81,46 +79,51 @@ NOTES: Mapping[str, str] = {
 }
 
 
+def _groups(
+    rows: Sequence[tuple[str, RewardEvaluation]],
+) -> dict[tuple[str, str], list[tuple[str, RewardEvaluation]]]:
+    """The evaluations of each task and view."""
+    keys = dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows)
+    return {key: [row for row in rows if (row[1].name, row[1].view) == key] for key in keys}
+
+
 def score_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
     """The tables of each task and what was measured on it, one line for each model."""
     tables = []
-    for name, view in dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows):
-        own = [(label, e.results) for label, e in rows if (e.name, e.view) == (name, view)]
-        for part in PARTS[view]:
-            columns = [column for column in part.columns if any(column[1] in results for _, results in own)]
+    for (name, view), own in _groups(rows).items():
+        for about, count, every in PARTS[view]:
+            columns = [column for column in every if any(column[1] in e.results for _, e in own)]
             lines = [
-                [label, show_number(results, part.count), *(show(results, key) for _, key, show in columns)]
-                for label, results in own
+                [label, show_number(e.results, count), *(show(e.results, key) for _, key, show in columns)]
+                for label, e in own
             ]
             if columns:
                 header = ["model", "n", *(label for label, _, _ in columns)]
-                tables.append(TextTable(f"{name}, {part.about}", header, lines))
+                tables.append(TextTable(f"{name}, {about}", header, lines))
     return tables
 
 
 def difference_tables(rows: Sequence[tuple[str, RewardEvaluation]]) -> list[TextTable]:
-    """Of every task on which several models were measured alike: each model's accuracy less that of the first.
+    """For every task on which several models were measured alike: each model's accuracy less that of the first.
 
     Over the items that both have scored, by the paired bootstrap (``evals/statistics.py``).
     """
     tables = []
-    for name, view in dict.fromkeys((evaluation.name, evaluation.view) for _, evaluation in rows):
-        (first, base), *others = [row for row in rows if (row[1].name, row[1].view) == (name, view)]
+    for (name, view), ((first, base), *others) in _groups(rows).items():
         lines = []
         for label, evaluation in others:
-            pairs = shared_verdicts(base.items, evaluation.items)
-            if pairs:
+            if pairs := shared_verdicts(base.items, evaluation.items):
                 gap = paired_bootstrap([a for a, _ in pairs], [b for _, b in pairs])
                 points = f"{100 * gap.difference:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
                 lines.append([label, f"{gap.n}", points, f"{gap.p:.2g}"])
         if lines:
             header = ["model", "n", "points (95 % interval)", "p"]
-            tables.append(TextTable(f"{name}, {view}: beside {first}", header, lines))
+            tables.append(TextTable(f"{name}, {view}: compared with {first}", header, lines))
     return tables
 
 
 def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """What both say of each problem that both have scored: the mean of ``right`` over its items that both have."""
+    """The verdicts of both on each problem that both have scored: the means of ``right`` over the items of both."""
     known = {item["id"]: item for item in a if item["right"] is not None}
     of_problem: dict[str, list[tuple[float, float]]] = {}
     for item in b:
@@ -135,63 +138,50 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
 
 def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
     """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
-    calibration = TextTable(
-        "Calibration",
-        ["predicted", "n", "mean prediction", "came true"],
-        [[f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in evaluation.bins],
-    )
-    shown = {name for part in PARTS[evaluation.view] for _, name, _ in part.columns} | {"num_problems"}
-    further = [
-        [name, show_number(evaluation.results, name)]
-        for name in evaluation.results
-        if name not in shown | {"n"} and not name.endswith(("_low", "_high"))
-    ]
+    results = evaluation.results
+    shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
+    further = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
     tables = [
         *score_tables([(label, evaluation)]),
         *kind_tables(evaluation.kinds),
-        *([calibration] if evaluation.bins else []),
-        TextTable("Further results", ["result", "value"], further),
+        TextTable("Further results", ["result", "value"], [[name, show_number(results, name)] for name in further]),
     ]
+    dropped = ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items())
     parts = [
         f"# {plain(evaluation.name)}: {plain(label)}\n",
         f"{NOTES[evaluation.view]}\n",
-        *(to_markdown(table) for table in tables),
+        *(to_markdown(table) for table in tables if table.lines),
+        f"![predicted against what came true]({picture})\n" if picture is not None else "",
+        f"Not measured: {dropped}\n" if dropped else "",
+        settings_list(settings),
+        first_items(evaluation.items, lambda item: (item["id"], _SHOWN[evaluation.view](item))),
     ]
-    if picture is not None:
-        parts.append(f"![predicted against what came true]({picture})\n")
-    if evaluation.dropped:
-        parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items()) + "\n")
-
-    def show_item(item: Mapping[str, Any]) -> tuple[str, str]:
-        texts = _SHOWN[evaluation.view](item)
-        return item["id"], "\n".join(f"{heading}\n\n{quoted(text)}\n" for heading, text in texts)
-
-    parts += [settings_list(settings), first_items(evaluation.items, show_item)]
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def _number(value: float | None) -> str:
     return "no score" if value is None else f"{value:.3f}"
 
 
-def _shown_pair(item: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(f"{side}: {_number(item[f'{side}_score'])}", item[side]) for side in ("chosen", "rejected")]
+def _shown_pair(item: Mapping[str, Any]) -> str:
+    sides = ("chosen", "rejected")
+    return "\n".join(f"{side}: {_number(item[f'{side}_score'])}\n\n{quoted(item[side])}\n" for side in sides)
 
 
-def _shown_answer(item: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _shown_answer(item: Mapping[str, Any]) -> str:
     text = item["text"] if item["answer"] is None else f"{item['text']}\nanswer: {item['answer']}"
-    return [(f"label {item['label']:g}, score {_number(item['score'])}", text)]
+    return f"label {item['label']:g}, score {_number(item['score'])}\n\n{quoted(text)}\n"
 
 
-def _shown_steps(item: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _shown_steps(item: Mapping[str, Any]) -> str:
     lines = [
         f"{p:.2f}  label {'–' if label is None else label}  {step.strip()}"
         for step, p, label in zip(item["steps"], item["probabilities"], item["labels"], strict=True)
     ]
-    return [("P(good), label and text of each step", "\n".join(lines))]
+    return f"P(good), label and text of each step\n\n{quoted(chr(10).join(lines))}\n"
 
 
-_SHOWN: Mapping[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
+_SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "pairs": _shown_pair,
     "judged answers": _shown_answer,
     "labelled steps": _shown_steps,

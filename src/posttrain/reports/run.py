@@ -1,7 +1,4 @@
-"""``report.html``: one self-contained page that tells what a run, or a chain of runs, has done.
-
-Pure: facts in, text out (``templates/run.jinja``).
-"""
+"""``report.html`` of a run, or of a chain of runs: one self-contained page (``templates/run.jinja``)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from posttrain.store.headline import ACCURACY, NAMES, Headline
 
 _TAG = re.compile("(</?(?:think|answer|reasoning)>)")
 _TURN = re.compile(r"(?:\A|\n\n)(system|user|assistant): ")
-# Results of a stage beside its headline, what they are called, and how they are shown.
+# Further results of a stage: name, label, form.
 _COLUMNS = (
     ("format", "in format", ".1%"),
     ("worked", "shows its working", ".1%"),
@@ -38,9 +35,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one model wrote for a problem. ``extracted``: the answer found in it, None for none.
+    """One model's text for a problem. ``extracted``: the answer found in it, None for none.
 
-    ``is_right`` is None where there is no gold answer; then its ``reward`` is told, if that is what counts.
+    ``is_right`` is None where there is no gold answer; then the ``reward`` is shown, if there is one.
     """
 
     label: str
@@ -53,7 +50,7 @@ class Answer:
 
     @property
     def verdict(self) -> str:
-        """``right``, ``no answer``, or what was answered instead; without a gold answer the reward, or nothing."""
+        """``right``, ``no answer``, or the wrong answer; without a gold answer the reward, or nothing."""
         if self.is_right is None:
             return "" if self.reward is None else f"reward {self.reward:.3f}"
         if self.is_right:
@@ -97,7 +94,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page tells. ``commands``: (what it does, command to type). ``headline``: what stages are told by."""
+    """The content of the page. ``commands``: (purpose, command). ``headline``: the primary metric of the stages."""
 
     title: str
     lead: str

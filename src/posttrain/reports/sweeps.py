@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.evals.statistics import Summary
 from posttrain.reports.charts import Panel, Series, draw_png
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.sweeps.best_of_n import RANDOM
-from posttrain.sweeps.learning import band_over_seeds, trials_table
-from posttrain.sweeps.overoptimization import MeanPoint, MethodCurve
-from posttrain.sweeps.report import SweepResults
+from posttrain.store.headline import KL, Headline
+from posttrain.sweeps.best_of_n import Chosen
+from posttrain.sweeps.head_to_head import Estimate
+from posttrain.sweeps.learning import RowResult
+from posttrain.sweeps.overoptimization import MethodCurve
+from posttrain.sweeps.results import SweepResults
 from posttrain.untrusted import harmless
 
 DISTANCE = "√KL from the start (KL in nats per answer)"
@@ -39,146 +40,110 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
 def render_sweep(sweep: SweepResults, panels: Sequence[Panel]) -> str:
     """The whole page as HTML."""
     shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
-    trials = trials_table(sweep.rows, sweep.headline)
-    return render("sweep.jinja", sweep=sweep, panels=panels, trials=trials, environment=sweep.environment, **shell)
+    return render("sweep.jinja", sweep=sweep, panels=panels, environment=sweep.environment, **shell)
 
 
 def sweep_panels(sweep: SweepResults) -> list[Panel]:
-    """The panels of all that the sweep found."""
-    panels = learning_panels(sweep) if "rows" in sweep.parts else []
-    panels += overoptimization_panels(sweep.curves) if sweep.curves else []
-    panels += best_of_n_panels(sweep) if sweep.choices else []
-    return panels + (head_to_head_panels(sweep) if sweep.policies else [])
+    """The panels of all parts of a sweep."""
+    return [panel for name, part in sweep.parts.items() if part.drawn for panel in _PANELS[name](*part.drawn)]
 
 
-def learning_panels(sweep: SweepResults) -> list[Panel]:
-    """Learning curves, reward against KL, and the primary metric against time. Rows are numbered by rank.
-
-    Rows with a reward of their own have none that could be compared, and are left out of the second panel.
-    """
-    headline = sweep.headline
-    bands = [(row.name, band_over_seeds(row.trials)) for row in sweep.rows]
-    lines = [
-        (rank, f"{rank} {name}", band) for rank, (name, band) in enumerate(((n, b) for n, b in bands if b.steps), 1)
-    ]
-    if not lines:
-        return []
-    start = [] if sweep.baseline is None else [("start", sweep.baseline.results[headline.metric])]
-    has_reward = any(None not in band.rewards for _, _, band in lines)
-    name = headline.metric.replace("_", " ")
-    curves, drift, pace = [], [], []
-    for rank, label, band in lines:
-        steps, mark = [float(step) for step in band.steps], str(rank)
-        curves.append(Series(label, steps, band.means, band.low, band.high, mark=mark))
-        pace.append(Series("", band.seconds, band.means, mark=mark))
-        values = band.rewards if has_reward else band.means
-        points = [(x, y) for x, y in zip(band.kls, values, strict=True) if x is not None and y is not None]
-        drift.append(Series("", [x for x, _ in points], [y for _, y in points], has_dots=True, mark=mark))
-    what = "reward" if has_reward else name
-    label = "held-out answers that are right" if headline.counts_right else f"held-out: {headline.label}"
+def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], headline: Headline) -> list[Panel]:
+    """Learning curves, and the primary metric against KL; rows are numbered by rank."""
+    curves, drift, metric = [], [], headline.metric
+    for rank, row in enumerate((row for row in rows if any(trial.points for trial in row.finished)), 1):
+        seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
+        steps = sorted(set.intersection(*(set(points) for points in seeds)))
+        values = [[points[step][metric] for points in seeds] for step in steps]
+        kls = [[points[step].get(KL, math.nan) for points in seeds] for step in steps]
+        xs, means = [float(step) for step in steps], [_mean(of_step) for of_step in values]
+        low, high = [min(of_step) for of_step in values], [max(of_step) for of_step in values]
+        curves.append(Series(f"{rank} {row.name}", xs, means, low, high, mark=str(rank)))
+        pairs = [(_mean(kl), mean) for kl, mean in zip(kls, means, strict=True) if math.isfinite(_mean(kl))]
+        drift.append(Series("", [x for x, _ in pairs], [y for _, y in pairs], mark=str(rank)))
+    name, is_share = metric.replace("_", " "), headline.is_share
+    level = [("start", start[metric])] if start else []
+    label, about = f"held-out: {headline.label}", f"held-out {name}, numbered by rank"
     panels = [
-        Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share=headline.is_share,
-              x_label="updates", levels=start, size="wide"),
-        Panel(f"{what.capitalize()} against KL", f"held-out {what}, numbered by rank", drift,
-              x_label="KL from the start, nats per answer", is_share=headline.is_share and not has_reward),
-        Panel(f"{name.capitalize()} against time", "evaluation left out, numbered by rank", pace,
-              x_label="seconds of training", is_share=headline.is_share, levels=start),
+        Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates", levels=level,
+              size="wide"),
+        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the start, nats per answer"),
     ]  # fmt: skip
     return [panel for panel in panels if any(series.xs for series in panel.series)]
 
 
-def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
-    """Means, and ends of the intervals where all have one."""
-    halves = [summary.half_width for summary in summaries]
-    means = [summary.mean for summary in summaries]
-    if None in halves:
-        return means, [], []
-    reach = [half or 0.0 for half in halves]
-    low, high = ([m + sign * h for m, h in zip(means, reach, strict=True)] for sign in (-1, 1))
-    return means, low, high
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
-    """Gold against distance, proxy against distance, gold near the start, gold against proxy."""
-
-    def over(kind: str, points: Sequence[MeanPoint]) -> tuple[list[float], list[float], list[float]]:
-        return _ends([getattr(point, kind) for point in points])
-
+    """Gold against distance, proxy against distance, gold against proxy."""
     gold, proxy, plane = [], [], []
     for index, method in enumerate(methods):
-        xs, color = [point.distance for point in method.means], f"c{index}"
-        gold.append(Series(method.name, xs, *over("gold", method.means), has_dots=True, color=color))
-        proxy.append(Series(method.name, xs, *over("proxy", method.means), has_dots=True, color=color))
-        golds = over("gold", method.means)[0]
-        plane.append(Series(method.name, over("proxy", method.means)[0], golds, has_dots=True, color=color))
-        for curve in method.curves:
-            distances = [point.distance for point in curve.points]
-            thin: dict[str, Any] = {"is_thin": True, "color": color}
-            gold.append(Series("", distances, [point.gold for point in curve.points], **thin))
-            proxy.append(Series("", distances, [point.proxy for point in curve.points], **thin))
-    last = [method.means[-1].distance for method in methods if method.means and method.shape == "best_of_n"]
-    share: dict[str, Any] = {"is_share": True, "max_band": 0.1}
-    panels = [
-        Panel("Gold: answers that are right", "band: 95 % over seeds; thin: single seeds", gold,
-              x_label=DISTANCE, **share),
-        Panel("Proxy: the reward that is optimized", "score of the reward model, in deviations of the start's own",
-              proxy, x_label=DISTANCE, max_band=0.1),
-        Panel("Gold against proxy", "up and right: the proxy means what it says", plane, x_label="proxy", **share),
-    ]  # fmt: skip
-    if last and max(last) > 0:
-        near = (-0.02 * max(last), 1.08 * max(last))
-        about = "as far as best-of-n reaches"
-        panels.insert(2, Panel("Gold, near the start", about, gold, x_label=DISTANCE, x_range=near, **share))
-    return panels
-
-
-def best_of_n_panels(sweep: SweepResults) -> list[Panel]:
-    """Shares of right choices against n, and the gain over a random pick of the same answers."""
-    base = next(choice for choice in sweep.choices[sweep.num_models :] if choice.name == RANDOM)
-    shares, gains = [], []
-    for index, chosen in enumerate(sweep.choices):
-        color, is_dashed = f"c{index}", index >= sweep.num_models
-        xs, means = [float(n) for n in chosen.ns], [chosen.mean(n) for n in chosen.ns]
-        low, high = ([bound[n] for n in chosen.ns] for bound in (chosen.low, chosen.high))
-        look: dict[str, Any] = {"has_dots": True, "is_dashed": is_dashed, "color": color}
-        shares.append(Series(chosen.name, xs, means, low, high, **look))
-        gain = [100 * (mean - base.mean(n)) for n, mean in zip(chosen.ns, means, strict=True)]
-        gains.append(Series(chosen.name, xs, gain, **look))
-        for seed in range(0 if is_dashed else len(chosen.seeds[chosen.ns[0]])):
-            own = [chosen.seeds[n][seed] for n in chosen.ns]
-            shares.append(Series("", xs, own, is_thin=True, color=color))
-    axis: dict[str, Any] = {
-        "x_label": "n answers to choose from",
-        "log_x": True,
-        "x_ticks": [(float(n), str(n)) for n in base.ns],
-    }
+        color, distances = f"c{index}", [point.distance for point in method.means]
+        golds, proxies = (_ends([getattr(point, kind) for point in method.means]) for kind in ("gold", "proxy"))
+        gold.append(Series(method.name, distances, *golds, color=color))
+        proxy.append(Series(method.name, distances, *proxies, color=color))
+        plane.append(Series(method.name, proxies[0], golds[0], color=color))
+        for points in method.curves.values():
+            xs = [point.distance for point in points]
+            gold.append(Series("", xs, [point.gold for point in points], is_thin=True, color=color))
+            proxy.append(Series("", xs, [point.proxy for point in points], is_thin=True, color=color))
+    about = "the reward model's score, in deviations of the start's own"
     return [
-        Panel("Right answers among those chosen", "band: 95 % over problems", shares, is_share=True, **axis),
-        Panel("Gain over a random pick", "points", gains, **axis),
+        Panel("Gold: answers that are right", "band: 95 % over seeds; thin: single seeds", gold, True, DISTANCE),
+        Panel("Proxy: the reward that is optimized", about, proxy, x_label=DISTANCE),
+        Panel("Gold against proxy", "up and right: the proxy means what it says", plane, True, "proxy"),
     ]
 
 
-def head_to_head_panels(sweep: SweepResults) -> list[Panel]:
+def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
+    """Means, and ends of the intervals where all have one."""
+    means, halves = [s.mean for s in summaries], [s.half_width for s in summaries if s.half_width is not None]
+    if len(halves) < len(means):
+        return means, [], []
+    pairs = list(zip(means, halves, strict=True))
+    return means, [mean - half for mean, half in pairs], [mean + half for mean, half in pairs]
+
+
+def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
+    """Shares of right choices against n."""
+    shares, ns = [], choices[0].ns
+    for index, chosen in enumerate(choices):
+        xs, color, is_model = [float(n) for n in ns], f"c{index}", index < num_models
+        low, high = ([chosen.bounds[n][side] for n in ns] for side in (0, 1))
+        means = [chosen.mean(n) for n in ns]
+        shares.append(Series(chosen.name, xs, means, low, high, is_dashed=not is_model, color=color))
+        for own in zip(*(chosen.seeds[n] for n in ns), strict=True) if is_model else ():
+            shares.append(Series("", xs, list(own), is_thin=True, color=color))
+    where, ticks = "n answers to choose from", [(float(n), str(n)) for n in ns]
+    about = "band: 95 % over problems"
+    return [Panel("Right answers among those chosen", about, shares, True, where, log_x=True, x_ticks=ticks)]
+
+
+def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Panel]:
     """Win rates over the start with intervals, and the judge's reward against √KL."""
     rates, plane = [], [Series("start", [0.0], [0.0], is_points=True, color="soft")]
-    for label, name, color, shift in (
-        ("by the judge", "win_rate", "c0", -0.08),
-        ("by the proxy", "win_rate_proxy", "c1", 0.08),
-    ):
-        own = [policy.measures[name] for policy in sweep.policies]
-        xs = [index + shift for index in range(len(own))]
-        low, high = [e.low for e in own], [e.high for e in own]
-        rates.append(Series(label, xs, [e.mean for e in own], low, high, is_points=True, color=color))
-    for index, policy in enumerate(sweep.policies):
-        if "kl" in policy.measures:  # it could not be measured of every pair of models
-            x, reward = math.sqrt(max(0.0, policy.measures["kl"].mean)), policy.measures["reward_judge"]
-            plane.append(
-                Series(policy.row, [x], [reward.mean], [reward.low], [reward.high], is_points=True, color=f"c{index}")
-            )
-    names = [(float(index), policy.row) for index, policy in enumerate(sweep.policies)]
+    for label, name, color, shift in (("judge", "win_rate", "c0", -0.08), ("proxy", "win_rate_proxy", "c1", 0.08)):
+        means, low, high = ([measures[name][i] for measures in rows.values()] for i in range(3))
+        xs = [index + shift for index in range(len(rows))]
+        rates.append(Series(f"by the {label}", xs, means, low, high, is_points=True, color=color))
+    for index, (row, measures) in enumerate(rows.items()):
+        if "kl" in measures:  # it could not be measured of every pair of models
+            x, (mean, least, most) = math.sqrt(max(0.0, measures["kl"][0])), measures["reward_judge"]
+            plane.append(Series(row, [x], [mean], [least], [most], is_points=True, color=f"c{index}"))
+    names = [(float(index), row) for index, row in enumerate(rows)]
     return [
         Panel("Wins over the start", "share of prompts; bars: 95 %", rates, is_share=True, x_label=" ", x_ticks=names,
               x_range=(-0.5, len(names) - 0.5), levels=[("as often", 0.5)]),
-        Panel("What the distance has bought", "reward gained under the judge, in deviations of the start's answers",
-              plane, x_label=DISTANCE, levels=[("", 0.0)]),
+        Panel("Reward gained and distance", "under the judge, in deviations of the start's answers", plane,
+              x_label=DISTANCE, levels=[("", 0.0)]),
     ]  # fmt: skip
+
+
+_PANELS: Mapping[str, Callable[..., list[Panel]]] = {
+    "rows": learning_panels,
+    "overoptimization": overoptimization_panels,
+    "best_of_n": best_of_n_panels,
+    "head_to_head": head_to_head_panels,
+}

@@ -1,6 +1,6 @@
-"""The file of a sweep: its keys, how it is read, and what an override of the command line reaches.
+"""The file of a sweep: its keys, how it is read, and its rows as resolved recipes (docs/compare.md).
 
-A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out (docs/compare.md).
+A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out.
 """
 
 from __future__ import annotations
@@ -8,25 +8,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from posttrain import registry
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.option_types import Repetitions, Tokens, Unread
 from posttrain.recipes.document import (
     Content,
     Document,
     apply_override,
+    apply_overrides,
     complete_word,
+    flatten,
     interpretation_names,
     merge,
-    numbered_key,
     recipe_names,
 )
-from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME
@@ -34,19 +35,28 @@ from posttrain.untrusted import is_stored
 
 SHELF = "sweep/"
 LABELLED = "labelled"
-NEEDS = "needs"
-_KINDS = {path.rpartition(".")[2]: kind for path, kind in WORD_KINDS.items()}
+# The keys that a row's recipe brings into a sweep with a base. Everything else is the base's.
+METHOD_KEYS = (
+    "objective",
+    "regularize",
+    "advantage",
+    "aggregate",
+    "correction",
+    "kl_in_reward",
+    "head",
+    "teacher",
+    "rollout.select",
+    "rollout.label_above",
+    "data.label_above",
+    "rollout.drop_uniform_groups",
+    "rollout.uniform_by",
+    "rollout.max_rounds",
+    "rollout.old_logprobs",
+)
+# The task of steps that a sweep labels; each step keeps the white space before it.
+_TASK_OF_STEPS = {"name": "preferences", "path": "", "step_separator": ""}
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-# Keys of the files of comparisons, studies and pipelines, and what to write instead.
-_OLD_KEYS = {
-    "methods": "rows",
-    "reward_models": "rows",
-    "policies": "rows, and needs: NAME of the reward model that rewards it",
-    "study": "rows with best_of_n; leave this out",
-    "optimize": "needs: NAME in each row that the reward model rewards",
-    "judge": "head_to_head: {judge: NAME, task: ...}",
-    "evaluate": "head_to_head",
-}
+Overrides = Sequence[tuple[str, str]]
 
 
 def _as_source(value: Any) -> Any:
@@ -106,6 +116,21 @@ class SweepFile(Content):
     seeds: Repetitions = 3
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of the sweep: its resolved recipe, where it is from, and what it changes.
+
+    ``differs``: dotted keys outside of the method in which it differs from the base, as (base, here).
+    ``needs``: names of rows, or ``labelled``.
+    """
+
+    name: str
+    recipe: Recipe
+    source: str
+    differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+
 def sweep_names() -> list[str]:
     """Names of the sweeps that ship, such as ``sweep/ppo-grpo-dpo``."""
     return recipe_names(SHELF)
@@ -118,9 +143,9 @@ def training_recipe_names() -> list[str]:
 
 
 def read_sweep(
-    name_or_path: str, overrides: Sequence[tuple[str, str]], over: tuple[str, Sequence[str]] | None
+    name_or_path: str, overrides: Overrides, over: tuple[str, Sequence[str]] | None
 ) -> tuple[SweepFile, Document[SweepFile]]:
-    """The checked file of a sweep, and the document that says where its sources stand.
+    """The checked file of a sweep, and the document that knows its lines.
 
     Args:
         name_or_path: a file or a shipped sweep, with or without ``sweep/``; or a recipe of one run.
@@ -134,27 +159,19 @@ def read_sweep(
     if f"{SHELF}{name_or_path}" in sweep_names() and not Path(name_or_path).is_file():
         name_or_path = f"{SHELF}{name_or_path}"
     document = Document.load(SweepFile, name_or_path, shelf=SHELF)
-    is_recipe = "rows" not in document.content and document.content.keys() & {"objective", "extends"}
-    for key in () if is_recipe else document.content.keys() & _OLD_KEYS.keys():
-        raise RecipeError(f"{document.line_of(key)}{key} was removed. Use {_OLD_KEYS[key]}.")
-    if is_recipe:
+    if "rows" not in document.content and document.content.keys() & {"objective", "extends"}:
         document = Document(SweepFile, _rows_over(name_or_path, over), "command line")
     elif over is not None:
         raise UsageError(f"--over: {document.place} is a sweep with rows of its own; give a recipe of one run")
-    known = list(map(str, document.content.get("rows") or ()))
+    known = list(map(str, rows)) if isinstance(rows := document.content.get("rows"), Mapping) else []
     document = document.override(overrides)
     content = document.check()
     for name in content.rows:
         if name not in known:
-            there = ", ".join(known)
-            raise UsageError(
-                f"--rows.{name}: {document.place} has no row {name!r}.{suggest(name, known)} There: {there}"
-            )
+            hint = suggest(name, known)
+            raise UsageError(f"--rows.{name}: {document.place} has no row {name!r}.{hint} There: {', '.join(known)}")
         if not RUN_NAME.fullmatch(name) or name in ("start", LABELLED):
-            says = (
-                f"a row's name is made of {NAME_RULE}, because its runs are called by it, and not start or {LABELLED}"
-            )
-            raise refusal(document, f"rows.{name}", says)
+            raise refusal(document, f"rows.{name}", f"a row's name is made of {NAME_RULE}, and not start or {LABELLED}")
     for key in (LABELLED, "best_of_n", "head_to_head"):
         if (section := getattr(content, key)) is not None:
             complete_word(section.task, "task", f"{document.line_of(f'{key}.task')}{key}.task")
@@ -164,18 +181,11 @@ def read_sweep(
 
 
 def _rows_over(recipe: str, over: tuple[str, Sequence[str]] | None) -> dict[str, Any]:
-    """The file of a recipe with one key at several values: ``lr-1e-4``, ``lr-3e-4``; without a key, of it alone.
-
-    Raises:
-        UsageError: the seed, which every row has several of, or values that cannot be told apart.
-        RecipeError: a key that cannot be.
-    """
+    """The file of a recipe with one key at several values: ``lr-1e-4``, ``lr-3e-4``; without a key, of it alone."""
     if over is None:
         name = _NO_NAME.sub("-", Path(recipe).stem).strip("-")
         return {"description": f"{recipe} with several seeds.", "base": {"recipe": recipe}, "rows": {name: {}}}
     key, values = over
-    if key == "train.seed":
-        raise UsageError("--over train.seed: every row is trained with several seeds; --seeds says how many")
     rows: dict[str, Any] = {}
     for value in values:
         name = f"{key.rpartition('.')[2]}-{_NO_NAME.sub('-', value).strip('-') or 'empty'}"
@@ -186,55 +196,6 @@ def _rows_over(recipe: str, over: tuple[str, Sequence[str]] | None) -> dict[str,
     return {"description": f"{recipe} over {key}.", "base": {"recipe": recipe}, "rows": rows}
 
 
-def split_overrides(
-    overrides: Sequence[tuple[str, str]],
-) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(overrides of the sweep's own keys, overrides that reach every row that has the key).
-
-    Raises:
-        UsageError: the seed, or a key of earlier versions.
-    """
-    own: list[tuple[str, str]] = []
-    common: list[tuple[str, str]] = []
-    for key, value in overrides:
-        group = key.partition(".")[0]
-        if group in _OLD_KEYS:
-            raise UsageError(f"--{key}: {group} was removed. Use {_OLD_KEYS[group]}.")
-        if key == "train.seed":
-            raise UsageError("--train.seed: every trial has a seed of its own; --seeds says how many there are")
-        (own if group in SweepFile.model_fields else common).append((key, value))
-    return own, common
-
-
-def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
-    """The wanted rows and those that they need, in an order in which none stands before what it needs.
-
-    ``wanted``: None or ``["all"]`` for all.
-
-    Raises:
-        UsageError: the file has no such row, or none is named.
-        RecipeError: rows that need one another.
-    """
-    known = list(content.rows)
-    chosen = known if wanted is None or list(wanted) == ["all"] else list(wanted)
-    for name in chosen:
-        if name not in known:
-            raise UsageError(f"--rows: there is no row {name!r}.{suggest(name, known)} There: {', '.join(known)}")
-    if not chosen:
-        raise UsageError(f"--rows: name at least one of {', '.join(known)}")
-    if content.head_to_head is not None and content.head_to_head.judge in known:
-        chosen = [content.head_to_head.judge, *chosen]
-    wanted_rows, ordered = set(chosen), list[str]()
-    while more := {need for name in wanted_rows for need in needs[name] if need != LABELLED} - wanted_rows:
-        wanted_rows |= more
-    while left := [name for name in known if name in wanted_rows and name not in ordered]:
-        ready = [name for name in left if {*needs[name]} <= {*ordered, LABELLED}]
-        if not ready:
-            raise RecipeError(f"rows: {' and '.join(left)} need one another in a circle; leave one need out")
-        ordered.append(ready[0])
-    return ordered
-
-
 def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, tuple[str, ...]]:
     """The needs of each row, which are taken out of its source, in place.
 
@@ -243,58 +204,145 @@ def read_needs(document: Document[SweepFile], content: SweepFile) -> dict[str, t
     """
     needs: dict[str, tuple[str, ...]] = {}
     for name, source in content.rows.items():
-        value = source.pop(NEEDS, None)
-        own = [] if value is None else value if isinstance(value, list) else [value]
-        known = [*content.rows, *([LABELLED] if content.labelled is not None else [])]
-        for need in own:
-            if need not in known or need == name:
-                hint = suggest(str(need), known)
-                says = f"there is no other row {need!r}.{hint} There: {', '.join(known)}"
-                raise refusal(document, f"rows.{name}.{NEEDS}", says)
-        needs[name] = tuple(own)
+        value = source.pop("needs", None) or []
+        needs[name] = tuple(value) if isinstance(value, list) else (value,)
+        known = [other for other in content.rows if other != name] + [LABELLED] * (content.labelled is not None)
+        for need in needs[name]:
+            if need not in known:
+                says = f"there is no other row {need!r}.{suggest(str(need), known)} There: {', '.join(known)}"
+                raise refusal(document, f"rows.{name}.needs", says)
     return needs
+
+
+def choose_rows(content: SweepFile, needs: Mapping[str, Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
+    """The wanted rows and those that they need, each after what it needs; None or ``["all"]`` for all rows.
+
+    Raises:
+        UsageError: the file has no such row, or none is named.
+        RecipeError: rows that need one another.
+    """
+    known, ordered = list(content.rows), list[str]()
+    chosen = known if wanted is None or list(wanted) == ["all"] else list(wanted)
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"--rows: there is no row {name!r}.{suggest(name, known)} There: {', '.join(known)}")
+    if not chosen:
+        raise UsageError(f"--rows: name at least one of {', '.join(known)}")
+    if content.head_to_head is not None:
+        chosen = [*chosen, content.head_to_head.judge]
+
+    def add(name: str, above: tuple[str, ...] = ()) -> None:
+        if name in above:
+            raise RecipeError(f"rows: {' and '.join(above)} need one another in a circle; leave one need out")
+        for need in needs[name] if name not in ordered else ():
+            if need != LABELLED:
+                add(need, (*above, name))
+        if name not in ordered:
+            ordered.append(name)
+
+    for name in known:
+        if name in chosen:
+            add(name)
+    return ordered
+
+
+@dataclass
+class RowReader:
+    """Resolves the sources of a file.
+
+    ``common``: overrides of the command line for every row; ``own``: keys of the file that it sets, which come first.
+    ``base``: the resolved base, if there is one.
+    """
+
+    document: Document[SweepFile]
+    content: SweepFile
+    common: Overrides
+    own: set[str]
+    base: Recipe | None = None
+    base_data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.content.base is None:
+            return
+        with named("base"):
+            data = self._data(self.content.base, None)
+            placeholder = "cross_entropy" if "data" in data else "reinforce"  # a base need not name an objective
+            checked = self._checked("base", {"objective": placeholder} | data)
+            self.base, self.base_data = checked.resolve(), checked.dump()
+            if "objective" not in data:
+                del self.base_data["objective"]
+            if self.base.eval.every == 0:
+                says = "0 switches evaluation off; without it there is nothing to compare"
+                raise refusal(self.document, "base.eval.every", says)
+
+    def start(self) -> Recipe | None:
+        """The resolved recipe of the start."""
+        if self.content.start is None:
+            return None
+        with named("start"):
+            return self.document.part(Recipe, "start", self._data(self.content.start, None)).check().resolve()
+
+    def row(self, name: str, needs: tuple[str, ...]) -> Row:
+        """One row: its recipe, or the base with its method, with its overrides and those of the command line."""
+        source, where = self.content.rows[name], f"rows.{name}"
+        with named(f"row {name!r}"):
+            data = self._data(source, self.base)
+            if data.get("objective") is None:
+                raise refusal(self.document, where, "give a recipe or an objective; the base has none")
+            if LABELLED in needs:
+                if "task" in source:
+                    raise refusal(self.document, f"{where}.task", "the labelled steps are its task; leave this out")
+                data["task"] = _TASK_OF_STEPS
+            recipe = self._checked(where, data).resolve()
+        changes = {} if self.base is None else differences(self.base.dump(), recipe.dump())
+        return Row(name, recipe, label_of(source), changes, needs)
+
+    def _data(self, source: Mapping[str, Any], base: Recipe | None) -> dict[str, Any]:
+        """The data of a source: of its recipe (with a ``base`` its method alone), with its overrides."""
+        data = {} if base is None else dict(self.base_data)
+        if "recipe" in source:
+            recipe = load_recipe(str(source["recipe"]), is_own=not is_stored(self.document.place))
+            if base is not None and (recipe.rollout is None) != (base.rollout is None):
+                what = "one of it and the base learns from data, the other from its own answers"
+                raise RecipeError(f"{source['recipe']}: {what}; write the rows as whole recipes, without a base")
+            data = recipe.dump() if base is None else with_method_of(data, recipe.dump())
+        return merge(data, {key: value for key, value in source.items() if key != "recipe"})
+
+    def _checked(self, where: str, data: dict[str, Any]) -> Recipe:
+        """The checked recipe of ``data`` with the common overrides."""
+        common = [(key, value) for key, value in self.common if f"{where}.{key}" not in self.own]
+        common = [pair for pair in common if where != "base" or not pair[0].startswith(METHOD_KEYS)]
+        if common:
+            data = self.document.part(Recipe, where, data).check().dump()
+            apply_overrides(data, common)
+        return self.document.part(Recipe, where, data, {f"{where}.{key}" for key, _ in common}).check()
+
+
+def with_method_of(data: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``data`` with the method of ``other``; what ``other`` does not have of it is taken away."""
+    copy = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+    for key in METHOD_KEYS:
+        section, _, name = key.rpartition(".")
+        value = ((other.get(section) or {}) if section else other).get(name)
+        place = copy.get(section) if section else copy
+        if isinstance(place, dict):
+            place.pop(name, None)
+            place |= {name: value} if value is not None else {}
+    return copy
+
+
+def differences(base: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys outside of the method in which a row differs from the base, as (base, row)."""
+    old, new = flatten(base), flatten(row)
+    alike = tuple(f"{key}." for key in (*METHOD_KEYS, "train.seed", "description"))
+    apart = [key for key in {**old, **new} if old.get(key) != new.get(key) and not f"{key}.".startswith(alike)]
+    return {key: (old.get(key), new.get(key)) for key in apart}
 
 
 def label_of(source: Mapping[str, Any]) -> str:
     """Describe a source for a reader of results."""
     name = source.get("recipe", "a recipe of its own")
     return f"{name} with overrides" if len(source) > 1 and "recipe" in source else str(name)
-
-
-def label_of_word(word: Word) -> str:
-    """Describe a component with its options for a reader of results."""
-    chosen = ", ".join(f"{key} {value}" for key, value in word.options.items() if value is not None)
-    return f"{word.name} ({chosen})" if chosen else word.name
-
-
-def source_data(document: Document[SweepFile], source: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a source: that of its recipe, if it names one, with its overrides laid over."""
-    changes = {key: value for key, value in source.items() if key != "recipe"}
-    return merge(named_recipe(document, source).dump(), changes) if "recipe" in source else changes
-
-
-def named_recipe(document: Document[SweepFile], source: Mapping[str, Any]) -> Recipe:
-    """The recipe that a source names, without its overrides."""
-    return load_recipe(str(source["recipe"]), is_own=not is_stored(document.place))
-
-
-def has_key(recipe: Recipe, key: str) -> bool:
-    """Return whether a resolved recipe has the section, or the component with the option, of a dotted key."""
-    try:
-        *above, last = numbered_key(recipe.dump(), key)
-    except RecipeError:
-        return False
-    place: Any = recipe.dump()
-    for part in above:
-        place = place[int(part)] if isinstance(place, list) else place.get(part)
-        if not isinstance(place, dict | list):
-            return False
-    if not above or isinstance(place, list):
-        return last in place
-    kind = _KINDS.get(next((part for part in reversed(above) if not part.isdigit()), ""))
-    if kind is None or last in place:  # an unknown key of a section is refused where it is laid over the row
-        return True
-    return last in registry.find(kind, place["name"]).options_model.model_fields
 
 
 def refusal(document: Document[SweepFile], where: str, says: str) -> RecipeError:

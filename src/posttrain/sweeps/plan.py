@@ -1,4 +1,4 @@
-"""The plan of a sweep: trials, each a process of its own, and what each needs before it.
+"""The plan of a sweep: its trials, each a process of its own, and what each needs before it.
 
 A trial is an ordinary run or an ordinary evaluation in a folder of its own: it can be looked at, or repeated by hand.
 """
@@ -6,166 +6,57 @@ A trial is an ordinary run or an ordinary evaluation in a folder of its own: it 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from posttrain.errors import DataError, PosttrainError, RecipeError, RunConflict, UsageError
+from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
-from posttrain.runs.directory import RunDirectory, RunStatus, refuse_live_folder, wait_for_end
-from posttrain.store.durable import refuse_links, storage_errors
-from posttrain.store.metrics import MAX_BYTES, MetricsLog, MetricsRow, evaluation_points
-from posttrain.store.reading import read_json, read_record
+from posttrain.recipes.sections import RewardWord
+from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.strict_yaml import write_yaml
-from posttrain.sweeps.file import AnswersSection, BestOfN, HeadToHead
+from posttrain.sweeps.file import (
+    LABELLED,
+    Overrides,
+    Row,
+    RowReader,
+    SweepFile,
+    choose_rows,
+    label_of,
+    read_needs,
+    read_sweep,
+    refusal,
+)
 
 State = Literal["new", "unfinished", "finished"]
 ITEMS, RESULTS = "items.jsonl", "results.json"  # of an evaluation; the latter is written last
-PLAN_FILE = "sweep.yaml"
-NUM_CONFLICTS_SHOWN = 3
-_DAMAGE = (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError, RecursionError)
+Rule = tuple[bool, str, str]  # broken if true, the key, what is wrong
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial(ABC):
-    """One process of a sweep.
+class Trial:
+    """One process of a sweep: a run (``Training``) or an evaluation.
 
     ``row``: the name in the sweep's file. ``needs``: names of the trials whose files it reads.
+    ``command``: the words after ``posttrain`` that make it, but for ``--resume`` of a run.
+    ``section``: the key of the file that asks for an evaluation; those for ``labelled`` become a file of steps.
     """
 
     name: str
     row: str
     seed: int
     folder: Path
-    needs: tuple[str, ...] = ()
-
-    @property
-    @abstractmethod
-    def state(self) -> State: ...
-
-    @property
-    @abstractmethod
-    def settings(self) -> tuple[Path, str]:
-        """The text of what makes it, and the file next to its folder that keeps it."""
-
-    @abstractmethod
-    def words(self, resume: bool) -> list[str]:
-        """The words after ``posttrain`` that make it, or continue it."""
-
-    @abstractmethod
-    def conflict(self) -> str | None:
-        """The reason why what lies in its folder may not be continued, if there is one."""
-
-    @property
-    def is_start(self) -> bool:
-        """Made before all others, with all cores; without it none of them is begun."""
-        return self.row == "start"
-
-    @property
-    def status(self) -> RunStatus | None:
-        """The status of a run that has begun; evaluations have none."""
-        return RunDirectory(self.folder).read_status()
-
-    @property
-    def result(self) -> str:
-        """The primary metric of a run at its last evaluation, as text; empty where there is none."""
-        status = self.status
-        if status is None or status.headline is None:
-            return ""
-        return status.headline.tell(status.headline.only(status.held_out))
-
-    def complete(self) -> str | None:
-        """Do what remains when its process has ended well; returns what went wrong, if anything did."""
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training(Trial):
-    """A run. Its resolved recipe makes it."""
-
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        if self.recipe.train.steps is None:
-            raise RecipeError(
-                f"{self.name}: train.passes: what follows a trial names its last step beforehand; give train.steps"
-            )
-        from posttrain.train.checks import words_of
-
-        try:  # before the first trial is trained, not when this one's turn has come
-            words_of(self.recipe.resolve())
-        except UsageError as error:
-            raise RecipeError(f"{self.name}: {error}") from None
-
-    @property
-    def weights(self) -> str:
-        """The weights that it ends with."""
-        return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
-
-    def metrics(self) -> list[MetricsRow]:
-        """The recorded metrics."""
-        return MetricsLog(self.folder / "metrics.jsonl").read()
-
-    @property
-    def state(self) -> State:
-        if not RunDirectory(self.folder).recipe_path.is_file():
-            return "new"
-        status = self.status
-        return "finished" if status is not None and status.state == "finished" else "unfinished"
-
-    @property
-    def settings(self) -> tuple[Path, str]:
-        return self.folder.with_name(f"{self.name}.yaml"), self.recipe.to_yaml()
-
-    def words(self, resume: bool) -> list[str]:
-        words = ["train", str(self.settings[0]), "--runs-dir", str(self.folder.parent), "--run", self.name, "--quiet"]
-        return [*words, "--resume"] if resume else words
-
-    def conflict(self) -> str | None:
-        changed = RunDirectory(self.folder).changed_keys(self.recipe)
-        shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
-        if changed:
-            return f"{self.folder}: made by another recipe; it differs in {shown}"
-        return self._damage() if self.state == "finished" else None
-
-    def _damage(self) -> str | None:
-        """Where the metrics of a finished run are not all that it recorded, or another run's.
-
-        Its last checkpoint has the number of lines, and its status the results of the last evaluation.
-        """
-        path, rows, status = self.folder / "metrics.jsonl", self.metrics(), self.status
-        try:
-            expected = json.loads(read_record(Path(self.weights) / "state.json"))["records"]["metrics"]  # may have NaN
-        except _DAMAGE:  # pruned, or of an earlier version
-            expected = len(rows)
-        if len(rows) != expected:
-            return f"{path}: {len(rows)} lines, and {expected} stood there when the run ended"
-        if status is None or status.evaluation is None:
-            return None
-        points = [point.results for point in evaluation_points(rows) if point.name == status.evaluation]
-        numbers = {key: value for key, value in status.held_out.items() if value == value}  # NaN equals no other NaN
-        wrong = [key for key, value in numbers.items() if not points or points[-1].get(key) != value]
-        return f"{path}: its last evaluation is not that of status.json; they differ in {wrong[0]}" if wrong else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation(Trial):
-    """Answers of some weights, scored. ``command``, the words after ``posttrain``, makes it.
-
-    ``section``: the key of the sweep's file that asks for it.
-    """
-
     command: tuple[str, ...]
-    section: str
+    section: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def last_file(self) -> Path:
         """The file that is written last of all."""
-        return self.folder / RESULTS
+        return self.folder.with_suffix(".jsonl") if self.section == LABELLED else self.folder / RESULTS
 
     @property
     def state(self) -> State:
@@ -173,112 +64,86 @@ class Evaluation(Trial):
 
     @property
     def settings(self) -> tuple[Path, str]:
+        """The file next to its folder that keeps what makes it, and the text of that."""
         return self.folder.with_name(f"{self.folder.name}.command.json"), json.dumps(self.command, indent=1) + "\n"
 
-    def words(self, resume: bool) -> list[str]:
-        return list(self.command)
+    @property
+    def result(self) -> str:
+        """The primary metric of a run at its last evaluation, as text; empty where there is none."""
+        return ""
 
     def conflict(self) -> str | None:
-        try:
-            before = read_json(self.settings[0])
-        except (FileNotFoundError, DataError):
-            before = None
-        if before != list(self.command):
-            return f"{self.folder}: made with other settings of {self.section}"
-        return self._damage() if self.last_file.name == RESULTS and self.state == "finished" else None
-
-    def _damage(self) -> str | None:
-        """Where the files of a finished evaluation do not belong together, or to another evaluation."""
-        path = self.folder / RESULTS
-        try:
-            content = json.loads(read_record(path))  # of what does not exist it has NaN
-            num_items = read_record(self.folder / ITEMS, MAX_BYTES).count(b"\n")
-            stored = {str(key): value for key, value in content.get("settings", {}).items()}
-            if content["results"]["n"] != num_items:
-                return f"{path}: of {content['results']['n']} items, and {ITEMS} has {num_items}"
-        except _DAMAGE as error:
-            return f"{path}: damaged ({type(error).__name__}: {error})"
-        wanted = dict(zip(self.command, self.command[1:], strict=False))
-        there = {"evaluate": stored.get("a", stored.get("checkpoint")), "--best-of": stored.get("best_of")}
-        for word, value in (there | {"--seed": stored.get("seed")}).items():
-            if value is not None and word in wanted and Path(str(value)).parts[-3:] != Path(wanted[word]).parts[-3:]:
-                return f"{path}: of {value}, where {wanted[word]} was asked for"
-        return None
+        """The reason why what lies in its folder may not be continued, if there is one."""
+        path, text = self.settings
+        is_same = path.is_file() and path.read_bytes() == text.encode()
+        return None if is_same else f"{self.folder}: made with other settings of {self.section}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelling(Evaluation):
-    """Answers to at most ``n`` problems of a task, which become ``target``, a file of labelled steps."""
+class Training(Trial):
+    """A run. Its resolved ``recipe`` makes it."""
 
-    target: Path
-    task: Word
-    n: int
-    template: Word
+    recipe: Recipe
 
     @property
-    def last_file(self) -> Path:
-        return self.target
+    def weights(self) -> str:
+        """The weights that it ends with."""
+        return str(self.folder / "checkpoints" / f"step-{self.recipe.train.steps:06d}")
 
-    def complete(self) -> str | None:
-        from posttrain.render.template import build_template
-        from posttrain.sweeps.labelling import write_labelled
-        from posttrain.tasks.base import build_task
+    @property
+    def status(self) -> RunStatus | None:
+        return RunDirectory(self.folder).read_status()
 
-        try:
-            task, template = build_task(self.task, "labelled.task"), build_template(self.template)
-            write_labelled(self.folder / ITEMS, task, self.n, template, self.target)
-        except PosttrainError as error:
-            return str(error)
-        return None
+    def metrics(self) -> list[MetricsRow]:
+        return MetricsLog(self.folder / "metrics.jsonl").read()
 
+    @property
+    def state(self) -> State:
+        if not RunDirectory(self.folder).recipe_path.is_file():
+            return "new"
+        return "finished" if (status := self.status) is not None and status.state == "finished" else "unfinished"
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the sweep: its resolved recipe with seed 0, where it is from, and what it changes.
+    @property
+    def settings(self) -> tuple[Path, str]:
+        return self.folder.with_name(f"{self.name}.yaml"), self.recipe.to_yaml()
 
-    ``differs``: dotted keys outside of the method in which it differs from the base, as (base, here). ``needs``: the
-    names of rows, or ``labelled``.
-    """
+    @property
+    def result(self) -> str:
+        status = self.status
+        if status is None or status.headline is None:
+            return ""
+        return status.headline.tell(status.headline.only(status.held_out))
 
-    name: str
-    recipe: Recipe
-    source: str
-    differs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
+    def conflict(self) -> str | None:
+        changed = RunDirectory(self.folder).changed_keys(self.recipe)
+        shown = ", ".join(f"{key} ({old!r} there, {new!r} now)" for key, (old, new) in sorted(changed.items()))
+        return f"{self.folder}: made by another recipe; it differs in {shown}" if changed else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked sweep: its trials in an order in which none stands before what it needs.
+    """A checked sweep: its trials, each after what it needs.
 
-    ``base``: the recipe that the rows share, if there is one. ``start_source``: where the initial model is from.
+    ``start_source``: where the initial model is from. ``base``: the recipe that the rows share, if there is one.
     """
 
     folder: Path
-    description: str
+    content: SweepFile
     rows: list[Row]
     trials: list[Trial]
     num_seeds: int
-    resolved: dict[str, Any]
     base: Recipe | None
     start_source: str
-    best_of_n: BestOfN | None
-    head_to_head: HeadToHead | None
-
-    def __post_init__(self) -> None:
-        twice = [name for name, count in Counter(trial.name for trial in self.trials).items() if count > 1]
-        if twice:
-            raise RecipeError(f"sweep: two trials would be called {twice[0]}; give their rows other names")
 
     @property
     def start(self) -> Training | None:
         """The run whose weights the others begin with, trained first and once."""
-        return next((t for t in self.trials if t.is_start and isinstance(t, Training)), None)
+        return next((trial for trial in self.trials if trial.row == "start" and isinstance(trial, Training)), None)
 
     @property
     def trainings(self) -> list[Training]:
         """The runs of the rows, seed by seed, without the start."""
-        return [trial for trial in self.trials if isinstance(trial, Training) and not trial.is_start]
+        return [trial for trial in self.trials if isinstance(trial, Training) and trial.row != "start"]
 
     @property
     def scorers(self) -> list[Training]:
@@ -290,93 +155,207 @@ class Plan:
         """The runs that train policies."""
         return [trial for trial in self.trainings if not trial.recipe.trains_scorer]
 
-    def evaluations(self, section: str) -> list[Evaluation]:
+    def evaluations(self, section: str) -> list[Trial]:
         """The evaluations that a section of the file asks for, seed by seed."""
-        return [trial for trial in self.trials if isinstance(trial, Evaluation) and trial.section == section]
+        return [trial for trial in self.trials if trial.section == section]
 
     def to_yaml(self) -> str:
-        """The file with everything resolved; it makes the same sweep again."""
-        return write_yaml(self.resolved)
-
-    def environment(self) -> dict[str, Any]:
-        """Versions and hardware of the first run that was started, at its newest start."""
-        for run in (RunDirectory(trial.folder) for trial in self.trainings):
-            if starts := run.read_environment().get("starts", []):
-                return {
-                    key: starts[-1][key] for key in ("started", "versions", "hardware", "git") if starts[-1].get(key)
-                }
-        return {}
-
-
-def drawing_words(section: AnswersSection) -> list[str]:
-    """The options of ``posttrain evaluate`` for the task and for how answers are sampled, but for their seed."""
-    words = ["--task", section.task.name]
-    for key, value in section.task.options.items():
-        words += [f"--task.{key}", json.dumps(value)]
-    words += ["--n", str(section.n), "--samples", str(section.samples), "--max-tokens", str(section.max_tokens)]
-    return [*words, "--temperature", f"{section.temperature:g}"]
+        """The file with every row as a whole recipe; it makes the same trials again."""
+        scorers = {row.name for row in self.rows if row.recipe.trains_scorer}
+        rows = {}
+        for row in self.rows:
+            rows[row.name] = data = row.recipe.dump() | ({"needs": list(row.needs)} if row.needs else {})
+            if LABELLED in row.needs:  # these the sweep itself gives to the row
+                del data["task"]
+            if scorers & {*row.needs} and not _reward_models(row.recipe):
+                del data["rewards"]
+        start = {} if self.start is None else {"start": self.start.recipe.dump()}
+        content = self.content.model_dump(mode="json") | start | {"base": None, "rows": rows, "seeds": self.num_seeds}
+        return write_yaml({key: value for key, value in content.items() if value not in ("", None)})
 
 
-# Where the trials of a sweep stand, and whether its folder may be continued.
+def load_sweep(
+    name_or_path: str,
+    overrides: Overrides = (),
+    *,
+    folder: str | Path,
+    rows: Sequence[str] | None = None,
+    num_seeds: int | None = None,
+    over: tuple[str, Sequence[str]] | None = None,
+) -> Plan:
+    """Read the file of a sweep and check every trial.
 
-
-def read_states(plan: Plan) -> dict[str, State]:
-    """The state of each trial, by name.
+    Args:
+        name_or_path: a file, or a shipped sweep with or without ``sweep/``; or a recipe of one run.
+        overrides: dotted keys of the file (``rows.dapo.objective.clip_high``), or of every row (``train.lr``).
+        folder: the sweep's directory; nothing is written here.
+        rows, num_seeds: names of the rows wanted (None: all), and the number of seeds (None: the file's).
+        over: of a recipe, a key and the values that it takes in turn: a row for each.
 
     Raises:
-        RunConflict: some belong to another recipe, or to a process that does not end, or depend on weights that are
-            gone; the message says which.
+        RecipeError, UnknownWord: with file, line, row and key.
+        UsageError: an override or a row of something that the file does not have.
     """
-    working = wait_for_end(trial.folder for trial in plan.trials)
-    states = {trial.name: trial.state for trial in plan.trials}
-    begun = [trial for trial in plan.trials if states[trial.name] != "new"]
-    conflicts = [conflict for trial in begun if (conflict := trial.conflict()) is not None]
-    for trial in begun:
-        lost = [name for name in trial.needs if states[name] != "finished"]
-        if lost:
-            conflicts.append(f"{trial.folder}: made from an earlier {lost[0]}, which is gone or not finished")
-    busy = [f"{folder}: another process is working in it ({process})" for folder, process in working.items()]
-    problems = busy or conflicts
-    if not problems:
-        return states
-    more = len(problems) - NUM_CONFLICTS_SHOWN
-    shown = "\n".join(problems[:NUM_CONFLICTS_SHOWN]) + (f"\nand {more} more." if more > 0 else "")
-    remedy = "Wait for it or stop it; the same command then goes on. Or: " if busy else ""
-    otherwise = "" if busy else ", or delete these trials first"
-    raise RunConflict(
-        f"{shown}\nNothing was changed. {remedy}Run the sweep under another name with --run NAME{otherwise}"
+    if "train.seed" in (*(key for key, _ in overrides), over and over[0]):
+        raise UsageError("--train.seed: every trial has a seed of its own; --seeds says how many there are")
+    own = [(key, value) for key, value in overrides if key.partition(".")[0] in SweepFile.model_fields]
+    common = [override for override in overrides if override not in own]
+    content, document = read_sweep(name_or_path, own, over)
+    needs = read_needs(document, content)
+    reader = RowReader(document, content, common, {key for key, _ in own})
+    read = {name: reader.row(name, needs[name]) for name in choose_rows(content, needs, rows)}
+    start = reader.start()
+    for broken, key, says in _rules(content, read, [*common, *own]):
+        if broken:
+            raise refusal(document, key, says)
+    count = num_seeds if num_seeds is not None else content.seeds
+    trials = list(_Builder(content, Path(folder), read).trials(start, range(count)))
+    twice = [name for name, number in Counter(trial.name for trial in trials).items() if number > 1]
+    if twice:
+        raise RecipeError(f"sweep: two trials would be called {twice[0]}; give their rows other names")
+    model = (reader.base or next(iter(read.values())).recipe).model.name
+    return Plan(
+        folder=Path(folder),
+        content=content,
+        rows=list(read.values()),
+        trials=trials,
+        num_seeds=count,
+        base=reader.base,
+        start_source=label_of(content.start) if content.start is not None else model,
     )
 
 
-def prepare_folder(plan: Plan) -> None:
-    """Make the sweep's directory, or accept the one that is there.
+def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) -> Iterator[Rule]:
+    """Conditions on the rows and the sections of the file; see ``Rule``."""
+    scorers = [name for name, row in rows.items() if row.recipe.trains_scorer]
+    proxies = {need for row in rows.values() for need in row.needs if need in scorers}
+    if content.best_of_n is not None:
+        yield not scorers, "best_of_n", "a reward model chooses; none of the rows trains one"
+        several = "next to policies there is one reward model, which they all learn from"
+        yield bool(proxies) and len(scorers) != 1, "best_of_n", several
+    if content.head_to_head is not None:
+        judge, key = content.head_to_head.judge, "head_to_head.judge"
+        yield judge not in scorers, key, f"{judge!r} is none of the reward models: {', '.join(scorers) or 'none'}"
+        other = "policies need one reward model, and the judge must be another one"
+        yield len(proxies) != 1 or judge in proxies, key, other
+    for name, row in rows.items():
+        source, where, recipe = content.rows[name], f"rows.{name}", row.recipe
+        models = [need for need in row.needs if need in scorers]
+        before = [need for need in row.needs if need not in (*models, LABELLED)]
+        most = "give at most one reward model and one policy"
+        yield len(before) > 1 or len(models) > 1, f"{where}.needs", most
+        if before or content.start is not None:
+            stated = source.get("model") if content.base is not None or "recipe" in source else None
+            keys = [f"model.{key}" for key in stated or ()] + [key.removeprefix(f"{where}.") for key, _ in overrides]
+            is_set = {"init": recipe.model.init is not None, "name": "model.name" in keys}
+            for key, value in is_set.items():
+                yield value, f"{where}.model.{key}", "it begins with the weights of another run; leave this out"
+        if models:
+            policy = "a reward model rewards answers that are sampled; give a recipe of a policy with 'rollout'"
+            yield recipe.trains_scorer or recipe.rollout is None, where, policy
+            reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
+            yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
+        if models and (asked := content.best_of_n) is not None and recipe.rollout is not None:
+            measured = "give every and drift_prompts; there gold, proxy and KL are measured along the way"
+            yield not (recipe.eval.every and recipe.eval.drift_prompts), f"{where}.eval", measured
+            given = recipe.rollout.temperature
+            same = f"{given} here and {asked.temperature} in best_of_n; give one value, for the KL"
+            yield given != asked.temperature, f"{where}.rollout.temperature", same
 
-    Raises:
-        RunConflict: the folder holds something else, or a trial of another sweep; nothing was changed.
-    """
-    folder = plan.folder
-    if folder.exists() and not folder.is_dir():
-        raise RunConflict(f"{folder}: this is a file, not a folder. Choose another name with --run NAME")
-    if folder.is_dir() and not (folder / PLAN_FILE).is_file():
-        others = [item.name for item in folder.iterdir() if not item.name.startswith((".lock", ".tmp-"))]
-        if others:
-            raise RunConflict(
-                f"{folder}: this folder holds something else than a sweep. Nothing was changed; choose another "
-                "name with --run NAME"
-            )
-    refuse_live_folder(folder)
-    read_states(plan)
-    refuse_links(folder)
-    with storage_errors("sweep", folder):
-        for trial in plan.trials:
-            trial.folder.parent.mkdir(parents=True, exist_ok=True)
+
+def _reward_models(recipe: Recipe) -> list[RewardWord]:
+    return [word for word in recipe.rewards if word.name == "reward_model"]
 
 
-def find_problems(plan: Plan, failures: Mapping[str, str]) -> dict[str, str]:
-    """The reasons why trials are not finished, by name: from now (``failures``), or from an earlier attempt."""
-    reasons = dict(failures)
-    for trial in plan.trials:
-        status = trial.status
-        if status is not None and status.state == "failed":
-            reasons.setdefault(trial.name, status.message or "no reason was recorded")
-    return reasons
+@dataclass
+class _Builder:
+    """Makes the trials of a plan: the start, then seed by seed, so that a sweep that is stopped has finished seeds."""
+
+    content: SweepFile
+    folder: Path
+    rows: Mapping[str, Row]
+    start: Training | None = None
+
+    def trials(self, start: Recipe | None, seeds: Sequence[int]) -> Iterator[Trial]:
+        """All trials, each after what it needs."""
+        if start is not None:
+            self.start = self._run("start", "start", start.train.seed, self.folder / "start", start)
+            yield self.start
+        for seed in seeds:
+            if any(LABELLED in row.needs for row in self.rows.values()):
+                place = self.folder / LABELLED / f"seed{seed}"
+                yield self._evaluation(LABELLED, f"{LABELLED}-seed{seed}", LABELLED, seed, place)
+            runs: dict[str, Training] = {}
+            for row in self.rows.values():
+                runs[row.name] = self._row(row, seed, runs)
+                yield runs[row.name]
+            scorers = {run.row: run for run in runs.values() if run.recipe.trains_scorer}
+            for run in scorers.values() if self.content.best_of_n is not None else ():
+                name, place = f"{run.name}-best-of-n", self.folder / "chosen" / run.name
+                more = ("--best-of", str(run.folder))
+                yield self._evaluation("best_of_n", name, run.row, seed, place, (run,), more)
+            if self.content.head_to_head is not None:
+                (proxy,) = {need for row in self.rows.values() for need in row.needs} & scorers.keys()
+                judges = (runs[self.content.head_to_head.judge], runs[proxy])  # the first says which answer wins
+                more = ("--judge", ",".join(str(judge.folder) for judge in judges))
+                for run in (run for run in runs.values() if run.row not in scorers):
+                    name, place = f"{run.name}-head-to-head", self.folder / "head_to_head" / run.name
+                    yield self._evaluation("head_to_head", name, run.row, seed, place, (run, *judges), more)
+
+    def _row(self, row: Row, seed: int, runs: Mapping[str, Training]) -> Training:
+        own, name = row.recipe.model_copy(deep=True), f"{row.name}-seed{seed}"
+        own.train.seed = seed
+        own.description = f"{row.name} with seed {seed}, a trial of the sweep {self.folder.name}."
+        needed = [runs[need] for need in row.needs if need != LABELLED]
+        scorers = [run for run in needed if run.recipe.trains_scorer]
+        before = [run for run in needed if run not in scorers] or ([self.start] if self.start is not None else [])
+        needs = [run.name for run in (*before, *scorers)]
+        for run in before:
+            own.model.name = run.weights
+        if LABELLED in row.needs:
+            needs.append(f"{LABELLED}-seed{seed}")
+            own.task = own.task.model_copy(update={"path": str(self.folder / LABELLED / f"seed{seed}.jsonl")})
+        for scorer in scorers:  # at most one; it is the whole reward where the recipe names none
+            words = [word.model_dump() for word in own.rewards] if _reward_models(own) else [{"name": "reward_model"}]
+            words = [word | ({"run": str(scorer.folder)} if word["name"] == "reward_model" else {}) for word in words]
+            rewards = [RewardWord.model_validate(word) for word in words]
+            own = own.model_copy(update={"rewards": rewards}).resolve()
+        return self._run(name, row.name, seed, self.folder / "cells" / name, own, tuple(needs))
+
+    def _run(
+        self, name: str, row: str, seed: int, folder: Path, recipe: Recipe, needs: tuple[str, ...] = ()
+    ) -> Training:
+        from posttrain.train.checks import words_of
+
+        if recipe.train.steps is None:
+            raise RecipeError(f"{name}: train.passes: other trials name its last step; give train.steps")
+        try:  # before the first trial is trained, not when this one's turn has come
+            words_of(recipe.resolve())
+        except UsageError as error:
+            raise RecipeError(f"{name}: {error}") from None
+        words = ("train", str(folder.with_name(f"{name}.yaml")), "--runs-dir", str(folder.parent), "--run", name)
+        command = (*words, "--quiet")
+        return Training(name=name, row=row, seed=seed, folder=folder, recipe=recipe, needs=needs, command=command)
+
+    def _evaluation(
+        self,
+        section: str,
+        name: str,
+        row: str,
+        seed: int,
+        folder: Path,
+        needs: Sequence[Training] = (),
+        more: Sequence[str] = (),
+    ) -> Trial:
+        """An evaluation of the start; of a policy, the first that it needs, against the start. ``more``: words."""
+        assert self.start is not None
+        asked = getattr(self.content, section)
+        models = [needs[0].weights, "--against"] if section == "head_to_head" else []
+        words = ["evaluate", *models, self.start.weights, "--task", asked.task.name]
+        for key, value in asked.task.options.items():
+            words += [f"--task.{key}", json.dumps(value)]
+        for key in ("n", "samples", "max_tokens", "temperature"):
+            words += [f"--{key.replace('_', '-')}", str(getattr(asked, key))]
+        command = (*words, *more, "--seed", str(seed), "--out", str(folder), "--quiet")
+        needed = ("start", *(need.name for need in needs))
+        return Trial(name=name, row=row, seed=seed, folder=folder, command=command, section=section, needs=needed)

@@ -132,7 +132,7 @@ function drawCounts(f) {
 
 function drawLens(f) {
   const block = element("dl", "lens");
-  for (const [name, pairs] of [["speaks for", f.promoted], ["speaks against", f.suppressed]]) {
+  for (const [name, pairs] of [["promotes", f.promoted], ["suppresses", f.suppressed]]) {
     if (!pairs.length) continue;
     const chips = element("dd");
     for (const [token, value] of pairs) {

@@ -1,0 +1,90 @@
+"""The results of a sweep: parts with tables, sentences, notes and data, whatever question each answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.evals import tables as text
+from posttrain.evals.statistics import Summary
+from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.store.durable import sayable
+from posttrain.untrusted import bullets, paragraph, plain
+
+
+@dataclass(frozen=True)
+class Part:
+    """Results of one function over the rows of a sweep.
+
+    ``findings``: a sentence each. ``notes``: how to read the numbers. ``data``: everything as plain data, for
+    ``results.json``. ``drawn``: the arguments of the function of ``reports.sweeps`` that draws its panels.
+    """
+
+    tables: list[TextTable]
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    drawn: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """All that is reported about a sweep.
+
+    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``. ``file``: the text of
+    ``sweep.yaml``, with every row as a whole recipe.
+    """
+
+    title: str
+    description: str
+    command: str
+    parts: dict[str, Part]
+    file: str = ""
+    differences: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> list[TextTable]:
+        return [table for part in self.parts.values() for table in part.tables]
+
+    @property
+    def findings(self) -> list[str]:
+        return [line for part in self.parts.values() for line in part.findings]
+
+    @property
+    def notes(self) -> list[str]:
+        return [line for part in self.parts.values() for line in part.notes]
+
+    def to_markdown(self) -> str:
+        """The text of ``table.md``."""
+        lines = [*self.problems, *self.findings]
+        parts = [
+            f"# {plain(self.title)}\n",
+            f"{paragraph(self.description)}\n" if self.description else "",
+            bullets(lines) if lines else "",
+            *(text.to_markdown(table) for table in self.tables),
+            bullets(self.notes),
+            f"## What differs\n\n{bullets(self.differences)}" if self.differences else "",
+            f"## Make it again\n\n```\n{self.command}\n```\n",
+        ]
+        return "\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        """The text of ``results.json``: everything, unrounded; a number that is not finite is null."""
+        names = ("title", "description", "command", "problems", "findings", "notes", "differences", "environment")
+        content = {name: getattr(self, name) for name in names}
+        for part in self.parts.values():
+            content |= part.data
+        return json.dumps(sayable(content), indent=1, allow_nan=False)
+
+
+def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
+    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0 %`` of a share; without interval for one seed."""
+    if summary is None:
+        return NOTHING
+    scale, places, unit = (100.0, 1, " %") if is_share else (1.0, digits, "")
+    half = "" if summary.half_width is None else f" ± {summary.half_width * scale:.{places}f}"
+    return f"{summary.mean * scale:.{places}f}{half}{unit}"
