@@ -41,7 +41,7 @@ def test_from_a_recipe_to_a_dictionary(
     assert metadata.hook_name == "blocks.1.hook_resid_post"
     assert metadata.models is not None
     assert len(metadata.models[0]["weights_hash"]) == 64
-    store = ActivationStore.open(run / "activations")
+    store = ActivationStore(run / "activations")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
     dictionary = load_dictionary(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()

@@ -26,7 +26,6 @@ LITTLE = {
     "dictionary.k": "6",
     "train.steps": "12",
     "train.batch": "256",
-    "difference.features": "16",
     "kl_documents": "6",
     "show": "3",
     "min_documents": "3",
@@ -83,7 +82,7 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert compared["documents"]["documents"] == 24
     assert [d["features"] for d in compared["dictionaries"]] == [64, 64]
     assert len(compared["features"]) <= 3
-    assert {"difference", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
+    assert {"frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
     doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}

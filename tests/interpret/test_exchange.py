@@ -83,7 +83,7 @@ def test_load_dictionary_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         ({"k": [4]}, "k: "),
         ({"architecture": "topk"}, "says nothing of k, which a topk dictionary needs"),
         ({"metadata": "x"}, "metadata: "),
-        ({"metadata": {"models": [1]}}, r"metadata\.models\.0\."),
+        ({"metadata": {"models": [1]}}, r"metadata\.models\.0: "),
     ):
         save_dictionary(trained("l1")[0], tmp_path)
         change(tmp_path, **changes)
@@ -213,7 +213,7 @@ def test_load_dictionary_with_a_scaling_factor_of_ones_is_used(tmp_path: Path) -
     ("hook", "site"),
     [
         ("blocks.19.hook_resid_post", "resid.20"),
-        ("blocks.0.hook_resid_pre", "resid.0"),
+        ("blocks.0.hook_resid_pre", None),
         ("blocks.8.hook_resid_pre", "resid.8"),
         ("blocks.3.hook_mlp_out", None),
         ("blocks.3.attn.hook_z", None),

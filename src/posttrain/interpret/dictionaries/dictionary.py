@@ -18,30 +18,26 @@ from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 from posttrain.registry import find, register
 
-# The kinds of sparse dictionaries: how pre-activations become features, and what is paid for them.
-#
-# A kind is a pure, differentiable function of the pre-activations; the matrix products around it, their gradients and
-# the loss are the same for every kind (``dictionary_loss``). The loss that all of them share, on inputs scaled to
-# E‖x‖ = √d and decoder rows of norm 1, is
+# The kinds of sparse dictionaries are pure, differentiable functions of the pre-activations. On inputs scaled to
+# E‖x‖ = √d and decoder rows of norm 1, all of them share the loss
 #
 #     loss = mean over rows of [ mean over the d coordinates of (x − x̂)² + penalty ]
 #
-# so a penalty is per row, and is weighed against a squared error that is *averaged* over d. That convention decides
-# what a coefficient means: an error that is summed over d wants one that is d times as large.
+# so a penalty is per row, and is weighed against a squared error that is *averaged* over d: an error that is summed
+# over d needs a coefficient that is d times as large.
 #
 # ``needs_rank``: the features of a row compete for a place, so the losers have something to learn from (AuxK).
-# ``architecture``: what the trained dictionary is called in SAELens's layout, which is also how it is used:
-# ``standard`` relu(pre), ``jumprelu`` relu(pre)·(pre > threshold), ``topk`` the k largest of a row.
+# ``architecture``: the name in SAELens's layout, and how the trained dictionary is used: ``standard`` relu(pre),
+# ``jumprelu`` relu(pre)·(pre > threshold), ``topk`` the k largest of a row.
 
 Rows = Float[Tensor, "n F"]
 
-# Fewer rows do not tell where the threshold of a batch is.
-MIN_SAMPLE_ROWS = 256
+MIN_SAMPLE_ROWS = 256  # for the threshold of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What a kind makes of a batch.
+    """Result of a kind for a batch.
 
     ``features`` [n, F], none negative. ``penalty``: mean over the rows, differentiable; None where sparsity is by
     construction. ``threshold`` [F]: the new value of the running threshold; None where it stays.
@@ -84,9 +80,8 @@ def batchtopk(
 ) -> Codes:
     """The n·k largest positive pre-activations of a batch of n rows (Bussmann, Leask & Nanda 2024).
 
-    The value that the last of them exceeds is found among a share of the rows, which are in random order: to select
-    among all of them takes longer than the matrix products. Its running average is the threshold that the trained
-    dictionary uses, where a row stands alone.
+    The threshold is found in a sample of the rows, because selecting among all of them takes longer than the matrix
+    products. The trained dictionary, which reads each row alone, uses its running average.
 
     Args:
         k: features per row, on average.
@@ -102,13 +97,13 @@ def batchtopk(
 
 
 def keep_largest(pre: Rows, k: int) -> Tensor:
-    """The k largest entries of each row where positive, zero elsewhere."""
+    """Return the k largest entries of each row where positive, zero elsewhere."""
     values, places = pre.topk(min(k, pre.shape[1]), dim=-1, sorted=False)
     return torch.zeros_like(pre).scatter(-1, places, torch.relu(values))
 
 
 class Dictionary(nn.Module):
-    """The weights of a dictionary and how it reads and writes activations [n, d].
+    """Weights of a dictionary that encodes and decodes activations [n, d].
 
     Args:
         d: width of an activation.
@@ -156,7 +151,7 @@ class Dictionary(nn.Module):
         self.register_buffer("since_fired", torch.zeros(num_features, dtype=torch.int64))
 
     def encode(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Return the features [n, F] of activations [n, d], as the trained dictionary makes them: row by row.
+        """Return the features [n, F] of activations [n, d], each row by itself.
 
         ``chosen``, int64 [S]: these alone, [n, S]; no others are computed where features do not compete.
         """

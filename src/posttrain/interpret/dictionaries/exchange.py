@@ -23,41 +23,35 @@ from torch import Tensor
 from posttrain.errors import DataError
 from posttrain.interpret.activations.sites import layer_of
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.rows import DIFFERENCE, StoreRows
+from posttrain.interpret.dictionaries.fitting import StoreRows
+from posttrain.interpret.dictionaries.recipe import DIFFERENCE, SaeRecipe
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
-# The layout that the files follow; readers of SAELens refuse what is older than 6.
-LAYOUT_VERSION = "6.0.0"
+LAYOUT_VERSION = "6.0.0"  # SAELens refuses older ones
+_MISSING = "there is no such file; a dictionary is a folder with cfg.json and weights"
 _KINDS = {"standard": "l1", "topk": "topk", "jumprelu": "batchtopk"}
 _HOOK = re.compile(r"blocks\.([0-9]{1,6})\.hook_resid_(pre|post)")
 
 
 def hook_name(site: str) -> str:
-    """``resid.20`` is ``blocks.19.hook_resid_post``; ``resid.0`` is ``blocks.0.hook_resid_pre``."""
-    layer = layer_of(site)
-    return f"blocks.{layer - 1}.hook_resid_post" if layer else "blocks.0.hook_resid_pre"
+    """Return SAELens's name of a site: ``resid.20`` is ``blocks.19.hook_resid_post``."""
+    return f"blocks.{layer_of(site) - 1}.hook_resid_post"
 
 
 def site_of_hook(hook: str | None) -> str | None:
-    """``blocks.19.hook_resid_post`` and ``blocks.20.hook_resid_pre`` are ``resid.20``; None for no site of ours."""
+    """Return ``resid.20`` for ``blocks.19.hook_resid_post`` and ``blocks.20.hook_resid_pre``; None for another hook."""
     match = _HOOK.fullmatch(hook or "")
-    return f"resid.{int(match[1]) + (match[2] == 'post')}" if match else None
+    layer = int(match[1]) + (match[2] == "post") if match else 0
+    return f"resid.{layer}" if layer else None
 
 
 def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
-    """Write a dictionary that takes raw activations: its ``input_scale`` is folded into the weights.
+    """Write a dictionary that takes raw activations (``input_scale`` folded into the weights), and return its folder.
 
     Args:
-        dictionary: unchanged.
-        folder: made if it is not there; both files are replaced in one step each.
-        metadata: what it was trained on, as plain data. ``model_name`` and ``hook_name`` are what other tools look for;
-            ``layer`` counts blocks from 1, as in ``hidden_states[layer]``.
-
-    Returns:
-        the folder.
+        metadata: what it was trained on, as plain data. Other tools look for ``model_name`` and ``hook_name``.
 
     Raises:
         StorageError: the disk is full or not writable.
@@ -88,17 +82,16 @@ def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mappin
 
 
 def _shapes(dictionary: Dictionary) -> dict[str, tuple[int, ...]]:
-    """The tensors of a dictionary's file, and their shapes."""
+    """Return the shapes of the tensors in a dictionary's file."""
     d, features = dictionary.d, dictionary.features
     shapes: dict[str, tuple[int, ...]] = {"W_enc": (d, features), "W_dec": (features, d), "b_enc": (features,)}
-    shapes["b_dec"] = (d,)
-    return shapes | ({"threshold": (features,)} if dictionary.architecture == "jumprelu" else {})
+    return shapes | {"b_dec": (d,)} | ({"threshold": (features,)} if dictionary.architecture == "jumprelu" else {})
 
 
 class Metadata(BaseModel, extra="allow"):
     """The part of ``cfg.json`` about what a dictionary was trained on; all of it may be missing."""
 
-    models: list[dict[str, Any] | str] | None = None
+    models: list[dict[str, Any]] | None = None
     model_name: str | None = None
     hook_name: str | None = None
     site: str | None = None
@@ -124,7 +117,7 @@ class _Configuration(BaseModel):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """Read what a dictionary was trained on; the site is filled in from the hook's name where it is not said.
+    """Read what a dictionary was trained on; a missing site is filled in from the hook's name.
 
     Raises:
         DataError: there is no ``cfg.json``, or it is damaged.
@@ -164,10 +157,9 @@ def load_dictionary(folder: str | Path) -> Dictionary:
 
 def _read_configuration(path: Path) -> _Configuration:
     try:
-        content = path.read_bytes()
-        return _Configuration.model_validate_json(content, strict=True)
+        return _Configuration.model_validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
-        raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
+        raise DataError(path, _MISSING) from None
     except ValidationError as error:
         fault = first_fault(error)
         raise DataError(path, f"this dictionary cannot be used here ({fault}); convert it with SAELens") from None
@@ -180,17 +172,15 @@ def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], architectur
     try:
         tensors = {name: value.float() for name, value in load_file(path).items()}
     except FileNotFoundError:
-        raise DataError(path, "there is no such file; a dictionary is a folder with cfg.json and weights") from None
+        raise DataError(path, _MISSING) from None
     except (OSError, SafetensorError) as error:
         raise DataError(path, f"cannot be read ({error})") from None
     scale = tensors.get("scaling_factor")  # files of SAELens before version 6 hold ones, which scale nothing
     if scale is not None and bool((scale == 1).all()):
         del tensors["scaling_factor"]
-    missing = [name for name in shapes if name not in tensors]
-    if missing:
+    if missing := [name for name in shapes if name not in tensors]:
         raise DataError(path, f"has no tensor {', '.join(missing)}; there are: {', '.join(sorted(tensors))}")
-    unused = sorted(tensors.keys() - shapes.keys())
-    if unused:
+    if unused := sorted(tensors.keys() - shapes.keys()):
         raise DataError(
             path,
             f"has tensors that a {architecture} dictionary does not use: {', '.join(unused)}. It is of another "
@@ -203,9 +193,8 @@ def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], architectur
 
 
 def describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, Any]:
-    """Return plain data for ``save_dictionary``: the model, the place in it, and the training."""
-    index = rows.store.index
-    site = rows.site or rows.store.sites[0]
+    """Return metadata for ``save_dictionary``: the model, the place in it, and the training."""
+    index, site = rows.store.index, rows.site
     used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
     return {
         "model_name": used[-1].model,
@@ -215,7 +204,7 @@ def describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str
         "layer": layer_of(site),
         "layer_convention": index.layer_convention,
         "source": rows.source,
-        "models": [{"name": x.name, "model": x.model, "weights_hash": x.weights_hash} for x in used],
+        "models": [source.model_dump() for source in used],
         "tokenizer": index.tokenizer,
         "activations": {"data": index.data, "rows": index.rows, "dropped": index.dropped, "dtype": index.dtype},
         "training": {"recipe": recipe.fingerprint(), "steps": step, "rows": step * recipe.train.batch},

@@ -1,10 +1,8 @@
-"""Which tokens a direction of the residual stream speaks for, read directly off the unembedding.
+"""The logit lens (nostalgebraist 2020) of one direction: the tokens that it promotes and suppresses.
 
-Convention: a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean over the vocabulary. γ is
-the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own first. The norm's division
-by the size of the residual stream is left out: it depends on the token at hand and scales all logits alike, so it
-changes no order. Biases, soft caps and layers in between are left out too, so this is what a feature says directly,
-nostalgebraist's logit lens (2020) for one direction.
+A direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean over the vocabulary. γ is the gain of
+the final norm; where that norm subtracts the mean (LayerNorm), u loses its own first. The norm's division by the size
+of the residual stream scales all logits alike and is left out, as are biases, soft caps and the layers in between.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class Lens:
     centres: bool
 
     def to(self, device: torch.device | str) -> Lens:
-        """The same on a device."""
+        """Return the same on a device."""
         return Lens(self.unembedding.to(device), self.gain.to(device), self.centres)
 
     def logits(self, directions: Tensor) -> Tensor:
-        """[n, V] of directions [n, d] of any norm but 0, which is brought to 1; see the module for the convention."""
+        """Return logits [n, V] of directions [n, d] of any norm but 0; see the module for the convention."""
         unit = directions.float()
         unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
         if self.centres:
@@ -54,7 +52,7 @@ class Lens:
         return logits - logits.mean(1, keepdim=True)
 
     def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
-        """For each direction the ``count`` tokens with the highest logits, falling, and with the lowest, rising."""
+        """Return for each direction the ``count`` tokens with the highest logits, falling, and the lowest, rising."""
         size = max(1, _MAX_LOGITS // len(self.unembedding))
         count = min(count, len(self.unembedding))
         ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
@@ -71,7 +69,7 @@ Likely = tuple[int, float]  # a token's id and its logit
 
 @torch.no_grad()
 def build_lens(model: Any) -> Lens:
-    """The lens of a causal LM, or of a peft model around one.
+    """Return the lens of a causal LM, or of a peft model around one.
 
     Raises:
         UsageError: it has no LM head, or keeps its final norm in a way that is not known here.
@@ -88,7 +86,7 @@ def build_lens(model: Any) -> Lens:
 
 
 def load_lens(section: ModelSection) -> tuple[Lens, Any]:
-    """The lens of a model by its name, and its tokenizer. All blocks of a plain model but one stay on the disk.
+    """Return the lens of a model by its name, and its tokenizer; of a plain model one block alone is loaded.
 
     Raises:
         UsageError: no such model, or see ``build_lens``.
@@ -102,7 +100,7 @@ def load_lens(section: ModelSection) -> tuple[Lens, Any]:
 
 
 def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
-    """(gain [d], whether it subtracts the mean), by what the norm does to a vector; so no architecture is asked for.
+    """Return (gain [d], whether it subtracts the mean), measured on a vector, so that any architecture will do.
 
     ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
     """
@@ -123,7 +121,7 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
 
 
 def show_token(tokenizer: Any, token: int) -> str:
-    """Return a token as text; where it is part of a character, or nothing, the tokenizer's name for it."""
+    """Return a token as text; where that is part of a character, or empty, the tokenizer's name for it."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     if not text or "\ufffd" in text:
         text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
@@ -132,7 +130,7 @@ def show_token(tokenizer: Any, token: int) -> str:
 
 @torch.no_grad()
 def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int = 8) -> list[dict[str, list[Any]]]:
-    """For each direction [n, d] the tokens with the largest and the smallest logits (``logit_lens``).
+    """Return for each direction [n, d] the tokens with the largest and the smallest logits.
 
     ``{"up": [[text, logit], ...], "down": [...]}``.
 
