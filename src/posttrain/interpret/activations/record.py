@@ -57,8 +57,7 @@ def record(
 ) -> ActivationStore:
     """Record activations of documents (token ids) into a folder and open it.
 
-    An interrupted recording continues and ends with the same bytes: a shard is a function of its documents, the
-    settings and the limits.
+    An interrupted recording continues, and ends with the same bytes.
 
     ::
 
@@ -182,10 +181,7 @@ def _compute(
 def keep_rows(norms: Mapping[str, Tensor], first: Tensor, limits: Mapping[str, float]) -> tuple[Tensor, dict[str, int]]:
     """Return which rows stay, and how many go for each reason; a row that goes for two is counted under the first.
 
-    Args:
-        norms: of every row, by ``site@source``.
-        first: bool [n], tokens at the start of a document, which are left out.
-        limits: by ``site@source``, the norm above which a row is an outlier.
+    ``norms`` of every row and ``limits`` by ``site@source``; ``first`` bool [n]: tokens at the start of a document.
     """
     broken, outlier = torch.zeros_like(first), torch.zeros_like(first)
     for name, values in norms.items():
@@ -256,18 +252,10 @@ def read_documents(
 
 
 def read_rollouts(path: Path, run: str, context_tokens: int, max_tokens: int | None = None) -> Documents:
-    """Return what a run has sampled while it trained.
-
-    Raises:
-        DataError: no such file, or no rollouts in it.
-    """
+    """Return what a run has sampled while it trained; ``DataError``: nothing."""
     rollouts = RolloutStore(path, read_only=True).training()
     if not rollouts:
-        raise DataError(
-            path,
-            "no rollouts to read: this run has sampled nothing; record over the prompts of its task instead, with "
-            "--task",
-        )
+        raise DataError(path, "no rollouts to read: this run has sampled nothing; record over its task, with --task")
     sequences = ((list(r.token_ids), len(r.token_ids) - r.num_tokens) for r in rollouts)
     return collect(sequences, {"source": "rollouts", "run": run}, context_tokens, max_tokens)
 
@@ -295,11 +283,7 @@ def _pieces(path: Path, tokenizer: Any, context_tokens: int) -> Iterator[tuple[l
 def collect(
     sequences: Iterable[tuple[list[int], int]], data: dict[str, Any], context_tokens: int, max_tokens: int | None
 ) -> Documents:
-    """Return documents (ids, length of the prompt) within both limits; no more is read than they need.
-
-    Raises:
-        UsageError: there are no tokens.
-    """
+    """Return documents (ids, length of the prompt) within both limits; ``UsageError``: there are no tokens."""
     documents = Documents(data=data | {"context_tokens": context_tokens, "max_rows": max_tokens})
     room = float("inf") if max_tokens is None else max_tokens
     for ids, prompt_length in sequences:

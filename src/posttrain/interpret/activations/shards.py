@@ -125,33 +125,16 @@ class StoreIndex(BaseModel, extra="forbid"):
         """Size of one row on the disk: activations, and token, document and position."""
         return sum(self.widths.values()) * DTYPES[self.dtype].itemsize * len(self.sources) + 12
 
-    def refuse_changes(self, folder: Path, stored: StoreIndex) -> None:
-        """Refuse to continue a stored recording with other settings than these.
-
-        Raises:
-            UsageError: names the first difference.
-        """
-        old, new = stored._deciding(), self._deciding()
-        for key in {**old, **new}:
-            if old.get(key) != new.get(key):
-                raise UsageError(
-                    f"{folder} was recorded with another `{key}`: {old.get(key)!r} there, {new.get(key)!r} now. "
-                    "Give another folder, or delete that one"
-                )
-
-    def _deciding(self) -> dict[str, Any]:
+    def deciding(self) -> dict[str, str]:
+        """Return what must be the same for a recording to continue, as JSON by name."""
         keys: dict[str, Any] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
         keys |= {"data": self.data, "documents": self.documents_sha256}
         keys |= {x.name: [x.weights_hash, x.dtype] for x in self.sources} | self.settings
-        return {key: json.loads(json.dumps(value)) for key, value in keys.items()}  # as they are read again
+        return {key: json.dumps(value) for key, value in keys.items()}
 
 
 def read_index(folder: Path) -> StoreIndex:
-    """Return the index of a folder.
-
-    Raises:
-        DataError: there is none, or it is of another format.
-    """
+    """Return the index of a folder, or raise ``DataError``."""
     path = folder / INDEX
     if not path.is_file():
         raise DataError(folder, f"no recorded activations here (no {INDEX}); `posttrain activations` makes them")
@@ -199,17 +182,13 @@ class ActivationStore:
             raise DataError(self.folder / DOCUMENTS, "its documents do not follow one another; record again")
 
     def width(self, site: str | None = None) -> int:
-        """Return d of a site."""
+        """Return the width of a site."""
         return self.index.widths[self._choose(site, self.sites, "site")]
 
     def gather(self, rows: Tensor, site: str | None = None, source: str | None = None) -> Tensor:
         """Return activations ``[n, d]`` of the rows ``int64 [n]``, in that order, in the stored dtype.
 
-        ``site`` and ``source`` may be left out where there is only one.
-
-        Raises:
-            UsageError: no such site or source, or one of several is needed.
-            IndexError: no such row.
+        ``site`` and ``source`` may be left out where there is only one. ``UsageError``: no such site or source.
         """
         site, source = self._choose(site, self.sites, "site"), self._choose(source, self.sources, "source")
         return self._pick(rows, f"{site}@{source}")
@@ -219,11 +198,7 @@ class ActivationStore:
         return self._pick(rows, "tokens").long()
 
     def documents(self, rows: Tensor) -> Tensor:
-        """Return the document number of each row, ``int64 [n]``.
-
-        Raises:
-            DataError: a number beyond the documents.
-        """
+        """Return the document number of each row, ``int64 [n]``."""
         documents = self._pick(rows, "document").long()
         if len(documents) and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
             raise DataError(self.folder, f"a row says that it is of another document than the {self.num_documents}")
@@ -234,13 +209,7 @@ class ActivationStore:
         return self._pick(rows, "position").long()
 
     def document_tokens(self, document: int) -> list[int]:
-        """Return all token ids of a document, those of dropped rows too.
-
-        Raises:
-            IndexError: no such document.
-        """
-        if not 0 <= document < self.num_documents:
-            raise IndexError(f"document {document} of {self.num_documents}")
+        """Return all token ids of a document, those of dropped rows too."""
         start, end = self._documents["offsets"][document : document + 2].tolist()
         ids: list[int] = self._documents["ids"][start:end].tolist()
         return ids
@@ -277,11 +246,7 @@ class ActivationStore:
 
 
 def _map_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, memory-mapped, of which some have known shapes.
-
-    Raises:
-        DataError: no such file, or other shapes.
-    """
+    """Return the tensors of a safetensors file, memory-mapped; ``DataError``: other shapes than these."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -296,11 +261,6 @@ def _map_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 class StoreWriter:
     """Writes a recording shard by shard; an interrupted one continues at its first unfinished shard.
 
-    Args:
-        folder: made if missing.
-        index: what is recorded.
-        documents: all of them.
-
     Raises:
         UsageError: the folder holds something else, or a recording with other settings.
         StorageError: the disk is full or not writable.
@@ -312,7 +272,13 @@ class StoreWriter:
         self.index = index.model_copy(deep=True, update=size)
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
-            self.index.refuse_changes(self.folder, stored)
+            old, new = stored.deciding(), self.index.deciding()
+            for key in {**old, **new}:
+                if old.get(key) != new.get(key):
+                    raise UsageError(
+                        f"{self.folder} was recorded with another `{key}`: {old.get(key)} there, {new.get(key)} now. "
+                        "Give another folder, or delete that one"
+                    )
             self.index = stored
             return
         with storage_errors("activations", self.folder):
@@ -374,12 +340,8 @@ def write_tensors(
 ) -> ActivationStore:
     """Store given rows: by site ``[n, d]``, or two of them (base, post).
 
-    Args:
-        documents: token ids; all their tokens together are the n rows. None: one document whose ids are 0.
-        about: stands in the index for a model's name.
-
-    Raises:
-        UsageError: the numbers of rows differ.
+    ``documents``: token ids, of which all together are the n rows (None: one document whose ids are 0). ``about``
+    stands in the index for a model's name. ``UsageError``: the numbers of rows differ.
     """
     pairs = {site: [tensors] if isinstance(tensors, Tensor) else list(tensors) for site, tensors in sites.items()}
     first = next(iter(pairs.values()))
@@ -402,12 +364,8 @@ def write_tensors(
 def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
     """Write a store as ``<site>@<source>-00000.pt`` and ``tokens-``, ``document-``, ``position-00000.pt``.
 
-    Files of the same number hold the same rows (``ROWS_PER_FILE``, the last one fewer), one tensor each;
-    ``torch.load(..., weights_only=True)`` reads them.
-
-    Raises:
-        UsageError: the folder is there already and not empty.
-        StorageError: the disk is full or not writable.
+    Files of the same number hold the same rows (``ROWS_PER_FILE``, the last one fewer), one tensor each.
+    ``UsageError``: the folder is not empty.
     """
     place = Path(folder)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -429,11 +387,7 @@ def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore
     """Store the rows of ``.pt`` files with one tensor ``[rows, d]`` each, in the order of their names.
 
     Files of ``export_pt`` keep sources and tokens, with positions counted anew; other files (``*.pt``) become one
-    document without tokens. The dtype is the files' own (bfloat16 stays, all else becomes float32).
-
-    Raises:
-        DataError: no files, or one that holds something else.
-        UsageError: the output folder holds something else.
+    document without tokens. bfloat16 stays, all else becomes float32. ``DataError``: a file holds something else.
     """
     layer_of(site)
     place = Path(folder)

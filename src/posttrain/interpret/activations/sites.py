@@ -40,11 +40,7 @@ _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
 
 
 def layer_of(site: str) -> int:
-    """Return the layer L that ``resid.L`` names.
-
-    Raises:
-        UsageError: the name is of another form.
-    """
+    """Return the layer L that ``resid.L`` names."""
     match = _SITE.fullmatch(site)
     if match is None:
         raise UsageError(
@@ -60,11 +56,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def blocks_of(backbone: Any) -> nn.ModuleList:
-    """Return the blocks of a backbone in order.
-
-    Raises:
-        UsageError: it keeps them in a way that is not known here.
-    """
+    """Return the blocks of a backbone in order; ``UsageError``: it keeps them in a way that is not known here."""
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     expected = backbone.config.get_text_config().num_hidden_layers
     candidates = [child for child in lists if len(child) == expected] or lists
@@ -82,11 +74,7 @@ def refuse_layers(sites: Sequence[str], num_layers: int, name: str) -> None:
 
 @contextmanager
 def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Send, inside, what a site of the model holds through ``change`` ([batch, tokens, d] to the same shape).
-
-    Raises:
-        UsageError: no such site in this model.
-    """
+    """Send, inside, what a site of the model holds through ``change`` ([batch, tokens, d] to the same shape)."""
     blocks = blocks_of(backbone_of(model))
     refuse_layers([site], len(blocks), "this model")
 
@@ -105,11 +93,7 @@ class _Reached(Exception):
 
 
 def read_sites(model: Any, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
-    """Run a model up to the last of the sites; return what each of them holds, ``[batch, tokens, d]``.
-
-    Raises:
-        UsageError: no such site in this model.
-    """
+    """Run a model up to the last of the sites; return what each of them holds, ``[batch, tokens, d]``."""
     seen: dict[str, Tensor] = {}
 
     def keep(site: str, values: Tensor) -> Tensor:
@@ -129,13 +113,8 @@ def read_sites(model: Any, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
 def read_rows(model: Any, sites: Sequence[str], documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return by site ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
 
-    Args:
-        model: a causal LM, a peft model around one, or a backbone; the rows have its dtype.
-        sites: names, such as ``resid.20``.
-        documents: token ids of one batch; which documents share a batch matters by rounding alone.
-
-    Raises:
-        UsageError: no such site in this model.
+    ``model``: a causal LM, a peft model around one, or a backbone; the rows have its dtype. ``documents``: token ids of
+    one batch; which documents share a batch matters by rounding alone.
     """
     tokens, lengths = pad(documents, device_of(model))
     real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -211,11 +190,7 @@ def load_shortened(architecture: Any, section: ModelSection, source: str, layer:
 
 
 def read_config(name: str) -> Any:
-    """Return the configuration of a model, without its weights; of an adapter folder that of its base.
-
-    Raises:
-        UsageError: no such model.
-    """
+    """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
     source = resolve_model_name(name)
     while (base := adapter_base(source)) is not None:
         source = base
@@ -224,11 +199,7 @@ def read_config(name: str) -> Any:
 
 
 def check_layers(name: str, sites: Sequence[str]) -> None:
-    """Refuse sites that a model has not, by its configuration alone.
-
-    Raises:
-        UsageError: no such model, no name of a site, or a layer above the last.
-    """
+    """Refuse sites that a model has not, by its configuration alone."""
     refuse_layers(sites, read_config(name).get_text_config().num_hidden_layers, name)
 
 
@@ -236,9 +207,6 @@ def weights_hash(name: str) -> str:
     """Return the SHA-256 of a model's weights, an adapter's base included; ``""`` where there are no files.
 
     The manifest of a checkpoint has the digests; the files of other folders are read (about a second per GB).
-
-    Raises:
-        UsageError: no such model.
     """
     source = resolve_model_name(name)
     try:

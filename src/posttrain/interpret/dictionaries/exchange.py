@@ -50,11 +50,7 @@ def site_of_hook(hook: str | None) -> str | None:
 def save_dictionary(dictionary: Dictionary, folder: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a dictionary that takes raw activations (``input_scale`` folded into the weights), and return its folder.
 
-    Args:
-        metadata: what it was trained on, as plain data. Other tools look for ``model_name`` and ``hook_name``.
-
-    Raises:
-        StorageError: the disk is full or not writable.
+    ``metadata``: what it was trained on, as plain data. Other tools look for ``model_name`` and ``hook_name``.
     """
     place = Path(folder)
     folded = copy.deepcopy(dictionary).to("cpu", torch.float32).fold()
@@ -117,11 +113,7 @@ class _Configuration(BaseModel):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """Read what a dictionary was trained on; a missing site is filled in from the hook's name.
-
-    Raises:
-        DataError: there is no ``cfg.json``, or it is damaged.
-    """
+    """Read what a dictionary was trained on; a missing site is filled in from the hook's name."""
     configuration = _read_configuration(Path(folder) / CONFIG)
     metadata = configuration.metadata or Metadata()
     site = metadata.site or site_of_hook(metadata.hook_name or configuration.hook_name)

@@ -27,13 +27,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class StoreRows:
     """Rows of one site of recorded activations.
 
-    Args:
-        store: opened.
-        site: may be left out where there is one.
-        source: ``model``, ``base``, ``post`` or ``difference``: post − base. None where one model was recorded.
-
-    Raises:
-        UsageError: there is no such site or source.
+    ``site`` may be left out where there is one. ``source``: ``model``, ``base``, ``post`` or ``difference`` (post −
+    base); None where one model was recorded. ``UsageError``: there is no such site or source.
     """
 
     def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
@@ -81,11 +76,7 @@ def too_few_rows(rows: str, held_out: int, batch: int) -> UsageError:
 
 
 def first_held_out(rows: StoreRows, held_out: int, batch: int) -> int:
-    """Return how many rows are trained on: all but the last ``held_out``, and no document on both sides.
-
-    Raises:
-        UsageError: fewer rows than one batch would be left.
-    """
+    """Return how many rows are trained on: all but the last ``held_out``, and no document on both sides."""
     start = rows.num_rows - held_out
     if start > 0:
         start = rows.boundary(start) or start  # one document alone is cut
@@ -182,11 +173,8 @@ def dictionary_loss(
 ) -> tuple[Tensor, Measured]:
     """Return the loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, d], and what was measured.
 
-    Args:
-        progress: in [0, 1], the share of the training that is done.
-        auxk: weight of AuxK.
-        dead: bool [F], the features that AuxK revives.
-        dtype: of the operands of the matrix products.
+    ``progress`` in [0, 1]: the share of the training that is done. ``auxk``: weight of AuxK, which revives the features
+    in ``dead`` (bool [F]). ``dtype``: of the operands of the matrix products.
     """
     with torch.no_grad():
         loss, gradients, measured = _evaluate(dictionary, x, progress, auxk, dead, dtype)
@@ -327,8 +315,7 @@ def fit_dictionary(
 ) -> Dictionary:
     """Train a dictionary of the first ``num_rows`` rows as `posttrain sae train` does; it takes raw activations.
 
-    Args:
-        frozen_decoder: train the encoder alone, on random directions: the baseline that knows nothing of the model.
+    ``frozen_decoder``: the encoder alone, on random directions: the baseline that knows nothing of the model.
     """
     dictionary = build_dictionary(rows.d, word, seed).to(device)
     dictionary.prepare(sample_rows(rows, num_rows, seed).to(device))

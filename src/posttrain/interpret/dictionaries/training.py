@@ -116,11 +116,6 @@ def open_or_record(
     """Open the activations that a recipe names, or the run's own recording, which is made where it is not finished.
 
     Every file of a recording that is used again is compared with its hash first (about a second per GB).
-
-    Raises:
-        UsageError: no such model, site or text; too few rows; too little room; or more than 1 GiB without
-            ``allow_large``.
-        DataError: a folder without finished activations, or a damaged recording.
     """
     section, place = recipe.activations, run / ACTIVATIONS
     if section.folder is not None:

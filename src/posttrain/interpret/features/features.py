@@ -145,13 +145,9 @@ def find_contexts(
 ) -> FeatureStatistics:
     """Read all rows once, in order, on the dictionary's device.
 
-    Args:
-        rows: of the site and source that the dictionary is for.
-        features: int64 [S]; None: all.
-        contexts: K, the number for each feature.
-        before, after: tokens on both sides of the strongest one whose activations are kept.
-        chunk_rows: rows at a time, about; documents are not cut. The result does not depend on it.
-        observe: gets (rows done, rows in all).
+    ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
+    ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
+    ``observe`` gets (rows done, rows in all).
     """
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
@@ -185,11 +181,7 @@ def _later_twins(keys: Tensor) -> Tensor:
 
 
 def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Tensor:
-    """Return the features named, each once, int64 [S]; all of them for None.
-
-    Raises:
-        UsageError: there is no such feature.
-    """
+    """Return the features named, each once, int64 [S]; all of them for None."""
     if features is None:
         return torch.arange(dictionary.features)
     for number in features:
@@ -222,14 +214,10 @@ def describe_features(
     Args:
         dictionary: on raw activations; the pass is made on its device.
         features: which; None: all.
-        contexts: the number for each feature, at most.
-        tokens: the number at each end of the logit lens.
+        contexts, tokens: the numbers of contexts of each feature, and of tokens at each end of the logit lens.
         lens: of the model that the directions are read in; None: no token is named.
         tokenizer: for the texts of tokens; None: their ids are shown.
         about: plain data that is kept in the report.
-
-    Raises:
-        UsageError: no such feature, or rows of another width.
     """
     store = rows.store
     if rows.d != dictionary.d:
@@ -309,13 +297,7 @@ def _contexts(found: FeatureStatistics, store: ActivationStore, text: Callable[[
 
 
 def write_features(report: Report, path: str | Path) -> Path:
-    """Write ``features.json``: ``about``, then ``features`` with one feature on each line.
-
-    Each feature has its address on the page in the same folder, ``features.html#feature-12``.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
+    """Write ``features.json``: ``about``, then one feature on each line with its address on the page."""
     place = Path(path)
     page = place.with_suffix(".html").name
     features = ({"address": f"{page}#feature-{x['feature']}"} | x for x in report["features"])
@@ -349,7 +331,6 @@ def read_features(
         activations: the folder of the rows.
         resolve: returns what is loaded for the name of a model.
         model, source: None is the dictionary's own.
-        features, contexts, observe: see ``describe_features``.
         with_lens: with the logit lens, for which the model is loaded.
 
     Raises:
@@ -389,11 +370,7 @@ def read_features(
 
 
 def default_activations(folder: Path, run: Path | None) -> Path:
-    """Return the rows that a dictionary was trained on: its run's recording, or the folder that its recipe names.
-
-    Raises:
-        UsageError: neither is there.
-    """
+    """Return the rows that a dictionary was trained on: its run's recording, or the folder that its recipe names."""
     remedy = "give --activations FOLDER, made by `posttrain activations`"
     if run is None:
         raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
@@ -417,11 +394,7 @@ def _notices(metadata: Metadata, rows: StoreRows, model: str | None) -> list[str
 def _load_lens(
     name: str | None, store: ActivationStore, resolve: Callable[[str], str], *, with_lens: bool
 ) -> tuple[Lens | None, Any]:
-    """Return the lens and the tokenizer of a model; None where they are not known or not wanted.
-
-    Raises:
-        UsageError: no such model, or one with other tokens than the rows'.
-    """
+    """Return the lens and the tokenizer of a model; None where they are not known or not wanted."""
     if name is None:
         return None, None
     section = ModelSection(name=resolve(name), dtype=store.index.sources[-1].dtype)

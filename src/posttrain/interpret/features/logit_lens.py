@@ -69,11 +69,7 @@ Likely = tuple[int, float]  # a token's id and its logit
 
 @torch.no_grad()
 def build_lens(model: Any) -> Lens:
-    """Return the lens of a causal LM, or of a peft model around one.
-
-    Raises:
-        UsageError: it has no LM head, or keeps its final norm in a way that is not known here.
-    """
+    """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
     plain, backbone = causal_lm(model), backbone_of(model)
     head = plain.get_output_embeddings()
     names = [name for name in _FINAL_NORMS if name in backbone._modules]
@@ -86,11 +82,7 @@ def build_lens(model: Any) -> Lens:
 
 
 def load_lens(section: ModelSection) -> tuple[Lens, Any]:
-    """Return the lens of a model by its name, and its tokenizer; of a plain model one block alone is loaded.
-
-    Raises:
-        UsageError: no such model, or see ``build_lens``.
-    """
+    """Return the lens of a model by its name, and its tokenizer; of a plain model one block alone is loaded."""
     source = resolve_model_name(section.name)
     model = load_shortened(AutoModelForCausalLM, section, source, 1)
     if model is not None:
@@ -133,9 +125,6 @@ def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int 
     """Return for each direction [n, d] the tokens with the largest and the smallest logits.
 
     ``{"up": [[text, logit], ...], "down": [...]}``.
-
-    Raises:
-        UsageError: a model whose final norm or LM head is not known.
     """
     if not len(directions):
         return []
