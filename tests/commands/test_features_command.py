@@ -16,8 +16,7 @@ from posttrain.commands.interpret.steering import read_changes, read_steering
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import save_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
 from posttrain.models.load import load_tokenizer
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]

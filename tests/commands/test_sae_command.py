@@ -12,7 +12,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.dictionary import load_dictionary, read_metadata
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [

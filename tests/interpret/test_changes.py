@@ -25,7 +25,7 @@ from posttrain.interpret.differences.changes import (
     two_sided_p,
     unpaired_changes,
 )
-from posttrain.interpret.differences.findings import WINDOW, feature_contexts, mean_differences, overlap
+from posttrain.interpret.differences.comparison import WINDOW, feature_contexts, mean_differences, overlap
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])

@@ -142,7 +142,6 @@ def test_sums_and_means(located: tuple[dict[str, Any], list[torch.Tensor]]) -> N
     assert found["tokens"] == 9
     assert found["per_token"] == pytest.approx(total / 9)
     assert found["per_answer"] == pytest.approx(total / 3)
-    assert found["share_of_top_tenth"] == pytest.approx(float(torch.cat(answers).max()) / total)
     prompts = torch.cat([kl[1:n] for kl, n in zip(every, LENGTHS, strict=True)])
     assert found["per_prompt_token"] == pytest.approx(float(prompts.mean()))
     assert [p["answers"] for p in found["places"]] == [3, 3, 2]  # places that fewer than two reach are left out

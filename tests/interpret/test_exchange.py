@@ -12,8 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from posttrain.cli import main
 from posttrain.errors import DataError
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata, save_dictionary, site_of_hook
+from posttrain.interpret.dictionaries.dictionary import (
+    Dictionary,
+    load_dictionary,
+    read_metadata,
+    save_dictionary,
+    site_of_hook,
+)
 
 D, F = 12, 40
 KINDS = ["l1", "topk", "batchtopk"]

@@ -22,17 +22,19 @@ from posttrain.interpret.activations.shards import (
 )
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import StoreRows
-from posttrain.interpret.features import logit_lens
+from posttrain.interpret.features import features as reading
 from posttrain.interpret.features.features import (
     NUM_BINS,
+    Lens,
     Report,
+    build_lens,
     check_features,
     describe_features,
     find_contexts,
     hash_prefixes,
+    show_token,
     write_features,
 )
-from posttrain.interpret.features.logit_lens import Lens, build_lens, show_token
 from posttrain.recipes.sections import ModelSection
 
 
@@ -339,8 +341,8 @@ def test_of_a_model_on_the_disk_only_both_ends_are_loaded(
     model = families.build(family, vocab_size=len(small_tokenizer))
     model.save_pretrained(tmp_path / "m")
     small_tokenizer.save_pretrained(tmp_path / "m")
-    monkeypatch.setattr(logit_lens, "load_model", None)
-    lens, tokenizer = logit_lens.load_lens(ModelSection(name=str(tmp_path / "m")))
+    monkeypatch.setattr(reading, "load_model", None)
+    lens, tokenizer = reading.load_lens(ModelSection(name=str(tmp_path / "m")))
     expected = build_lens(model)
     assert torch.equal(lens.unembedding, expected.unembedding)
     assert torch.equal(lens.gain, expected.gain)

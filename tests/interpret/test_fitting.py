@@ -15,8 +15,16 @@ from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
 from posttrain.interpret.activations.sites import replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import RowBatches, StoreRows, first_held_out, fit_dictionary, sample_rows
-from posttrain.interpret.dictionaries.measures import measure, median_norm, recover
+from posttrain.interpret.dictionaries.fitting import (
+    RowBatches,
+    StoreRows,
+    first_held_out,
+    fit_dictionary,
+    measure,
+    median_norm,
+    recover,
+    sample_rows,
+)
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 
 X = torch.arange(60.0).view(30, 2)
@@ -161,7 +169,7 @@ def test_fvu_has_one_mean_for_all_rows() -> None:
     quality = measure(dictionary, [x[:1], x[1:]])
     assert quality.fvu == pytest.approx(12 / 28)
     assert quality.l0 == 0.5
-    assert quality.density.tolist() == [0.5]
+    assert quality.dense == 1.0
     assert quality.silent == 0.0
     assert quality.rows == 4
     assert measure(dictionary, [x]).fvu == pytest.approx(quality.fvu)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import UsageError
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import save_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
 from posttrain.interpret.features.steering import Steering, load_steering
 
 D = 64

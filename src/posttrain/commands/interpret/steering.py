@@ -53,7 +53,7 @@ def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]
     Raises:
         UsageError: there is none.
     """
-    from posttrain.interpret.dictionaries.exchange import CONFIG
+    from posttrain.interpret.dictionaries.dictionary import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
     path = Path(name)
@@ -73,7 +73,7 @@ def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]
 
 def has_dictionary(run: Path) -> bool:
     """Return whether a run has trained one."""
-    from posttrain.interpret.dictionaries.exchange import CONFIG
+    from posttrain.interpret.dictionaries.dictionary import CONFIG
 
     return (run / DICTIONARY / CONFIG).is_file()
 

@@ -1,12 +1,17 @@
-"""Rows that a dictionary learns from, one step of its training, and a training in memory.
+"""Rows that a dictionary learns from, one step of its training, a training in memory, and quality.
 
 ``training`` runs the same steps with Lightning, checkpoints and metrics.
+
+FVU = Σ‖x − x̂‖² / Σ‖x − μ‖², with one mean μ over all rows and sums in float64. A ratio per row, or to zero instead of
+the mean, reads far better than it is. CE recovered = (CE_zero − CE_spliced) / (CE_zero − CE), where ``spliced`` puts
+the reconstruction in the place of the model's activations at the site, and ``zero`` zeros.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import ActivationStore
+from posttrain.interpret.activations.sites import device_of, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary, keep_largest
 from posttrain.interpret.dictionaries.recipe import DIFFERENCE, DictionaryTrainSection, DictionaryWord
 from posttrain.randomness import generator, permutation
@@ -68,7 +74,7 @@ class StoreRows:
 
 
 def too_few_rows(rows: str, held_out: int, batch: int) -> UsageError:
-    """Return the error for rows, as many as ``rows`` says, that leave less than a batch to train on."""
+    """Return the error for rows that leave less than a batch to train on."""
     return UsageError(
         f"{rows} rows of activations, of which {held_out:,} are held out (eval.rows), do not make one "
         f"batch of {batch:,} (train.batch). Record more, or set them lower"
@@ -94,8 +100,7 @@ def sample_rows(rows: StoreRows, num_rows: int, seed: int) -> Tensor:
 class RowBatches:
     """The batches of a training: epochs of shuffled rows, one after the other, without a gap between them.
 
-    Step s takes places s·batch … (s + 1)·batch of that sequence, so the state is one number, and
-    ``load_state_dict`` continues exactly where another process stopped.
+    Step s takes places s·batch … (s + 1)·batch of that sequence, so the state is one number.
     """
 
     def __init__(self, rows: StoreRows, num_rows: int, batch: int, steps: int, seed: int) -> None:
@@ -150,8 +155,8 @@ class RowBatches:
 class Measured:
     """Numbers of a step, as tensors (no waiting for a device).
 
-    ``squared_error``: mean over rows and d. ``fired`` [F]: whether a feature was active. ``threshold``: the new running
-    threshold or None. ``features`` [n, F].
+    ``squared_error``: mean over rows and d. ``fired`` bool [F]. ``threshold``: the new running one or None.
+    ``features`` [n, F].
     """
 
     squared_error: Tensor
@@ -171,7 +176,7 @@ def dictionary_loss(
     dead: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Measured]:
-    """Return the loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, d], and what was measured.
+    """Return the loss of scaled rows [n, d], whose ``backward`` fills the gradients, and what was measured.
 
     ``progress`` in [0, 1]: the share of the training that is done. ``auxk``: weight of AuxK, which revives the features
     in ``dead`` (bool [F]). ``dtype``: of the operands of the matrix products.
@@ -330,3 +335,103 @@ def fit_dictionary(
         schedule.step()
         dictionary.normalize()
     return dictionary.requires_grad_(False).fold()
+
+
+# Quality.
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A dictionary on some rows.
+
+    ``fvu``; ``l0`` features per row; ``silent``, ``dense``: shares of features that no row activates, and that are
+    active on more than a tenth of the rows.
+    """
+
+    rows: int
+    fvu: float
+    l0: float
+    silent: float
+    dense: float
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers for ``metrics.jsonl``."""
+        return {"fvu": self.fvu, "l0": self.l0, "silent": self.silent, "dense": self.dense}
+
+
+def in_batches(rows: StoreRows, start: int, end: int, size: int = 4096) -> Iterator[Tensor]:
+    """Yield [n, d] of the rows ``start`` … ``end`` in their order."""
+    for first in range(start, end, size):
+        yield rows.gather(torch.arange(first, min(first + size, end)))
+
+
+def median_norm(rows: StoreRows) -> float:
+    """Return the median norm of all rows."""
+    return float(torch.cat([x.norm(dim=1) for x in in_batches(rows, 0, rows.num_rows)]).double().median())
+
+
+@torch.no_grad()
+def measure(dictionary: Dictionary, batches: Iterable[Tensor]) -> Quality:
+    """Measure quality on batches [n, d] of raw activations, on the dictionary's device."""
+    device = dictionary.b_dec.device
+    total = torch.zeros(dictionary.d, dtype=torch.float64, device=device)
+    squares, errors = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    active = torch.zeros(dictionary.features, dtype=torch.int64, device=device)
+    count = 0
+    shift: Tensor | None = None
+    for batch in batches:
+        x = batch.to(device)
+        features = dictionary.encode(x)
+        errors += (dictionary.decode(features) - x).double().square().sum()
+        # about a point near the mean, so that subtracting two large sums does not cost digits
+        shift = x.double().mean(0) if shift is None else shift
+        moved = x.double() - shift
+        total += moved.sum(0)
+        squares += moved.square().sum()
+        active += (features > 0).sum(0)
+        count += len(x)
+    assert count > 0, "there are rows to measure on"
+    variance = squares - total.square().sum() / count
+    return Quality(
+        rows=count,
+        fvu=float(errors / variance),
+        l0=float(active.sum()) / count,
+        silent=float((active == 0).double().mean()),
+        dense=float((active > 0.1 * count).double().mean()),
+    )
+
+
+@torch.no_grad()
+def recover(
+    model: Any, dictionary: Dictionary, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
+) -> dict[str, float]:
+    """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
+
+    Returns ``tokens`` (how many were predicted), ``ce``, ``ce_spliced``, ``ce_zero`` and ``ce_recovered``. The first
+    token of a document, and activations with a norm above ``limit``, stay as they are: a dictionary does not learn
+    them.
+    """
+    device = device_of(model)
+    texts = [torch.tensor([list(ids)], device=device) for ids in documents if len(ids) > 1]
+    if not texts:
+        raise UsageError("eval.documents: splicing takes a document of two tokens; none that is held out has them")
+
+    def but_for_outliers(change: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        new = change(values.reshape(-1, values.shape[-1]).float()).reshape(values.shape).to(values.dtype)
+        stays = values.float().norm(dim=-1, keepdim=True) > limit
+        stays[:, 0] = True
+        return torch.where(stays, values, new)
+
+    def cross_entropy(change: Callable[[Tensor], Tensor] | None) -> float:
+        total = 0.0
+        place = nullcontext() if change is None else replaced(model, site, lambda x: but_for_outliers(change, x))
+        with place:
+            for tokens in texts:
+                log_probs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0, :-1].float(), dim=-1)
+                total -= float(log_probs.gather(1, tokens[0, 1:, None]).sum(dtype=torch.float64))
+        return total / count
+
+    count = sum(tokens.shape[1] - 1 for tokens in texts)
+    ce, spliced, zero = (cross_entropy(change) for change in (None, dictionary.to(device), torch.zeros_like))
+    recovered = (zero - spliced) / (zero - ce) if zero != ce else float("nan")
+    return {"tokens": float(count), "ce": ce, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered}

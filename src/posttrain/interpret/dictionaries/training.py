@@ -23,20 +23,22 @@ from torch import Tensor
 from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, UsageError
 from posttrain.interpret.activations.record import read_documents, record
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
-from posttrain.interpret.activations.sites import check_layers
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import describe_training, save_dictionary
+from posttrain.interpret.activations.sites import check_layers, layer_of
+from posttrain.interpret.dictionaries.dictionary import Dictionary, hook_name, save_dictionary
 from posttrain.interpret.dictionaries.fitting import (
     Learner,
+    Quality,
     RowBatches,
     StoreRows,
     build_dictionary,
     first_held_out,
+    in_batches,
+    measure,
+    recover,
     sample_rows,
     too_few_rows,
 )
-from posttrain.interpret.dictionaries.measures import Quality, in_batches, measure, recover
-from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, SaeRecipe
+from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, DIFFERENCE, SaeRecipe
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.recipes.document import decisive
 from posttrain.recipes.sections import ModelSection
@@ -102,7 +104,7 @@ def train_run(
     finally:
         metrics.close()
     if trained.reason == "finished":
-        save_dictionary(trained.dictionary, files.folder / DICTIONARY, describe_training(rows, recipe, trained.step))
+        save_dictionary(trained.dictionary, files.folder / DICTIONARY, _describe_training(rows, recipe, trained.step))
         results: dict[str, Any] = {"held_out": trained.quality.numbers() | {"rows": trained.quality.rows}}
         if recipe.eval.documents:
             results["recovered"] = _recovered(rows, recipe, trained.dictionary)
@@ -152,6 +154,25 @@ def open_or_record(
     )
 
 
+def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[str, Any]:
+    """Return metadata for ``save_dictionary``: the model, the place in it, and the training."""
+    index, site = rows.store.index, rows.site
+    used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
+    return {
+        "model_name": used[-1].model,
+        "hook_name": hook_name(site),
+        "context_size": index.data.get("context_tokens"),
+        "site": site,
+        "layer": layer_of(site),
+        "layer_convention": index.layer_convention,
+        "source": rows.source,
+        "models": [source.model_dump() for source in used],
+        "tokenizer": index.tokenizer,
+        "activations": {"data": index.data, "rows": index.rows, "dropped": index.dropped, "dtype": index.dtype},
+        "training": {"recipe": recipe.fingerprint(), "steps": step, "rows": step * recipe.train.batch},
+    }
+
+
 def _recovered(rows: StoreRows, recipe: SaeRecipe, dictionary: Dictionary) -> dict[str, float]:
     """Put the dictionary into its model, on the last ``eval.documents`` held-out documents."""
     store = rows.store
@@ -177,10 +198,8 @@ def train_dictionary(
 ) -> Trained:
     """Train as a resolved recipe says, from its newest checkpoint with ``resume``.
 
-    Args:
-        rows: activations; the last ``eval.rows`` of them are held out.
-        checkpoints: the folder for ``step-000100/``.
-        metrics: gets a line every ``train.log_every`` steps; with ``resume``, lines past the checkpoint are dropped.
+    The last ``eval.rows`` rows are held out. ``checkpoints`` is the folder for ``step-000100/``; ``metrics`` gets a
+    line every ``train.log_every`` steps, and with ``resume`` loses lines past the checkpoint.
 
     Raises:
         UsageError: too few rows.

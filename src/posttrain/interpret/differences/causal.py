@@ -80,11 +80,8 @@ def write_with(
     Args:
         writer: the causal LM that writes, in eval mode.
         source: a causal LM over the same tokens, whose activations the interventions see; None: they see the writer's.
-        site: where something is added, such as ``resid.2``.
-        prompts: token ids, none empty.
-        interventions: what is added, one for each group of rows.
-        max_tokens: of a completion.
-        stop_ids: tokens that end it; they are returned with it.
+        interventions: what is added at the site, one for each group of rows.
+        stop_ids: tokens that end a completion; they are returned with it.
         num_tokens: of the tokenizer; ids beyond them are not written.
     """
     rows = _start(prompts, len(interventions), device_of(writer))
@@ -176,10 +173,7 @@ class Subject(Sampler):
 
 
 def move_features(dictionary: Dictionary, features: Sequence[int], factor: float, limit: float = float("inf")) -> Added:
-    """Return α·Σⱼ (fⱼ(source) − fⱼ(x))·dⱼ: some features of the writer, moved towards where the source has them.
-
-    Activations with a norm above ``limit``, in either model, stay as they are.
-    """
+    """Return α·Σⱼ (fⱼ(source) − fⱼ(x))·dⱼ; activations with a norm above ``limit`` in a model stay as they are."""
     patch = feature_patch(dictionary, features)
 
     def added(x: Tensor, source: Tensor) -> Tensor:
@@ -296,8 +290,8 @@ def measure_causes(
 ) -> dict[str, Any]:
     """Measure base and post model unchanged, with everything of the other, and with changed features moved or scaled.
 
-    For each test and each seed a list of points (``try_factors``); ``verdicts``: the differences over seeds, by test
-    and point (``given 16 at 1``), and of the slopes over factors.
+    For each test and seed a list of points (``try_factors``); ``verdicts``: the differences over seeds, by test and
+    point (``given 16 at 1``), and of the slopes over factors.
     """
     settings = changes.causal
     assert settings is not None

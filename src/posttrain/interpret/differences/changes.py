@@ -23,8 +23,7 @@ from torch import Tensor
 from posttrain.evals.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import StoreRows
-from posttrain.interpret.dictionaries.measures import in_batches, measure
+from posttrain.interpret.dictionaries.fitting import StoreRows, in_batches, measure
 from posttrain.randomness import generator
 
 MEASURES = ("rate", "mean")
@@ -71,11 +70,9 @@ class Changes:
 
 
 def sum_by_document(features: Tensor, documents: Tensor) -> Tensor:
-    """Return float64 [2, D, F] on the CPU: rows on which each feature fires in a document, and its sum of activations.
+    """Return float64 [2, D, F] on the CPU: rows on which a feature fires in a document, and its sum of activations.
 
-    Args:
-        features: [n, F] of whole documents.
-        documents: int64 [n], the document of each row.
+    ``features`` [n, F] are of whole documents; ``documents`` int64 [n]: the document of each row.
     """
     place = documents.unique(return_inverse=True)[1].to(features.device)
     out = torch.zeros((2, int(place.max()) + 1, features.shape[1]), dtype=torch.float64, device=features.device)
@@ -95,10 +92,8 @@ def paired_changes(
 ) -> Changes:
     """Return the changes between two models on the same documents.
 
-    Args:
-        base, post: ``sum_by_document`` of both.
-        sizes: [D], tokens of each document.
-        moved: float64 [F], Σ (post − base)² over tokens; None: 0.
+    ``base``, ``post``: ``sum_by_document`` of both. ``sizes`` [D]: tokens of each document. ``moved`` float64 [F]:
+    Σ (post − base)² over tokens.
     """
     n, factor = sizes.double().sum(), len(sizes) / max(1, len(sizes) - 1)
     total_base, total_post = base.sum(1), post.sum(1)
@@ -232,12 +227,7 @@ def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple
     """Return sums for latent scaling over tokens: Σf² [F], and Σ f·⟨d, y⟩ + Σf²·‖d‖² [F], float64.
 
     The second over Σf²·‖d‖² is β, the factor with which f·d explains best the activations whose reconstruction error,
-    with the features of the base, is y.
-
-    Args:
-        features: f [n, F].
-        errors: y [n, width].
-        directions: d [F, width].
+    with features f [n, F] and directions d [F, width] of the base, is y [n, width].
     """
     energy = features.double().square().sum(0)
     products = (features * (errors @ directions.T)).sum(0, dtype=torch.float64)

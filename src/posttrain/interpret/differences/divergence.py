@@ -22,7 +22,7 @@ from posttrain.interpret.activations.sites import device_of, pad, read_sites, re
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
-from posttrain.interpret.features.logit_lens import show_token
+from posttrain.interpret.features.features import show_token
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -47,12 +47,8 @@ class _Text:
 class Patcher:
     """Patches a base model on fixed documents; made once, used for many patches.
 
-    Args:
-        base, post: causal LMs in eval mode over one vocabulary.
-        site: where, such as ``resid.2``.
-        documents: token ids.
-        prompt_lengths: the tokens of each document before its answer; KL is counted over the answer.
-        limit: activations with a larger norm stay as they are.
+    KL is counted over the answers, after ``prompt_lengths`` tokens of each document. Activations with a norm above
+    ``limit`` stay as they are.
     """
 
     def __init__(
@@ -132,8 +128,8 @@ def token_kl(
 ) -> tuple[list[Tensor], Tensor]:
     """Return (for each document float64 [tokens], float64 [V]).
 
-    The first: KL(post ‖ base) of the distribution of the token *at* each place; the first token has none: 0. The
-    second: how much probability each token of the vocabulary gained, summed over the tokens of the answers.
+    The first: KL(post ‖ base) of the distribution of the token *at* each place, 0 for the first. The second: how much
+    probability each token of the vocabulary gained, summed over the tokens of the answers.
     """
     kl: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
     device = device_of(base)
@@ -178,7 +174,7 @@ def locate_divergence(
     answers = [kl[length:] for _, length, kl in texts]
     prompts = torch.cat([kl[1:length] for _, length, kl in texts])
     flat, sums = torch.cat(answers), [float(kl.sum()) for kl in answers]
-    total, top = float(flat.sum()), flat.sort(descending=True).values
+    total = float(flat.sum())
     places = []
     for place in range(NUM_PLACES):
         here = [float(kl[place]) for kl in answers if len(kl) > place]
@@ -196,8 +192,6 @@ def locate_divergence(
         "per_answer_error": standard_error(sums),
         "per_token": total / len(flat),
         "per_prompt_token": float(prompts.mean()) if len(prompts) else 0.0,
-        "share_of_top_tenth": float(top[: max(1, len(top) // 10)].sum()) / total if total > 0 else None,
-        "share_of_top_hundredth": float(top[: max(1, len(top) // 100)].sum()) / total if total > 0 else None,
         "places": places,
         "tokens_at": _by_token(flat, [t for ids, n, _ in texts for t in ids[n:]], tokenizer),
         "tokens_after": _by_token(flat, [t for ids, n, _ in texts for t in ids[n - 1 : -1]], tokenizer),

@@ -1,31 +1,40 @@
 """Features of a dictionary: where they are active, how often, and which tokens they promote.
 
-All of it is one exact pass over recorded activations. In each document only the token at which a feature is strongest
-counts as a context, and of documents that agree up to that token only the first: activations depend on earlier tokens
-alone, so the others would repeat it."""
+Contexts come from one exact pass over recorded activations. In each document only the token at which a feature is
+strongest counts, and of documents that agree up to that token only the first: activations depend on earlier tokens
+alone, so the others would repeat it.
+
+The logit lens (nostalgebraist 2020): a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean
+over the vocabulary. γ is the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own
+first. The norm's division by the size of the residual stream scales all logits alike and is left out, as are biases,
+soft caps and the layers in between.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
-from posttrain.interpret.activations.sites import tokenizer_hash
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import Metadata, load_dictionary, read_metadata
+from posttrain.interpret.activations.sites import backbone_of, load_shortened, tokenizer_hash
+from posttrain.interpret.dictionaries.dictionary import Dictionary, Metadata, load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.fitting import StoreRows
 from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
-from posttrain.interpret.features.logit_lens import CONVENTION, Lens, Likely, load_lens, show_token
-from posttrain.models.load import load_tokenizer
+from posttrain.models.forward.forward import causal_lm
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file
 
@@ -42,13 +51,12 @@ Report = dict[str, Any]  # ``about``, and ``features``, each as in ``features.js
 class FeatureStatistics:
     """Statistics of S features over ``rows`` rows, from one pass.
 
-    ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations;
-    ``maximum`` float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of
-    which begins at 0; ``exponents`` int64 [S]: a bin is 2**exponent / NUM_BINS wide.
-
-    ``top`` float32 [K, S]: the strongest activation of each context, falling (0: there are no more); ``top_rows`` int64
-    [K, S]: its row (-1: none); ``windows`` float32 [K, S, before + 1 + after]: activations at the tokens around it, NaN
-    where there is no token or its row was dropped.
+    ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations; ``maximum``
+    float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of which begins
+    at 0; ``exponents`` int64 [S]: a bin is 2**exponent / NUM_BINS wide. ``top`` float32 [K, S]: the strongest
+    activation of each context, falling (0: there are no more); ``top_rows`` int64 [K, S]: its row (-1: none);
+    ``windows`` float32 [K, S, before + 1 + after]: activations at the tokens around it, NaN where there is no token or
+    its row was dropped.
     """
 
     def __init__(
@@ -356,13 +364,12 @@ def read_features(
         "layer_convention": store.index.layer_convention,
         "notices": _notices(metadata, rows, model),
     }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return describe_features(
-        dictionary.to(device),
+        dictionary.to("cuda" if torch.cuda.is_available() else "cpu"),
         rows,
         features=features,
         contexts=contexts,
-        lens=None if lens is None else lens.to(device),
+        lens=lens,
         tokenizer=tokenizer,
         about=about,
         observe=observe,
@@ -405,3 +412,115 @@ def _load_lens(
     if store.index.tokenizer and tokenizer_hash(tokenizer) != store.index.tokenizer:
         raise UsageError(f"{name}: its tokenizer is not the one that {store.folder} was recorded with; give --model")
     return lens, tokenizer
+
+
+# The logit lens.
+
+CONVENTION = (
+    "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
+    "the norm's division by the size of the residual stream, without biases and soft caps"
+)
+_MAX_LOGITS = 1 << 24
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """Unembedding [V, d] and gain [d] of one model, fp32; ``centres``: its final norm subtracts the mean."""
+
+    unembedding: Tensor
+    gain: Tensor
+    centres: bool
+
+    def logits(self, directions: Tensor) -> Tensor:
+        """Return logits [n, V] of directions [n, d] of any norm but 0; see the module for the convention."""
+        unit = directions.float()
+        unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        if self.centres:
+            unit = unit - unit.mean(1, keepdim=True)
+        logits = (unit * self.gain) @ self.unembedding.T
+        return logits - logits.mean(1, keepdim=True)
+
+    def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
+        """Return for each direction the ``count`` tokens with the highest logits, falling, and the lowest, rising."""
+        size = max(1, _MAX_LOGITS // len(self.unembedding))
+        count = min(count, len(self.unembedding))
+        ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
+        for part in directions.to(self.gain.device).split(size):
+            logits = self.logits(part)
+            for lists, largest in zip(ends, (True, False), strict=True):
+                values, tokens = (x.tolist() for x in logits.topk(count, largest=largest))
+                lists += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+        return ends
+
+
+Likely = tuple[int, float]  # a token's id and its logit
+
+
+@torch.no_grad()
+def build_lens(model: Any) -> Lens:
+    """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
+    plain, backbone = causal_lm(model), backbone_of(model)
+    head = plain.get_output_embeddings()
+    names = [name for name in _FINAL_NORMS if name in backbone._modules]
+    if head is None or len(names) != 1:
+        missing = "LM head" if head is None else "final norm"
+        raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")
+    weight = head.weight.detach().float()
+    gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
+    return Lens(weight, gain, centres)
+
+
+def load_lens(section: ModelSection) -> tuple[Lens, Any]:
+    """Return the lens of a model by its name, and its tokenizer; of a plain model one block alone is loaded."""
+    source = resolve_model_name(section.name)
+    model = load_shortened(AutoModelForCausalLM, section, source, 1)
+    if model is not None:
+        return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
+    loaded = load_model(section, seed=0)
+    return build_lens(loaded.model), loaded.tokenizer
+
+
+def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Return (gain [d], whether it subtracts the mean), measured on a vector, so that any architecture will do.
+
+    ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
+    """
+    draws = torch.Generator().manual_seed(0)
+    x = 1 + torch.rand(d, generator=draws)
+    x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
+    x = x.to(device)
+    exact = copy.deepcopy(norm).float()
+
+    def respond(values: Tensor) -> Tensor:
+        response: Tensor = (exact(values[None]) - exact(-values[None]))[0] / 2
+        return response
+
+    plain, moved = respond(x), respond(x + 3)
+    centres = bool((plain - moved).norm() < 0.01 * plain.norm())
+    centred = x - x.mean() if centres else x
+    return plain * centred.square().mean().sqrt() / centred, centres
+
+
+def show_token(tokenizer: Any, token: int) -> str:
+    """Return a token as text; where that is part of a character, or empty, the tokenizer's name for it."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if not text or "\ufffd" in text:
+        text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
+    return text
+
+
+@torch.no_grad()
+def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int = 8) -> list[dict[str, list[Any]]]:
+    """Return for each direction [n, d] the tokens with the largest and the smallest logits.
+
+    ``{"up": [[text, logit], ...], "down": [...]}``.
+    """
+    if not len(directions):
+        return []
+    up, down = build_lens(model).extremes(directions, count)
+
+    def texts(likely: list[Likely]) -> list[list[Any]]:
+        return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
+
+    return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]

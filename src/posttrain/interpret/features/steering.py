@@ -21,8 +21,7 @@ from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import backbone_of, blocks_of, device_of, refuse_layers, replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.dictionary import Dictionary, load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.recipe import DIFFERENCE
 from posttrain.interpret.features.features import check_features
 
@@ -36,8 +35,7 @@ class Steering:
 
     Args:
         model: a causal LM, or a peft model around one.
-        dictionary: on raw activations of that site.
-        site: such as ``resid.20``.
+        dictionary: on raw activations of the site.
         changes: by feature the strength to add, or None to take it out.
 
     Raises:
@@ -89,10 +87,7 @@ class Steering:
 def load_steering(model: Any, folder: str | Path, changes: Changes) -> Steering:
     """Prepare changes with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
-    Raises:
-        UsageError: no site is known, or see ``Steering``; a dictionary of differences has features that can be added
-            but not taken out.
-        DataError: there is no dictionary.
+    ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.
     """
     dictionary, metadata = load_dictionary(folder), read_metadata(folder)
     if metadata.site is None:
