@@ -14,6 +14,9 @@ from posttrain.recipes.document import interpretation_names
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
     assert (recipe.base.recipe, recipe.post.recipe, recipe.post.from_base) == ("tiny/sft", "tiny/grpo", True)
+    pair = load_diff_recipe(["a", "b"]).resolve().changes
+    assert (pair.dictionary, pair.train) == (recipe.changes.dictionary, recipe.changes.train)
+    assert (pair.dictionary.options["k"], pair.train.steps, pair.train.lr) == (4, 1600, 5e-3)
     assert recipe.changes.site == "resid.2"
     assert recipe.changes.seeds == 3
     assert len(recipe.description) > 20
@@ -78,11 +81,3 @@ def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
         f"{path}: post: a recipe of a comparison needs this key",
         f"{path}:4: changes.seeds: Input should be a valid integer, unable to parse string as an integer; got 'none'",
     ]
-
-
-def test_load_diff_recipe_two_models_take_the_defaults_of_the_shipped_recipe() -> None:
-    """One default, on which seeds agree; ``sae diff A B`` and the recipe have no others."""
-    pair, shipped = (load_diff_recipe(models).resolve().changes for models in (["a", "b"], ["tiny/what-did-rl-change"]))
-    assert (pair.dictionary, pair.train) == (shipped.dictionary, shipped.train)
-    assert pair.dictionary.options["k"] == 4
-    assert (pair.train.steps, pair.train.batch, pair.train.lr) == (1600, 1024, 5e-3)

@@ -64,12 +64,6 @@ def test_token_kl_is_that_of_each_document_alone(base: Any, post: Any) -> None:
     assert abs(float(moved.sum())) < 1e-4
 
 
-def test_a_model_does_not_diverge_from_itself(base: Any) -> None:
-    found, moved = token_kl(base, base, DOCUMENTS, PROMPTS)
-    assert max(float(kl.max()) for kl in found) < 1e-9
-    assert float(moved.abs().max()) == 0.0
-
-
 def test_all_of_the_difference_where_only_blocks_below_differ_recovers_all(base: Any, post: Any) -> None:
     patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
     assert patcher.tokens == sum(len(ids) - n for ids, n in zip(DOCUMENTS, PROMPTS, strict=True))
@@ -162,9 +156,3 @@ def test_tokens_that_carry_it(located: tuple[dict[str, Any], list[torch.Tensor]]
     # and goes before places 4 and 6 of the first, 3 of the second and 5 of the third
     after = float(every[0][4] + every[0][6] + every[1][3] + every[2][5])
     assert next(e for e in found["tokens_after"] if e["count"] == 4)["mean"] == pytest.approx(after / 4)
-
-
-def test_whole_answers_are_shown(located: tuple[dict[str, Any], list[torch.Tensor]]) -> None:
-    found, every = located
-    assert [len(s["tokens"]) for s in found["shown"]] == [4, 3, 2]
-    assert found["shown"][1]["kl"] == pytest.approx(every[1][2:].tolist(), abs=1e-4)

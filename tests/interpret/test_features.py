@@ -32,7 +32,6 @@ from posttrain.interpret.features.features import (
     describe_features,
     find_contexts,
     hash_prefixes,
-    show_token,
     write_features,
 )
 from posttrain.recipes.sections import ModelSection
@@ -167,26 +166,6 @@ def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
     assert told[0][0] < told[1][0] < told[2][0]
 
 
-def test_bins_are_joined_when_activations_grow(tmp_path: Path) -> None:
-    x = torch.tensor([[0.3], [0.31], [0.9], [700.0], [5.0], [-1.0]])
-    store = write_tensors(tmp_path / "s", {"resid.1": x}, documents=[[1], [2], [3], [4], [5], [6]])
-    found = find_contexts(coordinates(1), StoreRows(store), contexts=2, chunk_rows=1)
-    assert found.exponents.tolist() == [10]
-    assert found.counts[0].nonzero()[:, 0].tolist() == [0, 21]  # bins of 32
-    assert found.counts[0, [0, 21]].tolist() == [4, 1]
-    assert found.top[:, 0].tolist() == [700, 5]
-
-
-def test_contexts_of_the_difference_of_two_models(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    base, post = torch.randn(40, 3), torch.randn(40, 3)
-    store = write_tensors(tmp_path / "s", {"resid.1": [base, post]}, documents=[[i] for i in range(40)])
-    difference = find_contexts(coordinates(3), StoreRows(store, None, "difference"), contexts=3)
-    expected = (post - base).topk(3, dim=0)
-    torch.testing.assert_close(difference.top, expected.values)
-    assert torch.equal(difference.top_rows, expected.indices)
-
-
 def test_prefixes_are_told_apart() -> None:
     one, other = hash_prefixes([5, 6, 7, 5]), hash_prefixes([5, 7, 6, 5])
     assert one[0] == other[0]
@@ -282,11 +261,6 @@ def test_write_features_has_one_feature_on_each_line(
     assert "W_U" in found["about"]["logit_lens"]
 
 
-def test_rows_of_another_width_are_refused(store: ActivationStore) -> None:
-    with pytest.raises(UsageError, match="3 numbers at a token, but the dictionary is for 5"):
-        describe_features(Dictionary(5, 4, kind="l1"), StoreRows(store))
-
-
 # The logit lens.
 
 
@@ -349,14 +323,6 @@ def test_of_a_model_on_the_disk_only_both_ends_are_loaded(
     assert len(tokenizer) == len(small_tokenizer)
 
 
-def test_a_backbone_has_no_lens() -> None:
+def test_build_lens_a_backbone_is_refused() -> None:
     with pytest.raises(UsageError, match="no LM head"):
         build_lens(families.build("qwen3").model)
-
-
-def test_show_token_of_part_of_a_character_is_its_name(small_tokenizer) -> None:
-    ids = small_tokenizer.encode("Eva é")
-    texts = [show_token(small_tokenizer, token) for token in ids]
-    assert texts[0] in ("E", "Ev", "Eva")
-    assert all("\ufffd" not in text and text for text in texts)
-    assert show_token(small_tokenizer, 10_000) == "<10000>"

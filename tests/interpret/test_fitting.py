@@ -23,7 +23,6 @@ from posttrain.interpret.dictionaries.fitting import (
     measure,
     median_norm,
     recover,
-    sample_rows,
 )
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
 
@@ -87,12 +86,6 @@ def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
     assert median_norm(rows) == pytest.approx(float(X.bfloat16().float().norm(dim=1).sort().values[14]))
     with pytest.raises(UsageError, match="there is no 'difference'; these activations have model"):
         StoreRows(store, None, "difference")
-
-
-def test_a_sample_is_of_the_rows_that_are_trained_on() -> None:
-    sample = sample_rows(TensorRows(X), 5, seed=0)
-    assert len(sample) == 5
-    assert set(sample[:, 0].tolist()) <= {0.0, 2.0, 4.0, 6.0, 8.0}
 
 
 def test_whole_documents_are_not_cut(tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_activations_prompts_of_a_task(tiny, here: Path, capsys: pytest.CaptureF
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "700 tokens x 1,036 bytes = 0.7 MB at most, in activations/tiny-stories" in out
-    assert "4 first token (0.57% of the rows)" in out
+    assert "left out: 4 first token" in out
     store = ActivationStore("activations/tiny-stories", verify=True)
     assert store.num_rows == 696
     assert store.index.data == {

@@ -96,10 +96,7 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> No
     assert state_of(again) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
     assert again.quality.fvu == whole.quality.fvu
-    assert [item.name for item in sorted((tmp_path / "cut" / "checkpoints").iterdir())] == [
-        "step-000020",
-        "step-000024",
-    ]
+    assert sorted(x.name for x in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step-000020", "step-000024"]
     finished = train(tmp_path / "cut", recipe(kind), data, resume=True)  # nothing is left to do
     assert state_of(finished) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
     from posttrain.engines.models import ModelSource
     from posttrain.interpret.activations.shards import ActivationStore, Documents
 
-ROW_REASONS = ("first_token", "outlier", "not_finite")  # others were left out of the texts
 EPILOG = """\
-layer L is what block number L gives (hidden_states[L] in transformers):
+layer L is what block number L gives (hidden_states[L] in transformers); the same command continues an interrupted one:
   posttrain activations runs/tiny-grpo --layer 2 --task stories --out activations/stories
   posttrain activations Qwen/Qwen3-0.6B --layer 14 --text corpus.jsonl --context-tokens 1024
-  posttrain activations runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
-two models over the same tokens, for what training changed:
-  posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --task stories
-the same command goes on where it was interrupted; .pt files of others are written and read with:
+  posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
   posttrain activations activations/stories --export-pt stories-pt
   posttrain activations stories-pt --import-pt resid.2 --out activations/stories-again
 """
@@ -118,11 +114,7 @@ def progress_bar(console: Console, text: str, quiet: bool) -> Iterator[Callable[
 
 
 def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
-    """Read the texts that the command line names: of a task, a file, or a run.
-
-    Raises:
-        UsageError: more than one of them, or one that cannot be read.
-    """
+    """Read the texts that the command line names: of a task, a file, or a run."""
     from posttrain.commands.options import chosen_words
     from posttrain.engines.models import complete_template
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
@@ -160,10 +152,7 @@ def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
 def _summarize(store: ActivationStore) -> list[str]:
     index = store.index
     lines = [f"{index.rows:,} rows of {index.documents:,} documents in {len(index.shards)} shards: {store.folder}"]
-    everything = index.rows + sum(count for reason, count in index.dropped.items() if reason in ROW_REASONS)
-    for reason, count in index.dropped.items():
-        share = f" ({count / everything:.2%} of the rows)" if reason in ROW_REASONS else ""
-        lines.append(f"left out: {count:,} {reason.replace('_', ' ')}{share}")
+    lines += [f"left out: {count:,} {reason.replace('_', ' ')}" for reason, count in index.dropped.items()]
     widths = ", ".join(f"{site} (width {width})" for site, width in index.widths.items())
     return [*lines, *(f"{source.name}: {source.model}, {widths}" for source in index.sources)]
 

@@ -9,11 +9,9 @@ from posttrain.commands.options import naturals, new_place, positive
 from posttrain.errors import UsageError
 
 EPILOG = """\
-one page that needs nothing else, and the same as JSON in the same folder:
-  posttrain sae features runs/tiny-sae
+one page that needs nothing else, and the same as JSON in the same folder; a feature can be tried out:
   posttrain sae features runs/tiny-sae --features 3,17 --contexts 40 --out features/two.html
   posttrain sae features some-dictionary --activations activations/stories --model runs/tiny-grpo
-a feature that looks interesting can be tried out:
   posttrain generate tiny --sae runs/tiny-sae --steer 3=4,17=off
 """
 PAGE, SOME = "features.html", "features-some.html"  # so that addresses in the page of all features stay

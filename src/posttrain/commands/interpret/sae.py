@@ -24,16 +24,12 @@ REPORT = "report.html"
 YES_HELP = "record activations without asking, however large they are"
 TRAIN_EPILOG = """\
 any key of the recipe is an option; what was recorded is learned from again by naming its folder:
-  posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
-  posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
-  posttrain sae train tiny/sae --activations.folder recorded --activations.model null --activations.task null
+  posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01 --train.steps 400
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
 """
 DIFF_EPILOG = """\
 any key of the recipe is an option; the same command again keeps what is there:
-  posttrain sae diff tiny/what-did-rl-change
   posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --seeds 5
-  posttrain sae diff tiny runs/tiny-sft --task stories --changes.prompts 256 --changes.dictionary.k 8
   posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
 """
 
@@ -183,10 +179,7 @@ def _folder_name(arguments: argparse.Namespace) -> str:
 def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str | None:
     """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
 
-    None: the training was interrupted. ``base``: what the recipe starts from, if it is to start from the base.
-
-    Raises:
-        RunFailure: the training failed.
+    ``base``: what the recipe starts from, if it is to start from the base. None: the training was interrupted.
     """
     if compared.recipe is None:
         return compared.name

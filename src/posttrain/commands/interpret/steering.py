@@ -45,14 +45,7 @@ def read_changes(text: str) -> dict[int, float | None]:
 
 
 def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
-    """Return the folder of a dictionary, and of the run that trained it where there is one.
-
-    Args:
-        name: of its folder, or of a run.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the folder of a dictionary (or of the run of that name), and of the run that trained it."""
     from posttrain.interpret.dictionaries.dictionary import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
@@ -79,11 +72,7 @@ def has_dictionary(run: Path) -> bool:
 
 
 def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) -> Steering | None:
-    """Read what was typed into the studio, ``12=8, 40=off``; None for nothing.
-
-    Raises:
-        UsageError: it cannot be read, or the dictionary does not fit the model.
-    """
+    """Read what was typed into the studio, ``12=8, 40=off``; None for nothing."""
     if not text.strip():
         return None
     if not dictionary.strip():
@@ -96,25 +85,17 @@ def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) 
 
 
 def check_steering(arguments: argparse.Namespace) -> None:
-    """Refuse a dictionary without a change, or a change without a dictionary, before any model is loaded.
-
-    Raises:
-        UsageError: either, or there is no such dictionary.
-    """
+    """Refuse a dictionary without a change, or a change without a dictionary, before any model is loaded."""
     if arguments.sae is None and arguments.steer:
         raise UsageError("--steer needs --sae, the dictionary whose features are meant")
+    if arguments.sae is not None and not arguments.steer:
+        raise UsageError("--sae needs --steer FEATURE=STRENGTH; alone it changes nothing")
     if arguments.sae is not None:
-        if not arguments.steer:
-            raise UsageError("--sae needs --steer FEATURE=STRENGTH; alone it changes nothing")
         find_dictionary(arguments.sae, arguments.runs_dir)
 
 
 def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractContextManager[None], str]:
-    """Return a context in which a model is steered by the options, and its description (empty: nothing).
-
-    Raises:
-        UsageError: the dictionary does not fit the model.
-    """
+    """Return a context in which a model is steered by the options, and its description (empty: nothing)."""
     if arguments.sae is None:
         return nullcontext(), ""
     changes: dict[int, float | None] = {}
