@@ -123,6 +123,7 @@ GONE = {
     "activations.paired": "`posttrain activations BASE --paired POST --out FOLDER`, then activations.folder",
     "activations.stream_rows": "activations.max_rows, and --yes for a large recording",
     "changes.crosscoder": "`posttrain sae train` with activations.source: difference, a dictionary of post - base",
+    "post.from_base": "the name of a run; a recipe of post starts from the base",
     "changes.difference": "`posttrain sae train` with activations.source: difference, a dictionary of post - base",
     "changes.dictionaries": "changes.dictionary, with which they are trained",
     "posttrain generate --ablate": "--steer FEATURE=off",

@@ -22,7 +22,6 @@ from posttrain.interpret.activations.shards import (
 )
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import StoreRows
-from posttrain.interpret.features import features as reading
 from posttrain.interpret.features.features import (
     NUM_BINS,
     Lens,
@@ -34,7 +33,6 @@ from posttrain.interpret.features.features import (
     hash_prefixes,
     write_features,
 )
-from posttrain.recipes.sections import ModelSection
 
 
 def coordinates(d: int) -> Dictionary:
@@ -306,21 +304,6 @@ def test_extremes_are_sorted_from_the_ends() -> None:
         assert [token for token, _ in suppressed[row]] == order[::-1][:3]
         assert promoted[row][0][1] == pytest.approx(logits[row].max().item())
     assert len(lens.extremes(directions, 1000)[0][0]) == 100
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_of_a_model_on_the_disk_only_both_ends_are_loaded(
-    family: str, small_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = families.build(family, vocab_size=len(small_tokenizer))
-    model.save_pretrained(tmp_path / "m")
-    small_tokenizer.save_pretrained(tmp_path / "m")
-    monkeypatch.setattr(reading, "load_model", None)
-    lens, tokenizer = reading.load_lens(ModelSection(name=str(tmp_path / "m")))
-    expected = build_lens(model)
-    assert torch.equal(lens.unembedding, expected.unembedding)
-    assert torch.equal(lens.gain, expected.gain)
-    assert len(tokenizer) == len(small_tokenizer)
 
 
 def test_build_lens_a_backbone_is_refused() -> None:

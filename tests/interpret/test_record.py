@@ -385,15 +385,11 @@ def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.Capture
         assert message in refused(capsys, *arguments), arguments
 
 
-def test_activations_much_is_written_only_when_it_is_wanted_and_fits(
+def test_activations_much_is_written_only_when_it_is_wanted(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["tiny", "--layer", "1", "--max-rows", "100", "--out", "s"]
     monkeypatch.setattr(recording, "LARGE_BYTES", 26_000)
     assert "100 tokens x 268 bytes = 0.0 MB at most: add --yes to record them" in refused(capsys, *asked)
     assert not (here / "s").exists()
-    free = shutil.disk_usage(here)._replace(free=26_000)
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "disk_usage", lambda _: free)
-        assert "but 0.0 MB are free; set --max-rows lower" in refused(capsys, *asked, "--yes")
     assert main(["activations", *asked, "--yes"]) == 0

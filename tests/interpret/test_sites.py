@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import backbone_of, blocks_of, layer_of, load_layers, read_rows, replaced
-from posttrain.models.load import load_model
+from posttrain.interpret.activations.sites import backbone_of, blocks_of, check_layers, layer_of, read_rows, replaced
 from posttrain.models.lora import apply_adapter, reference_mode
-from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.recipes.sections import AdapterSection
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,19 +118,6 @@ def test_replaced_changes_a_site_and_nothing_else(site: str) -> None:
     assert torch.equal(model(input_ids=ids).logits, clean)
 
 
-def test_load_layers_reads_only_the_blocks_that_are_needed() -> None:
-    loaded, whole = (
-        load_layers(ModelSection(name="tiny"), ["resid.1", "resid.2"]),
-        load_model(ModelSection(name="tiny"), seed=0),
-    )
-    assert len(loaded.model.layers) == 2
-    kept = {n: p for n, p in whole.model.model.named_parameters() if not n.startswith(("layers.2", "layers.3"))}
-    assert {name for name, _ in loaded.model.named_parameters()} == set(kept)
-    assert all(torch.equal(p, kept[name]) for name, p in loaded.model.named_parameters())
-    with pytest.raises(UsageError, match=r"resid\.5: tiny has 4 layers"):
-        load_layers(ModelSection(name="tiny"), ["resid.5"])
-
-
 @pytest.mark.parametrize("name", ["resid", "resid.0", "resid.-1", "resid.x", "resid.01", "mlp.2", "resid.1.2"])
 def test_layer_of_another_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"is no site: give the residual stream after a layer, such as resid\.20"):
@@ -142,6 +128,8 @@ def test_sites_and_models_that_do_not_fit_are_refused() -> None:
     model = build("llama")
     with pytest.raises(UsageError, match=r"resid\.7: this model has 6 layers"):
         read_rows(model, ["resid.7"], DOCUMENTS)
+    with pytest.raises(UsageError, match=r"resid\.5: tiny has 4 layers"):
+        check_layers("tiny", ["resid.5"])
     model.model.others = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(NUM_LAYERS))
     with pytest.raises(UsageError, match="no single list of 6 blocks"):
         blocks_of(backbone_of(model))

@@ -179,7 +179,7 @@ def _folder_name(arguments: argparse.Namespace) -> str:
 def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str | None:
     """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
 
-    ``base``: what the recipe starts from, if it is to start from the base. None: the training was interrupted.
+    ``base``: what the recipe starts from. None: the training was interrupted.
     """
     if compared.recipe is None:
         return compared.name
@@ -189,7 +189,7 @@ def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, sa
     from posttrain.runs.launch import find_or_train
 
     name = compared.recipe
-    changes = [("model.name", json.dumps(base))] if base is not None and compared.from_base else []
+    changes = [("model.name", json.dumps(base))] if base is not None else []
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe, root=root, recipe_name=name, observing=lambda: choose_progress(name, quiet), say=say

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +18,9 @@ from posttrain.interpret.activations.shards import (
     StoreWriter,
     describe_rows,
 )
-from posttrain.interpret.activations.sites import device_of, load_layers, read_rows, tokenizer_hash, weights_hash
+from posttrain.interpret.activations.sites import check_layers, device_of, read_rows, tokenizer_hash, weights_hash
 from posttrain.models.forward.micro import by_length, split_padded
-from posttrain.models.load import LoadedModel, load_tokenizer
+from posttrain.models.load import LoadedModel, load_model, load_tokenizer
 from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import ModelSection, Word
 from posttrain.render import encode_plain, encode_prompt
@@ -59,42 +58,34 @@ def record(
 
     An interrupted recording continues, and ends with the same bytes.
 
-    ::
-
-        store = record("tiny", [[5, 6, 7], [8, 9]], ["resid.2"], "activations/two-lines", dtype="fp32")
-        store.gather(torch.arange(3))          # float32 [3, 128]; the first token of each document is left out
-        both = record(["runs/tiny-sft", "runs/tiny-grpo"], documents, ["resid.2"], "activations/both")
-        both.gather(rows, source="post")
-
     Args:
         models: one, or two over the same tokens (``base`` and ``post``); names or sections of a recipe.
         documents: none longer than the models' context.
         dtype: of what is stored. Norms are taken before rounding.
-        outliers: drop rows with a norm above this many times the median of the first shard, in any site and source;
-            0 keeps them.
+        outliers: drop rows with a norm above this many times the median of the first shard, in any site and source; 0
+            keeps them.
         batch: documents at a time; None: as many as fit into a number of tokens.
         rows_per_shard: None: about 256 MiB.
-        allow_large: allow more than 1 GiB.
-        fewer: the name of the option for fewer rows, for messages.
+        allow_large, fewer: allow more than 1 GiB, or name the option for fewer rows in the message.
         ready: gets the size as text when everything is checked and nothing written.
         observe: gets (shards done, shards in all).
 
     Raises:
-        UsageError: no documents, or too long ones; no such model or site; two models that differ in tokenizer or width;
-            too large; or the folder holds something else, or a recording with other settings.
-        StorageError: the disk is full or not writable.
+        UsageError: documents, models and sites that do not fit, too many rows, or a folder with something else.
     """
     names = [models] if isinstance(models, str | ModelSection) else list(models)
     sections = [ModelSection(name=model) if isinstance(model, str) else model for model in names]
     texts = documents if isinstance(documents, Documents) else Documents(list(documents))
     if len(sections) not in (1, 2) or not texts.ids or not all(texts.ids):
         raise UsageError("a recording needs one model or two, and documents that are not empty")
-    loaded = [load_layers(section, sites) for section in sections]
+    for section in sections:
+        check_layers(section.name, sites)
+    loaded = [load_model(section, seed=0) for section in sections]
     index = _describe(sections, loaded, texts, list(dict.fromkeys(sites)), dtype)
     device = device_of(loaded[0].model).type
     rows = rows_per_shard or min(MAX_SHARD_ROWS, max(MIN_SHARD_ROWS, SHARD_BYTES // index.row_bytes))
     index.settings = {"outliers": outliers, "batch": batch, "device": device, "rows_per_shard": rows}
-    ready(_check_room(Path(folder), texts.num_tokens, index.row_bytes, allow_large, fewer))
+    ready(_check_size(Path(folder), texts.num_tokens, index.row_bytes, allow_large, fewer))
     readers = {source.name: each.model for source, each in zip(index.sources, loaded, strict=True)}
     start_id = loaded[0].tokenizer.bos_token_id
     writer, plan = StoreWriter(folder, index, texts), plan_shards([len(ids) for ids in texts.ids], rows)
@@ -144,15 +135,11 @@ def _describe(
     )
 
 
-def _check_room(folder: Path, num_tokens: int, row_bytes: int, allow_large: bool, fewer: str) -> str:
-    """Refuse what does not fit on the disk, and what is large unless that is allowed; return the size as text."""
+def _check_size(folder: Path, num_tokens: int, row_bytes: int, allow_large: bool, fewer: str) -> str:
+    """Refuse what is large unless that is allowed; return the size as text."""
     there = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    missing, free = num_tokens * row_bytes - there, shutil.disk_usage(above).free
     size = f"{num_tokens:,} tokens x {row_bytes:,} bytes = {num_tokens * row_bytes / 1e6:,.1f} MB at most"
-    if missing > free:
-        raise UsageError(f"{folder}: {size}, but {free / 1e6:,.1f} MB are free; set {fewer} lower")
-    if missing > LARGE_BYTES and not allow_large:
+    if num_tokens * row_bytes - there > LARGE_BYTES and not allow_large:
         raise UsageError(f"{size}: add --yes to record them, or set {fewer} lower")
     return f"{size}, in {folder}"
 
@@ -225,13 +212,10 @@ def read_documents(
 ) -> Documents:
     """Return the texts of a file, what a run has sampled, or the prompts of a task.
 
-    Args:
-        text: plain text, or rows with texts under ``text`` (``.jsonl``), cut into pieces of ``context_tokens``. Every
-            piece begins with the tokens that the tokenizer puts in front of a text (BOS).
-        rollouts: the folder of a run; prompts and completions, token by token as they were while it trained.
-        context_tokens: of a longer prompt or rollout the beginning is taken.
-        max_tokens: of all documents together; the last one is cut to fit.
-        where: how messages begin the names of these (``--task``, ``activations.task``).
+    ``text``: plain text, or rows with texts under ``text`` (``.jsonl``), cut into pieces of ``context_tokens`` that
+    each begin with the tokens that the tokenizer puts in front of a text. ``rollouts``: the folder of a run; prompts
+    and completions, token by token. Of a longer prompt or rollout the beginning is taken. ``max_tokens``: of all
+    documents together. ``where``: how messages begin the names of these (``--``, ``activations.``).
 
     Raises:
         UsageError, DataError: they cannot be read, have no tokens, or the run has another tokenizer.

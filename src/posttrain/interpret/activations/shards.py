@@ -147,12 +147,7 @@ def read_index(folder: Path) -> StoreIndex:
 class ActivationStore:
     """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents.
 
-    Args:
-        folder: a finished recording.
-        verify: read every file and compare its hash.
-
-    Raises:
-        DataError: no recorded activations, an unfinished recording, a missing or damaged file.
+    ``verify``: read every file and compare its hash. ``DataError``: an unfinished recording, a missing or damaged file.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:

@@ -20,20 +20,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm, decoder_of
 from posttrain.models.load import (
-    LoadedModel,
-    choose_device,
-    load_model,
-    load_tokenizer,
-    quiet_transformers,
     reading_model,
 )
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.recipes.sections import ModelSection
 from posttrain.store.checkpoint_files import stated_digests
 
 _SITE = re.compile(r"resid\.([1-9]\d{0,5})")
@@ -135,58 +129,7 @@ def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor
     return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths.to(device)
 
 
-# Models for extraction: only the blocks that are needed are read from the disk.
-
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
-
-
-def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
-    """Load the first blocks of a model, as many as the sites need, in eval mode, with its tokenizer.
-
-    An adapter, or a model with quantized weights, is loaded whole.
-
-    Raises:
-        UsageError: no such model, or it has fewer layers than a site says.
-    """
-    check_layers(section.name, sites)
-    source = resolve_model_name(section.name)
-    model = load_shortened(AutoModel, section, source, max([1, *map(layer_of, sites)]))
-    if model is None:
-        loaded = load_model(section, seed=0)
-        return LoadedModel(loaded.model.eval(), loaded.tokenizer, loaded.source)
-    model = model.to(choose_device(section.device)).eval()
-    return LoadedModel(model, load_tokenizer(section.name, trust_remote_code=section.runs_remote_code), source)
-
-
-def load_shortened(architecture: Any, section: ModelSection, source: str, layer: int) -> Any | None:
-    """Load a plain model of which only the first ``layer`` blocks are read; None where the whole has to be loaded.
-
-    ``architecture``: ``AutoModel``, or ``AutoModelForCausalLM`` for its LM head as well.
-    """
-    if adapter_base(source) is not None or section.load_bits is not None:
-        return None
-    trusted = section.runs_remote_code
-    try:
-        with reading_model(section.name, source):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
-                return None
-            for key, value in vars(config).items():  # lists with an entry for each block are cut
-                if isinstance(value, list) and len(value) == config.num_hidden_layers:
-                    setattr(config, key, value[:layer])
-            config.num_hidden_layers = layer
-            with quiet_transformers():  # the blocks above would be reported as left over
-                model, loading_info = architecture.from_pretrained(
-                    source,
-                    config=config,
-                    dtype=getattr(torch, section.dtype),
-                    trust_remote_code=trusted,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-    except UsageError:
-        return None  # loading all of it says what is wrong
-    return None if loading_info["missing_keys"] else model
 
 
 def read_config(name: str) -> Any:

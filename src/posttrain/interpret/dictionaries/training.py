@@ -11,8 +11,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,10 +195,7 @@ def train_dictionary(
     observer: Observer = lambda event, facts: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
-    """Train as a resolved recipe says, from its newest checkpoint with ``resume``.
-
-    The last ``eval.rows`` rows are held out. ``checkpoints`` is the folder for ``step-000100/``; ``metrics`` gets a
-    line every ``train.log_every`` steps, and with ``resume`` loses lines past the checkpoint.
+    """Train as a resolved recipe says, from its newest checkpoint with ``resume``; the last rows are held out.
 
     Raises:
         UsageError: too few rows.
@@ -220,7 +216,10 @@ def train_dictionary(
     module = _Training(dictionary, recipe, checkpoints, metrics, observer, should_stop, measure_held_out)
     facts: dict[str, Any] = {"steps": settings.steps, "num_examples": num_rows, "resumed_from": newest, "dropped": {}}
     observer("start", facts)
-    with _quiet():
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():  # about loaders and devices: the arguments here are intended
+        warnings.filterwarnings("ignore", module="lightning")
         trainer = lightning.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1,
@@ -354,13 +353,3 @@ def _choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("train.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's warnings about loaders and devices: its arguments here are intended."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning")
-        yield

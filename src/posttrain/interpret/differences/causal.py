@@ -77,12 +77,8 @@ def write_with(
 ) -> list[list[list[int]]]:
     """Return greedy completions of every prompt under every intervention: [intervention][prompt] -> ids.
 
-    Args:
-        writer: the causal LM that writes, in eval mode.
-        source: a causal LM over the same tokens, whose activations the interventions see; None: they see the writer's.
-        interventions: what is added at the site, one for each group of rows.
-        stop_ids: tokens that end a completion; they are returned with it.
-        num_tokens: of the tokenizer; ids beyond them are not written.
+    Interventions see the activations of ``writer``, and of ``source`` (None: the writer's) over the same tokens, at the
+    site. ``stop_ids`` end a completion, and are returned with it; ids beyond ``num_tokens`` are not written.
     """
     rows = _start(prompts, len(interventions), device_of(writer))
     written: list[list[int]] = [[] for _ in range(len(interventions) * len(prompts))]
@@ -248,13 +244,9 @@ def try_factors(
 ) -> list[dict[str, Any]]:
     """Return the effect of every (number of features, factor) of the plan, with one dictionary, decoded together.
 
-    By name: ``features`` (their number), ``dose`` (the factor), the outcomes of the ``changed`` ones and of each set of
-    rate-matched ``random`` ones, and the ``difference``: changed less the mean of the random ones.
-
-    Args:
-        intervene: (features, factor) -> the intervention.
-        ranked: the changed features, the most changed first.
-        matched: sets of other features, entry i of each matched to ``ranked[i]``.
+    By name: ``features`` (their number), ``dose`` (the factor), the outcomes of the ``changed`` ones (``ranked``, the
+    most changed first) and of each set of rate-matched ``random`` ones (entry i ``matched`` to ``ranked[i]``), and the
+    ``difference``: changed less the mean of the random ones.
     """
     sets = (ranked, *matched)
     outcomes = trial.outcomes([intervene(features[:count], factor) for count, factor in plan for features in sets])

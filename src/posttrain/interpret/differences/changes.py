@@ -170,13 +170,9 @@ def match_rates(
 ) -> list[int]:
     """Return for each chosen feature another one that fires about as often and as strongly, none twice.
 
-    There are fewer where no more features are left to take.
-
-    Args:
-        chosen: features to be matched, in order; they are never taken themselves.
-        rates, sizes: [F], shares of tokens and mean activations where active; features that never fire are not taken.
-        forbidden: bool [F], further features that are not taken.
-        draws: uniform numbers in [0, 1), one for each: which of the 8 nearest is taken.
+    There are fewer where no more are left. ``rates``, ``sizes`` [F]: shares of tokens, and mean activations where
+    active. Chosen, ``forbidden`` (bool [F]) and silent features are not taken. ``draws``: for each a number in [0, 1)
+    that chooses one of the 8 nearest.
     """
     free = (rates > 0) & ~forbidden
     free[list(chosen)] = False

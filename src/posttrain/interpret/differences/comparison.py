@@ -471,12 +471,8 @@ def overlap(
 
     ``share``: of the first's, those whose most similar feature (by decoder cosine) of the second is one of the second's
     and went the same way. ``by_chance``: that share of all features of the first. ``cosine``: the mean similarity of
-    the first's changed features to their partners; ``count`` of them.
-
-    Args:
-        directions: decoder rows [F, d] of both.
-        chosen: int64, the changed features of each.
-        signs: [F] of each, above 0 where a feature's mean activation rose.
+    the first's changed features to their partners; ``count`` of them. Of both are given: decoder rows [F, d], the
+    changed features, and ``signs`` [F], above 0 where the mean activation rose.
     """
     unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in directions]
     cosine, partner = (x.cpu() for x in (unit[0] @ unit[1].T).max(dim=1))

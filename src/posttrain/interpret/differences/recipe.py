@@ -22,12 +22,11 @@ _TRAIN: dict[str, Any] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
 class Compared(Section):
     """One of the two models: the ``name`` of a model or a run, or a training ``recipe``.
 
-    A recipe without a finished run is trained first. ``from_base`` (of ``post``): the recipe starts from the base.
+    A recipe without a finished run is trained first; that of ``post`` starts from the base.
     """
 
     name: str | None = None
     recipe: str | None = None
-    from_base: bool = True
 
     @model_validator(mode="before")
     @classmethod

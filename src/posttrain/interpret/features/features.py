@@ -24,17 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
-from posttrain.interpret.activations.sites import backbone_of, load_shortened, tokenizer_hash
+from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
 from posttrain.interpret.dictionaries.dictionary import Dictionary, Metadata, load_dictionary, read_metadata
 from posttrain.interpret.dictionaries.fitting import StoreRows
 from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
 from posttrain.models.forward.forward import causal_lm
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file
 
@@ -212,20 +210,12 @@ def describe_features(
     about: dict[str, Any] | None = None,
     observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Report:
-    """Describe the features of a dictionary, from one pass over rows.
+    """Describe the features of a dictionary on raw activations, from one pass over rows.
 
     For each feature: ``density``, the share of rows at which it is active; ``mean`` of its activations there, and
-    ``max``; a ``histogram`` of them that begins at 0; ``promoted`` and ``suppressed`` tokens [text, id, logit] (see
-    ``logit_lens``); ``contexts`` with the ``tokens`` from ``start`` of a ``document`` on and its ``activations`` at
-    each (null: the row was dropped), the strongest at ``position``.
-
-    Args:
-        dictionary: on raw activations; the pass is made on its device.
-        features: which; None: all.
-        contexts, tokens: the numbers of contexts of each feature, and of tokens at each end of the logit lens.
-        lens: of the model that the directions are read in; None: no token is named.
-        tokenizer: for the texts of tokens; None: their ids are shown.
-        about: plain data that is kept in the report.
+    ``max``; a ``histogram`` of them that begins at 0; ``promoted`` and ``suppressed`` tokens [text, id, logit];
+    ``contexts`` with the ``tokens`` from ``start`` of a ``document`` on and its ``activations`` at each (null: the row
+    was dropped), the strongest at ``position``. Without a lens no token is promoted; without a tokenizer ids are shown.
     """
     store = rows.store
     if rows.d != dictionary.d:
@@ -334,12 +324,8 @@ def read_features(
 ) -> Report:
     """Describe the features of a stored dictionary; ``about["notices"]`` has notes on rows of another model.
 
-    Args:
-        name, folder: of the dictionary.
-        activations: the folder of the rows.
-        resolve: returns what is loaded for the name of a model.
-        model, source: None is the dictionary's own.
-        with_lens: with the logit lens, for which the model is loaded.
+    ``resolve`` returns what is loaded for the name of a model; ``model`` and ``source`` are by default the dictionary's
+    own.
 
     Raises:
         UsageError: no such feature, source or model, or one with other tokens than the rows'.
@@ -406,7 +392,9 @@ def _load_lens(
         return None, None
     section = ModelSection(name=resolve(name), dtype=store.index.sources[-1].dtype)
     try:
-        lens, tokenizer = load_lens(section) if with_lens else (None, load_tokenizer(section.name))
+        loaded = load_model(section, seed=0) if with_lens else None
+        lens = None if loaded is None else build_lens(loaded.model)
+        tokenizer = load_tokenizer(section.name) if loaded is None else loaded.tokenizer
     except UsageError as error:
         raise UsageError(f"{error} (--model names another one, --no-lens leaves the logit lens out)") from error
     if store.index.tokenizer and tokenizer_hash(tokenizer) != store.index.tokenizer:
@@ -469,16 +457,6 @@ def build_lens(model: Any) -> Lens:
     weight = head.weight.detach().float()
     gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
     return Lens(weight, gain, centres)
-
-
-def load_lens(section: ModelSection) -> tuple[Lens, Any]:
-    """Return the lens of a model by its name, and its tokenizer; of a plain model one block alone is loaded."""
-    source = resolve_model_name(section.name)
-    model = load_shortened(AutoModelForCausalLM, section, source, 1)
-    if model is not None:
-        return build_lens(model), load_tokenizer(section.name, trust_remote_code=section.runs_remote_code)
-    loaded = load_model(section, seed=0)
-    return build_lens(loaded.model), loaded.tokenizer
 
 
 def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:

@@ -31,12 +31,7 @@ Changes = Mapping[int, float | None]
 class Steering:
     """Changes of features made ready for one model; they take effect inside ``applied()``.
 
-    Features with strength 0 are left out, so that strength 0 is the model itself, bit for bit.
-
-    Args:
-        model: a causal LM, or a peft model around one.
-        dictionary: on raw activations of the site.
-        changes: by feature the strength to add, or None to take it out.
+    ``changes``: by feature the strength to add, or None to take it out. Strength 0 is the model itself, bit for bit.
 
     Raises:
         UsageError: no such site or feature, or a dictionary of another width.
