@@ -129,6 +129,7 @@ GONE = {
     "posttrain generate --ablate": "--steer FEATURE=off",
     "posttrain activations --format": "index.json in the folder of the recording",
     "posttrain activations --site": "--layer: the residual stream after each layer is recorded",
+    "posttrain sae diff --seeds": "--changes.seeds",
     "posttrain sae diff --site": "--layer: the residual stream after it is compared",
     "posttrain sae features --site": "the 'site' in the metadata of the dictionary's cfg.json",
     "posttrain sae features --top": "the page, which names ten tokens at each end",

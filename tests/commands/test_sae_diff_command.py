@@ -185,7 +185,7 @@ def test_other_commands_know_the_recipe(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_dry_run_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "diff", "tiny/what-did-rl-change", "--seeds", "5", "--layer", "3", "--dry-run"]) == 0
+    assert main(["sae", "diff", "tiny/what-did-rl-change", "--changes.seeds", "5", "--layer", "3", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "seeds: 5" in printed
     assert "site: resid.3" in printed

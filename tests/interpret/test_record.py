@@ -351,20 +351,6 @@ def test_activations_of_what_a_run_has_sampled(here: Path) -> None:
     assert ActivationStore("activations/a-stories").index.data["task"] == "stories"
 
 
-def test_activations_pairs_over_a_text_and_pt_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "a.txt").write_text("Tom has 7 apples and eats 2 of them. " * 10, encoding="utf-8")
-    asked = ["tiny", "--paired", "tiny", "--layer", "1", "--text", "a.txt", "--context-tokens", "32"]
-    assert main(["activations", *asked, "--out", "pair"]) == 0
-    store = ActivationStore("pair")
-    rows = torch.arange(store.num_rows)
-    assert torch.equal(store.gather(rows, source="base"), store.gather(rows, source="post"))
-    assert int(store.positions(rows).max()) == 31
-    assert main(["activations", "pair", "--export-pt", "pt"]) == 0
-    assert main(["activations", "pt", "--import-pt", "resid.1", "--out", "again"]) == 0
-    assert "rows of resid.1 in again" in capsys.readouterr().out
-    assert torch.equal(ActivationStore("again").gather(rows, source="post"), store.gather(rows, source="post"))
-
-
 def test_activations_mistakes_are_one_message(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "long.txt").write_text("apples " * 3000, encoding="utf-8")
     layer = ["tiny", "--layer", "2"]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.options import ACCEPT_HELP, natural, repetitions
+from posttrain.commands.options import ACCEPT_HELP, natural
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ any key of the recipe is an option; what was recorded is learned from again by n
 """
 DIFF_EPILOG = """\
 any key of the recipe is an option; the same command again keeps what is there:
-  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --seeds 5
+  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --changes.seeds 5
   posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
 """
 
@@ -103,7 +103,6 @@ def add_diff_options(parser: argparse.ArgumentParser) -> None:
     models = "the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change"
     add("models", metavar="MODEL_OR_RUN", nargs="+", help=models)
     add("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
-    add("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
     add("--run", metavar="NAME", help="name of the directory under the runs directory")
     add("--yes", action="store_true", help=YES_HELP)
     add("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
@@ -121,8 +120,6 @@ def run_sae_diff(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.layer is not None:
         overrides.append(("changes.site", f"resid.{arguments.layer}"))
-    if arguments.seeds is not None:
-        overrides.append(("changes.seeds", str(arguments.seeds)))
     recipe = load_diff_recipe(arguments.models, overrides).resolve()
     if arguments.dry_run:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")

@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from posttrain.errors import DataError, UsageError
-from posttrain.interpret.activations.sites import layer_of
 from posttrain.randomness import derive_key
 from posttrain.registry import find, register
 from posttrain.store.durable import replace_file, storage_errors
@@ -214,11 +213,6 @@ LAYOUT_VERSION = "6.0.0"  # SAELens refuses older ones
 _MISSING = "there is no such file; a dictionary is a folder with cfg.json and weights"
 _KINDS = {"standard": "l1", "topk": "topk", "jumprelu": "batchtopk"}
 _HOOK = re.compile(r"blocks\.([0-9]{1,6})\.hook_resid_(pre|post)")
-
-
-def hook_name(site: str) -> str:
-    """Return SAELens's name of a site: ``resid.20`` is ``blocks.19.hook_resid_post``."""
-    return f"blocks.{layer_of(site) - 1}.hook_resid_post"
 
 
 def site_of_hook(hook: str | None) -> str | None:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,8 @@ class RowBatches:
     def __init__(self, rows: StoreRows, num_rows: int, batch: int, steps: int, seed: int) -> None:
         self.rows, self.num_rows, self.batch, self.steps, self.seed = rows, num_rows, batch, steps, seed
         self.step = 0
-        self._order: tuple[int, Tensor] | None = None
+        shuffled = partial(permutation, seed, "dictionary rows")
+        self.order = lru_cache(maxsize=2)(lambda epoch: torch.from_numpy(shuffled(epoch, num_rows)))
 
     def __len__(self) -> int:
         return self.steps
@@ -119,16 +121,11 @@ class RowBatches:
 
     def indices(self, step: int) -> Tensor:
         """Return the rows of the batch of a step, ``int64 [batch]``."""
-        parts: list[Tensor] = []
-        position, end = step * self.batch, (step + 1) * self.batch
-        while position < end:
-            epoch, offset = divmod(position, self.num_rows)
-            if self._order is None or self._order[0] != epoch:
-                shuffled = permutation(self.seed, "dictionary rows", epoch, self.num_rows)
-                self._order = (epoch, torch.from_numpy(shuffled))
-            parts.append(self._order[1][offset : offset + end - position])
-            position += len(parts[-1])
-        return torch.cat(parts)
+        places = torch.arange(step * self.batch, (step + 1) * self.batch)
+        epochs = places // self.num_rows
+        return torch.cat(
+            [self.order(epoch)[places[epochs == epoch] % self.num_rows] for epoch in epochs.unique().tolist()]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "seed": self.seed}

@@ -23,7 +23,7 @@ from posttrain.errors import CheckpointError, MissingExtra, NonFiniteLoss, Usage
 from posttrain.interpret.activations.record import read_documents, record
 from posttrain.interpret.activations.shards import INDEX, ActivationStore, read_index
 from posttrain.interpret.activations.sites import check_layers, layer_of
-from posttrain.interpret.dictionaries.dictionary import Dictionary, hook_name, save_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
 from posttrain.interpret.dictionaries.fitting import (
     Learner,
     Quality,
@@ -159,7 +159,7 @@ def _describe_training(rows: StoreRows, recipe: SaeRecipe, step: int) -> dict[st
     used = [source for source in index.sources if rows.source in (source.name, DIFFERENCE)]
     return {
         "model_name": used[-1].model,
-        "hook_name": hook_name(site),
+        "hook_name": f"blocks.{layer_of(site) - 1}.hook_resid_post",
         "context_size": index.data.get("context_tokens"),
         "site": site,
         "layer": layer_of(site),
