@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.interpret.activations.sites import Extractor
+from posttrain.interpret.activations.sites import read_rows
 
 RESULTS = Path(__file__).parent / "results" / "extraction.json"
 NUM_LAYERS, LAYER, VOCABULARY, WIDTH, TOKENS, ROWS = 16, 8, 32_000, 256, 256, 8
@@ -35,11 +35,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model = build_model()
     documents = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
-    extract = Extractor(model, [f"resid.{LAYER}"])
-    ids = documents.tolist()
+    ids, site = documents.tolist(), f"resid.{LAYER}"
 
     def ours() -> Tensor:
-        return extract(ids)[f"resid.{LAYER}"]
+        return read_rows(model, [site], ids)[site]
 
     @torch.no_grad()
     def naive() -> Tensor:

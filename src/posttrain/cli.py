@@ -270,7 +270,7 @@ COMMANDS = {
            ("manage", "change:run_manage", "all of this, line by line in a terminal"),
        )},
     "activations": Command("record what layers of a model compute", "interpret.activations:run_activations",
-                           keys=_ASKED, models=("model", "paired"), tables=True),
+                           keys=_ASKED, models=("model", "paired")),
     "sae": Command("sparse autoencoders: train one, read its features, see what training changed", runs=False),
     "sae train": Command("train a sparse autoencoder on activations, by a recipe", "interpret.sae:run_sae_train",
                          "interpret.sae:add_train_options", ANY),

@@ -16,8 +16,7 @@ from posttrain.commands.interpret.steering import read_changes, read_steering
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import save_dictionary
+from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
 from posttrain.models.load import load_tokenizer
 
 TEXTS = ["Eva has 3 shells.", "Tom eats 2 of 7 apples.", "Eva has 3 apples."]
@@ -55,7 +54,7 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert f"page: {Path('runs/sae/features.html')}\njson: {Path('runs/sae/features.json')}" in shown
     found = json.loads(Path("runs/sae/features.json").read_text())
-    store = ActivationStore.open("runs/sae/activations")
+    store = ActivationStore("runs/sae/activations")
     values = Dictionary(D, FEATURES, kind="l1", seed=1).encode(store.gather(torch.arange(store.num_rows))).detach()
     assert f"{FEATURES} features over {store.num_rows} rows" in shown
     tokenizer = load_tokenizer("tiny")
@@ -140,19 +139,20 @@ def test_generation_is_steered(capsys: pytest.CaptureFixture[str]) -> None:
     assert "steered" not in plain
     nothing = generate("--sae", "sae", "--steer", "3=0")
     assert nothing.replace("steered at resid.2: 3 +0\n", "") == plain
-    pushed = generate("--sae", "runs/sae/dictionary", "--steer", "3=60,4=-2", "--ablate", "5")
+    pushed = generate("--sae", "runs/sae/dictionary", "--steer", "3=60,4=-2,5=off")
     assert pushed.startswith("steered at resid.2: 3 +60, 4 -2, 5 off\n")
     assert pushed.splitlines()[1:] != plain.splitlines()
-    assert generate("--sae", "sae", "--steer", "3=60", "--steer", "4=-2,5=off") == pushed
+    assert generate("--sae", "sae", "--steer", "3=60", "--steer", "4=-2", "--steer", "5=off") == pushed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steer", "3=1"], "--steer and --ablate need --sae"),
-        (["--sae", "sae"], "--sae needs --steer FEATURE=STRENGTH or --ablate FEATURE"),
-        (["--sae", "nowhere", "--ablate", "1"], "nowhere: neither a folder with a dictionary"),
-        (["--sae", "sae", "--ablate", "99"], "feature 99: this dictionary has 24"),
+        (["--ablate", "5"], "`posttrain generate --ablate` was removed. Use --steer FEATURE=off"),
+        (["--steer", "3=1"], "--steer needs --sae"),
+        (["--sae", "sae"], "--sae needs --steer FEATURE=STRENGTH"),
+        (["--sae", "nowhere", "--steer", "1=off"], "nowhere: neither a folder with a dictionary"),
+        (["--sae", "sae", "--steer", "99=off"], "feature 99: this dictionary has 24"),
     ],
 )
 def test_what_generation_refuses(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 
 from posttrain.cli import main
 from posttrain.interpret.activations.shards import ActivationStore, write_tensors
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.dictionary import load_dictionary, read_metadata
 from posttrain.store.metrics import MetricsLog
 
 SMALL = [
@@ -41,7 +41,7 @@ def test_from_a_recipe_to_a_dictionary(
     assert metadata.hook_name == "blocks.1.hook_resid_post"
     assert metadata.models is not None
     assert len(metadata.models[0]["weights_hash"]) == 64
-    store = ActivationStore.open(run / "activations")
+    store = ActivationStore(run / "activations")
     rows = store.gather(torch.arange(store.num_rows - 300, store.num_rows))
     dictionary = load_dictionary(run / "dictionary")
     error = (dictionary(rows) - rows).square().sum() / (rows - rows.mean(0)).square().sum()

@@ -26,7 +26,6 @@ LITTLE = {
     "dictionary.k": "6",
     "train.steps": "12",
     "train.batch": "256",
-    "difference.features": "16",
     "kl_documents": "6",
     "show": "3",
     "min_documents": "3",
@@ -83,7 +82,7 @@ def test_everything_is_there(compared: dict[str, Any], root: Path) -> None:
     assert compared["documents"]["documents"] == 24
     assert [d["features"] for d in compared["dictionaries"]] == [64, 64]
     assert len(compared["features"]) <= 3
-    assert {"difference", "frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
+    assert {"frozen", "lens", "divergence", "patching", "causal"} <= set(compared)
     assert len(compared["patching"]["changed"]) == 2
     assert [len(row) for row in compared["patching"]["random"]] == [2, 2]
     doses = {"given": ("0.5", "1"), "returned": ("1",), "scaled": ("0", "2")}
@@ -186,7 +185,7 @@ def test_other_commands_know_the_recipe(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_dry_run_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "diff", "tiny/what-did-rl-change", "--seeds", "5", "--layer", "3", "--dry-run"]) == 0
+    assert main(["sae", "diff", "tiny/what-did-rl-change", "--changes.seeds", "5", "--layer", "3", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "seeds: 5" in printed
     assert "site: resid.3" in printed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.interpret.activations.sites import Extractor
+from posttrain.interpret.activations.sites import read_rows
 
 NUM_LAYERS = 6
 SHAPE: dict[str, Any] = {
@@ -35,7 +35,7 @@ DOCUMENTS = [list(range(1, 20)), list(range(30, 42)), [5, 6, 7], [9]]
 
 
 def activations_of(model: Any, documents: Sequence[Sequence[int]], sites: Sequence[str]) -> dict[str, torch.Tensor]:
-    return Extractor(model, sites)(documents)
+    return read_rows(model, sites, documents)
 
 
 def build(family: str, **changes: Any) -> Any:

@@ -1,23 +1,31 @@
-"""The causal test: what doses of features do, and when changed and random ones count as told apart."""
+"""The causal test: interventions, texts that one model writes while another is read along, and verdicts."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
+import families
 import pytest
 import torch
+from torch import Tensor
 
+from posttrain.engines.base import Sampling
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.causal import (
     Added,
     Trial,
     judge,
-    leave,
     move_features,
-    replace_all,
+    plan_of,
     scale_features,
-    try_doses,
+    try_factors,
+    write_with,
 )
+from posttrain.interpret.differences.recipe import CausalSection
+from posttrain.models.load import load_model
+from posttrain.recipes.sections import ModelSection
 
 
 @pytest.fixture
@@ -36,8 +44,6 @@ def test_a_factor_of_one_and_a_dose_of_nothing_leave_the_model_itself(made: Dict
     zero = torch.zeros_like(x)
     assert torch.equal(scale_features(made, [0, 5], 1.0)(x, donor), zero)
     assert torch.equal(move_features(made, [0, 5], 0.0)(x, donor), zero)
-    assert torch.equal(leave(x, donor), zero)
-    assert torch.allclose(x + replace_all(x, donor), donor, atol=1e-6)
 
 
 def test_factors_scale_a_feature_along_its_direction(made: Dictionary) -> None:
@@ -78,7 +84,7 @@ class FakeTrial:
         return [float((x + treat(x, x))[:, 0].mean()) for treat in treatments]
 
 
-def test_doses_of_changed_and_random_features_side_by_side() -> None:
+def test_try_factors_changed_and_random_features_side_by_side() -> None:
     """Feature j of this dictionary is coordinate j itself."""
     plain = Dictionary(16, 16, kind="l1").requires_grad_(False)
     plain.W_enc.copy_(torch.eye(16))
@@ -88,7 +94,7 @@ def test_doses_of_changed_and_random_features_side_by_side() -> None:
         return scale_features(plain, features, dose)
 
     trial = cast(Trial, FakeTrial())
-    found = try_doses(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
+    found = try_factors(trial, treat, [0, 1], [[2, 3], [4, 5]], [(1, 0.0), (2, 3.0), (9, 0.5)])
     assert [(d["features"], d["dose"]) for d in found] == [(1, 0.0), (2, 3.0), (2, 0.5)]
     assert [d["changed"] for d in found] == [0.0, 3.0, 0.5]
     assert [d["random"] for d in found] == [[1.0, 1.0]] * 3
@@ -108,3 +114,117 @@ def test_the_verdict_is_students(differences: list[float], half_width: Any, sepa
     verdict = judge(differences)
     assert verdict["half_width"] == (None if half_width is None else pytest.approx(half_width, abs=1e-4))
     assert verdict["separates"] is separates
+
+
+@pytest.mark.parametrize(
+    ("test", "points"),
+    [
+        ("given", [(2, 0.5), (2, 1.0), (8, 1.0)]),
+        ("returned", [(2, 1.0), (8, 1.0)]),
+        ("scaled", [(2, 0.0), (2, 2.0), (8, 0.0)]),
+    ],
+)
+def test_every_point_of_a_test_is_planned_once(test: str, points: list[tuple[int, float]]) -> None:
+    settings = CausalSection(counts=[8, 2], features=2, doses=[0.5, 1.0], factors=[0.0, 2.0])
+    assert plan_of(test, settings) == points
+
+
+# Two models over one text.
+
+PROMPTS = [[0, 5, 9, 30, 41], [0, 77, 3], [0, 12, 200, 201, 55, 60, 61, 62, 63], [0, 300]]
+STOPS = frozenset({0, 13, 14})
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def writer() -> Any:
+    return load_model(ModelSection(name="tiny", device="cpu"), seed=0).model
+
+
+@pytest.fixture(scope="module")
+def donor(writer: Any) -> Any:
+    """The writer with its first two blocks disturbed: all that differs is in the residual stream after layer 2."""
+    changed = copy.deepcopy(writer)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for block in changed.model.layers[:2]:
+            block.mlp.down_proj.weight += 0.08 * torch.randn_like(block.mlp.down_proj.weight)
+    return changed
+
+
+def greedy(model: Any) -> list[list[int]]:
+    keys = [[0] for _ in PROMPTS]
+    found = NativeEngine(model).generate(PROMPTS, keys, Sampling(MAX_TOKENS, 0.0, stop_ids=STOPS))
+    return [list(group[0].ids) for group in found]
+
+
+def write(writer: Any, donor: Any, treatments: list[Added], site: str = "resid.2") -> list[list[list[int]]]:
+    return write_with(writer, donor, site, PROMPTS, treatments, max_tokens=MAX_TOKENS, stop_ids=STOPS)
+
+
+def nothing(x: Tensor, _: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def everything(x: Tensor, other: Tensor) -> Tensor:
+    return other - x
+
+
+def test_ids_beyond_the_tokenizer_are_not_written(writer: Any) -> None:
+    def write_within(num_tokens: int | None) -> list[list[int]]:
+        return write_with(
+            writer, None, "resid.2", PROMPTS, [nothing], max_tokens=8, stop_ids=frozenset(), num_tokens=num_tokens
+        )[0]
+
+    largest = max(id for ids in write_within(None) for id in ids)
+    engine = NativeEngine(writer)
+    engine.num_tokens = largest
+    found = engine.generate(PROMPTS, [[0] for _ in PROMPTS], Sampling(8, 0.0))
+    assert write_within(largest) == [list(group[0].ids) for group in found]
+    assert largest not in {id for ids in write_within(largest) for id in ids}
+
+
+def test_treatments_side_by_side_are_each_what_they_are_alone(writer: Any, donor: Any) -> None:
+    own, other = greedy(writer), greedy(donor)
+    assert own != other
+    assert len({len(ids) for ids in own}) > 1  # rows end at different times
+    assert write(writer, donor, [nothing, everything, nothing]) == [own, other, own]
+    assert write(donor, writer, [everything]) == [own]
+
+
+@pytest.mark.parametrize("site", ["resid.1", "resid.4"])
+def test_a_donor_that_is_the_writer_changes_nothing_anywhere(writer: Any, site: str) -> None:
+    def far(x: Tensor, other: Tensor) -> Tensor:
+        return 100.0 * (other - x)
+
+    assert write(writer, writer, [far], site) == [greedy(writer)]
+
+
+def test_treatments_see_the_same_tokens_of_both_models(writer: Any, donor: Any) -> None:
+    """Along one answer, the rows that a treatment is given are those of a forward pass over the whole text."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(x: Tensor, other: Tensor) -> Tensor:
+        seen.append((x.clone(), other.clone()))
+        return torch.zeros_like(x)
+
+    prompt = PROMPTS[0]
+    ids = write_with(writer, donor, "resid.2", [prompt], [look], max_tokens=6, stop_ids=frozenset())[0][0]
+    assert len(ids) == 6
+    read = [*prompt, *ids[:-1]]
+    for index, model in enumerate((writer, donor)):
+        rows = torch.cat([pair[index] for pair in seen])
+        assert torch.allclose(rows, families.activations_of(model, [read], ["resid.2"])["resid.2"].float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_are_counted_from_the_first_token_of_each_prompt(family: str) -> None:
+    """Shorter prompts are padded in front; learned positions (GPT-2) would tell."""
+    model = families.build(family)
+    prompts = [[3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
+    batch = write_with(model, model, "resid.3", prompts, [nothing], max_tokens=8, stop_ids=frozenset())[0]
+    for prompt, written in zip(prompts, batch, strict=True):
+        ids = list(prompt)
+        for _ in range(8):
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        assert written == ids[len(prompt) :]

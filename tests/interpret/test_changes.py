@@ -1,41 +1,46 @@
-"""Changes of features between two models: the estimates, their intervals, and what chance alone brings."""
+"""Changes of features between two models: the estimates, their intervals, and the findings by chance alone."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from planted import plant, plant_change
 from torch import Tensor
 
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import (
     Changes,
-    ChangeSums,
-    LatentScaling,
+    Seen,
     holm,
     match_rates,
     paired_changes,
+    random_features,
+    scale_latents,
+    see_changes,
+    sum_by_document,
     two_sided_p,
     unpaired_changes,
 )
+from posttrain.interpret.differences.comparison import WINDOW, feature_contexts, mean_differences, overlap
 
 DOCUMENTS = torch.tensor([0, 0, 1, 1, 1, 2])
 BASE = torch.tensor([[1.0], [0.0], [2.0], [0.0], [1.0], [0.0]])
 POST = torch.tensor([[2.0], [1.0], [2.0], [3.0], [0.0], [1.0]])
 
 
-def sums_of(base: Tensor, post: Tensor, documents: Tensor, batches: int = 1) -> ChangeSums:
-    sums = ChangeSums(base.shape[1])
-    for part in documents.unique().chunk(batches):
-        rows = torch.isin(documents, part)
-        sums.add(base[rows], post[rows], documents[rows])
-    return sums
+def changes_of(base: Tensor, post: Tensor, documents: Tensor, **options) -> Changes:
+    sizes = documents.unique(return_counts=True)[1]
+    moved = (post - base).double().square().sum(0)
+    return paired_changes(sum_by_document(base, documents), sum_by_document(post, documents), sizes, moved, **options)
 
 
 def test_a_small_case_by_hand() -> None:
     """Sums by document: base (1, 3, 0), post (3, 5, 1); fires base (1, 2, 0), post (2, 2, 1); tokens (2, 3, 1)."""
-    found = paired_changes(sums_of(BASE, POST, DOCUMENTS), min_documents=1)
+    found = changes_of(BASE, POST, DOCUMENTS, min_documents=1)
     assert found.base[:, 0].tolist() == pytest.approx([3 / 6, 4 / 6])
     assert found.post[:, 0].tolist() == pytest.approx([5 / 6, 9 / 6])
     assert found.ratio[:, 0].tolist() == pytest.approx([5 / 3, 9 / 4])
@@ -50,7 +55,7 @@ def test_a_small_case_by_hand() -> None:
 
 
 def test_the_p_is_students_with_the_documents_that_it_fires_in() -> None:
-    found = paired_changes(sums_of(BASE, POST, DOCUMENTS), min_documents=1)
+    found = changes_of(BASE, POST, DOCUMENTS, min_documents=1)
     t = float(found.change[1, 0] / found.error[1, 0])
     # two degrees of freedom: P(|T| > t) = 1 − t/√(2 + t²)
     assert float(found.p[1, 0]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9)
@@ -61,20 +66,11 @@ def test_a_rare_feature_is_judged_by_the_documents_that_know_it() -> None:
     base, post = torch.zeros(200, 1), torch.zeros(200, 1)
     post[:5, 0] = torch.tensor([1.0, 1.2, 0.9, 1.1, 0.8]) * 4
     base[:5, 0] = 1.0
-    found = paired_changes(sums_of(base, post, torch.arange(200)), min_documents=2)
+    found = changes_of(base, post, torch.arange(200), min_documents=2)
     t = float(found.change[1, 0] / found.error[1, 0])
     assert 2.0 < t < 2.4
     assert float(found.p[1, 0]) == pytest.approx(float(two_sided_p(torch.tensor([t]).double(), torch.tensor([4]))))
     assert float(found.p[1, 0]) > 0.08
-
-
-def test_batches_do_not_matter() -> None:
-    torch.manual_seed(0)
-    documents = torch.arange(400) // 7
-    base, post = torch.relu(torch.randn(2, 400, 5))
-    one, many = (paired_changes(sums_of(base, post, documents, n)) for n in (1, 9))
-    assert torch.allclose(one.p, many.p, rtol=1e-9)
-    assert torch.allclose(one.error, many.error, rtol=1e-9)
 
 
 def clustered(seed: int, features: int = 150, documents: int = 100, tokens: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +93,7 @@ def test_chance_is_not_flagged_though_tokens_hang_together() -> None:
     flagged, by_tokens = [], []
     for seed in range(8):
         base, post, place = clustered(seed)
-        flagged.append(int(paired_changes(sums_of(base, post, place)).significant.sum()))
+        flagged.append(int(changes_of(base, post, place).significant.sum()))
         by_tokens.append(flagged_by_tokens(base, post))
     assert sum(count > 0 for count in flagged) <= 2  # 5 % of the data sets may have one
     assert min(by_tokens) > 30  # of 150: what tokens alone would call changed
@@ -105,14 +101,11 @@ def test_chance_is_not_flagged_though_tokens_hang_together() -> None:
 
 def test_a_model_beside_itself_and_halves_of_its_documents_flag_nothing() -> None:
     base, _, place = clustered(3)
-    same = paired_changes(sums_of(base, base, place))
+    same = changes_of(base, base, place)
     assert float(same.change.abs().max()) == 0.0
     assert same.p.min() == 1.0
-    sides = []
-    for half in (0, 1):
-        kept = place % 2 == half
-        sides.append(sums_of(base[kept], base[kept], place[kept]))
-    halves = unpaired_changes(*sides)
+    sums, sizes = sum_by_document(base, place), place.unique(return_counts=True)[1]
+    halves = unpaired_changes((sums[:, ::2], sizes[::2]), (sums[:, 1::2], sizes[1::2]))
     assert int(halves.significant.sum()) == 0
     assert int(halves.tested.sum()) == 150
 
@@ -122,7 +115,7 @@ def test_unpaired_errors_are_those_of_two_independent_means() -> None:
     torch.manual_seed(1)
     a, b = torch.relu(torch.randn(2, 500, 4))
     one = torch.arange(500)
-    found = unpaired_changes(sums_of(a, a, one), sums_of(b, b, one))
+    found = unpaired_changes(*((sum_by_document(x, one), torch.ones(500)) for x in (a, b)))
     welch = (a.double().var(0) / 500 + b.double().var(0) / 500).sqrt()
     assert torch.allclose(found.error[1], welch, rtol=1e-9)
     assert torch.allclose(found.change[1], (b.double().mean(0) - a.double().mean(0)))
@@ -137,12 +130,10 @@ def planted_changes(seed: int = 0) -> tuple[Changes, Tensor, Tensor, Tensor]:
     before = codes.clone()
     before[:, change.added] = 0.0
     after = codes * change.factors
-    sums = sums_of(before, after, torch.arange(24_000) // 40)
-    scaling = LatentScaling(planted.directions)
     reconstruction = before @ planted.directions
-    scaling.add(before, change.base - reconstruction, change.post - reconstruction)
-    beta = scaling.result(of_errors=True).beta
-    return paired_changes(sums), change.factors, change.added, beta[1] / beta[0]
+    there = [scale_latents(before, x - reconstruction, planted.directions)[1] for x in (change.base, change.post)]
+    found = changes_of(before, after, torch.arange(24_000) // 40)
+    return found, change.factors, change.added, there[1] / there[0]
 
 
 def test_planted_changes_are_read_and_nothing_else() -> None:
@@ -162,7 +153,7 @@ def test_planted_changes_are_read_and_nothing_else() -> None:
 def test_a_sure_but_small_change_is_significant_and_not_called_one() -> None:
     torch.manual_seed(0)
     base = torch.relu(torch.randn(4000, 3))
-    found = paired_changes(sums_of(base, base * 1.1, torch.arange(4000) // 20))
+    found = changes_of(base, base * 1.1, torch.arange(4000) // 20)
     assert found.significant.tolist() == [True] * 3
     assert found.changed.tolist() == [False] * 3
 
@@ -173,7 +164,7 @@ def test_rare_features_are_not_tested() -> None:
     post = base.clone()
     post[:11, 0] = 1.0
     post[:12, 1] = 1.0
-    found = paired_changes(sums_of(base, post, documents), min_documents=12)
+    found = changes_of(base, post, documents, min_documents=12)
     assert found.tested.tolist() == [False, True]
     assert found.p[:, 0].tolist() == [1.0, 1.0]
 
@@ -202,16 +193,128 @@ def least_squares(feature: Tensor, direction: Tensor, y: Tensor) -> float:
 
 def test_latent_scaling_is_that_of_least_squares() -> None:
     torch.manual_seed(0)
-    features, directions, y = torch.relu(torch.randn(300, 6)), torch.randn(6, 16), torch.randn(2, 300, 16)
-    features[:, 5] = 0
-    scaling = LatentScaling(directions)
-    for part in (slice(0, 100), slice(100, 300)):
-        scaling.add(features[part], y[0, part], y[1, part])
-    found, of_errors = scaling.result(), scaling.result(of_errors=True)
-    for j in range(5):
+    features, directions, errors = torch.relu(torch.randn(300, 6)), torch.randn(6, 16), torch.randn(300, 16)
+    energy, present = scale_latents(features, errors, directions)
+    beta = present / (energy * directions.double().square().sum(1))
+    for j in range(6):
         own = features[:, j : j + 1] * directions[j]
-        for m in range(2):
-            assert abs(float(found.beta[m, j]) - least_squares(features[:, j], directions[j], y[m])) < 1e-5
-            assert abs(float(of_errors.beta[m, j]) - least_squares(features[:, j], directions[j], y[m] + own)) < 1e-5
-    assert torch.isnan(found.beta[:, 5]).all()  # a latent that never fires
-    assert float(found.energy[0]) == pytest.approx(float(features[:, 0].double().square().sum()))
+        assert abs(float(beta[j]) - least_squares(features[:, j], directions[j], errors + own)) < 1e-5
+    assert float(energy[0]) == pytest.approx(float(features[:, 0].double().square().sum()))
+
+
+def test_random_features_did_not_change_and_are_a_function_of_the_seed() -> None:
+    torch.manual_seed(0)
+    base = torch.relu(torch.randn(3000, 40))
+    post = base.clone()
+    post[:, :10] *= 2
+    changes = changes_of(base, post, torch.arange(3000) // 20)
+    ranked = changes.ranking()[:8].tolist()
+    assert set(ranked) <= set(range(10))
+    drawn = random_features(changes, ranked, 0, 1)
+    assert drawn == random_features(changes, ranked, 0, 1)
+    assert drawn != random_features(changes, ranked, 0, 2)
+    assert len(set(drawn)) == 8
+    assert min(drawn) >= 10
+
+
+def test_overlap_by_hand() -> None:
+    """Features 0..3 of the second are 3, 2, 1, 0 of the first; feature 4 of each is unlike all others."""
+    first = torch.eye(5, 8)
+    second = torch.stack([first[3], first[2], first[1], first[0], torch.eye(8)[7]])
+    rose = torch.ones(5)
+    signs = torch.tensor([-1.0, 1, 1, 1, 1])  # what is feature 0 of the second, 3 of the first, went the other way
+    chosen = torch.tensor([0, 3, 4])
+    found = overlap((first, second), (chosen, torch.tensor([3, 0])), (rose, signs))
+    assert found["count"] == 3
+    assert found["share"] == pytest.approx(1 / 3)  # 0 alone: 3 has another sign, 4 no partner
+    assert found["by_chance"] == pytest.approx(1 / 5)
+    assert found["cosine"] == pytest.approx(2 / 3)
+    nothing = overlap((first, second), (torch.tensor([], dtype=torch.long), torch.tensor([3])), (rose, signs))
+    assert math.isnan(nothing["share"])
+
+
+# Recorded models through one dictionary.
+
+WIDTH, TEXTS, LENGTH = 8, 60, 30
+
+
+class Letters:
+    """A tokenizer whose token i is the letter i."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+def axes() -> Dictionary:
+    """Feature j is coordinate j where it is above 0."""
+    made = Dictionary(WIDTH, WIDTH, kind="l1").requires_grad_(False)
+    made.W_enc.copy_(torch.eye(WIDTH))
+    made.W_dec.copy_(torch.eye(WIDTH))
+    return made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
+    """Coordinate 0 is doubled in post, 1 is gone, 2 is new at token 3 ("d"), the others are as they were."""
+    draws = torch.Generator().manual_seed(0)
+    rows = TEXTS * LENGTH
+    tokens = torch.randint(0, 6, (TEXTS, LENGTH), generator=draws)
+    base = torch.relu(torch.randn(rows, WIDTH, generator=draws)) + 0.1
+    base[:, 2] = -1.0
+    post = base.clone()
+    post[:, 0] *= 2
+    post[:, 1] = -1.0
+    post[:, 2] = torch.where(tokens.flatten() == 3, 5.0, -1.0)
+    post[100, 2] = 9.0
+    folder = tmp_path_factory.mktemp("store") / "both"
+    return write_tensors(folder, {"resid.2": [base, post]}, documents=tokens.tolist())
+
+
+def see(store: ActivationStore) -> Seen:
+    return see_changes(store, "resid.2", axes(), held_out_start=1500, seed=0, min_documents=12, min_change=0.2)
+
+
+def test_what_changed_is_seen_and_the_nulls_are_silent(store: ActivationStore) -> None:
+    seen = see(store)
+    assert seen.changes.changed.tolist() == [True, True, True] + [False] * 5
+    assert float(seen.changes.ratio[1, 0]) == pytest.approx(2.0, rel=1e-6)
+    assert float(seen.changes.ratio[0, 0]) == pytest.approx(1.0)  # as often, twice as strongly
+    assert {name: null.num_changed for name, null in seen.nulls.items()} == {"itself": 0, "swapped": 0, "halves": 0}
+    assert {name: int(null.tested.sum()) for name, null in seen.nulls.items()}["swapped"] == 8
+    # seven coordinates are above 0 in the base; in post one of them is gone, and a sixth of the tokens have the new one
+    assert seen.quality["base"]["l0"] == pytest.approx(7.0)
+    assert 6.0 < seen.quality["post"]["l0"] < 6.3
+
+
+def test_scaling_reads_the_factors(store: ActivationStore) -> None:
+    amplification = see(store).amplification
+    assert float(amplification[0]) == pytest.approx(2.0, rel=1e-5)
+    assert amplification[3:].tolist() == pytest.approx([1.0] * 5, rel=1e-5)
+
+
+def test_contexts_are_where_it_changed_most(store: ActivationStore) -> None:
+    new, gone = feature_contexts(store, "resid.2", axes(), [2, 1], Letters(), count=2)
+    # 9 at row 100, 5 at every "d"
+    assert new["contexts"][0]["document"] == 100 // LENGTH
+    first = new["contexts"][0]
+    assert (first["post"][first["at"]], first["base"][first["at"]]) == (9.0, 0.0)
+    assert first["at"] == min(WINDOW, 100 % LENGTH)
+    ids = store.document_tokens(100 // LENGTH)
+    start = max(0, 100 % LENGTH - WINDOW)
+    assert first["tokens"] == [Letters().decode([i]) for i in ids[start : 100 % LENGTH + WINDOW + 1]]
+    other = new["contexts"][1]
+    assert other["document"] != first["document"]
+    assert other["tokens"][other["at"]] == "d"
+    assert new["tokens"][0][0] == "d"
+    assert new["tokens"][0][1] > 0.95
+    assert gone["contexts"][0]["base"][gone["contexts"][0]["at"]] > 2.0  # what fell is shown where the base had it
+    assert gone["tokens"][0][2] < 0.0
+
+
+def test_mean_differences_by_hand(store: ActivationStore) -> None:
+    names, means = mean_differences(store, "resid.2", 1)
+    assert names == ["answers", "answers, token 1"]  # these documents have no prompts
+    rows = torch.arange(store.num_rows)
+    delta = store.gather(rows, "resid.2", "post") - store.gather(rows, "resid.2", "base")
+    assert torch.allclose(means[0], delta.mean(0), atol=1e-5)
+    assert torch.allclose(means[1], delta[::LENGTH].mean(0), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A dictionary reads and writes activations by the formula in its docstring, and its scale can be folded in."""
+"""A dictionary encodes and decodes by its formula, its scale can be folded in, its gradients are those of autograd."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary, batchtopk, keep_largest, l1, topk
+from posttrain.interpret.dictionaries.fitting import dictionary_loss
 
 
 def by_hand() -> Dictionary:
@@ -84,20 +86,9 @@ def test_fold_changes_nothing_but_the_unit_of_features(kind: str) -> None:
     torch.testing.assert_close(dictionary.W_dec.detach().norm(dim=1), torch.ones(30))
 
 
-def test_normalize_keeps_directions() -> None:
-    dictionary = Dictionary(8, 10)
-    rows = dictionary.W_dec.detach().clone()
-    with torch.no_grad():
-        dictionary.W_dec *= torch.linspace(0.5, 3, 10)[:, None]
-    dictionary.normalize()
-    torch.testing.assert_close(dictionary.W_dec.detach(), rows)
-
-
 def test_unknown_kinds_and_options_are_refused() -> None:
     with pytest.raises(UnknownWord, match=r"no dictionary named 'topkk'.* Did you mean 'topk'"):
         Dictionary(4, 8, kind="topkk")
-    with pytest.raises(UnknownWord, match=r"'jumprelu' was removed\. Use batchtopk"):
-        Dictionary(4, 8, kind="jumprelu")
     with pytest.raises(RecipeError, match="has no key 'kk'"):
         Dictionary(4, 8, kind="topk", options={"kk": 3})
 
@@ -134,8 +125,94 @@ def test_batchtopk_keeps_so_many_of_the_batch() -> None:
     assert none.threshold.tolist() == [0] * 4
 
 
-def test_the_threshold_of_a_sample_is_that_of_the_batch_but_for_noise() -> None:
-    pre = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0))
-    sampled, exact = batchtopk(pre, ZERO[:1], 1.0, k=8), batchtopk(pre, ZERO[:1], 1.0, k=8, sample=1.0)
-    assert int(exact.features.count_nonzero()) == 4096 * 8
-    assert int(sampled.features.count_nonzero()) == pytest.approx(4096 * 8, rel=0.06)
+# The loss.
+
+D, F, N = 10, 48, 40
+OPTIONS: dict[str, dict[str, float]] = {
+    "l1": {"coefficient": 0.05},
+    "topk": {"k": 4},
+    "batchtopk": {"k": 4},
+}
+
+
+def a_dictionary(kind: str) -> tuple[Dictionary, Tensor]:
+    torch.manual_seed(1)
+    dictionary = Dictionary(D, F, kind, OPTIONS[kind]).double()
+    with torch.no_grad():
+        dictionary.b_enc.normal_(std=0.3)
+        dictionary.b_dec.normal_(std=0.3)
+        dictionary.W_enc.mul_(1.3)
+    return dictionary, torch.randn(N, D, dtype=torch.float64)
+
+
+def plain_loss(dictionary: Dictionary, x: Tensor, auxk: float = 0.0, dead: Tensor | None = None) -> Tensor:
+    """The formula of the comment in ``fitting``, without its savings."""
+    pre = (x - dictionary.b_dec) @ dictionary.W_enc + dictionary.b_enc
+    codes = dictionary.codes(pre, dictionary.threshold, 1.0)
+    output = codes.features @ dictionary.W_dec + dictionary.b_dec
+    loss = (x - output).square().mean()
+    if codes.penalty is not None:
+        loss = loss + codes.penalty
+    if dead is not None:
+        revived = keep_largest(pre[:, dead], x.shape[1] // 2) @ dictionary.W_dec[dead]
+        loss = loss + auxk * ((x - output).detach() - revived).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_loss_and_gradients_are_those_of_the_formula(kind: str) -> None:
+    dictionary, x = a_dictionary(kind)
+    loss, _ = dictionary_loss(dictionary, x, dtype=torch.float64)
+    loss.backward()
+    ours = {name: p.grad.clone() for name, p in dictionary.named_parameters() if p.grad is not None}
+    dictionary.zero_grad()
+    expected = plain_loss(dictionary, x)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    theirs = {name: p.grad for name, p in dictionary.named_parameters()}
+    assert set(ours) == set(theirs) == {"W_enc", "W_dec", "b_enc", "b_dec"}
+    for name, gradient in theirs.items():
+        assert gradient is not None
+        assert float(gradient.abs().max()) > 0, name
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("num_dead", [1, 3, 20])
+def test_auxk_teaches_dead_features_what_is_left_of_the_error(num_dead: int) -> None:
+    dictionary, x = a_dictionary("topk")
+    dead = torch.zeros(F, dtype=torch.bool)
+    dead[torch.randperm(F)[:num_dead]] = True
+    loss, measured = dictionary_loss(dictionary, x, auxk=0.25, dead=dead, dtype=torch.float64)
+    loss.backward()
+    ours = [p.grad.clone() for p in dictionary.parameters() if p.grad is not None]
+    dictionary.zero_grad()
+    expected = plain_loss(dictionary, x, 0.25, dead)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=0)
+    assert float(measured.auxiliary) > 0
+    for gradient, parameter in zip(ours, dictionary.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-14)
+
+
+def test_what_a_step_measures() -> None:
+    dictionary, x = a_dictionary("topk")
+    _, measured = dictionary_loss(dictionary, x, dtype=torch.float64)
+    features = dictionary.encode(x)
+    torch.testing.assert_close(measured.features, features)
+    assert torch.equal(measured.fired, (features > 0).any(0))
+    torch.testing.assert_close(measured.squared_error, (dictionary(x) - x).square().mean().detach())
+
+
+def test_bf16_products_give_nearly_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    dictionary = Dictionary(64, 256, kind="l1", options={"coefficient": 0.01})
+    x = torch.randn(512, 64)
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        dictionary.zero_grad()
+        loss, _ = dictionary_loss(dictionary, x, dtype=dtype)
+        loss.backward()
+        gradients.append([p.grad.clone() for p in dictionary.parameters() if p.grad is not None])
+    for exact, rounded in zip(*gradients, strict=True):
+        assert rounded.dtype == torch.float32
+        assert float((exact - rounded).norm() / exact.norm()) < 0.02

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from posttrain.interpret.differences.causal import plan_of
-from posttrain.interpret.differences.recipe import CausalSection
 from posttrain.reports.differences import causal_lines, findings
 
 
@@ -82,16 +78,3 @@ def test_what_separates_and_what_does_not_is_said_plainly() -> None:
 
 def test_null_tests_that_fail_are_said_too() -> None:
     assert "flag 4 features" in findings(found(null=2))[-1]
-
-
-@pytest.mark.parametrize(
-    ("test", "points"),
-    [
-        ("given", [(2, 0.5), (2, 1.0), (8, 1.0)]),
-        ("returned", [(2, 1.0), (8, 1.0)]),
-        ("scaled", [(2, 0.0), (2, 2.0), (8, 0.0)]),
-    ],
-)
-def test_every_point_of_a_test_is_planned_once(test: str, points: list[tuple[int, float]]) -> None:
-    settings = CausalSection(counts=[8, 2], features=2, doses=[0.5, 1.0], factors=[0.0, 2.0])
-    assert plan_of(test, settings) == points

@@ -13,7 +13,10 @@ from posttrain.recipes.document import interpretation_names
 
 def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_diff_recipe(["tiny/what-did-rl-change"]).resolve()
-    assert (recipe.base.recipe, recipe.post.recipe, recipe.post.from_base) == ("tiny/sft", "tiny/grpo", True)
+    assert (recipe.base.recipe, recipe.post.recipe) == ("tiny/sft", "tiny/grpo")
+    pair = load_diff_recipe(["a", "b"]).resolve().changes
+    assert (pair.dictionary, pair.train) == (recipe.changes.dictionary, recipe.changes.train)
+    assert (pair.dictionary.options["k"], pair.train.steps, pair.train.lr) == (4, 1600, 5e-3)
     assert recipe.changes.site == "resid.2"
     assert recipe.changes.seeds == 3
     assert len(recipe.description) > 20
@@ -25,14 +28,12 @@ def test_the_shipped_recipe_resolves_and_its_dump_is_the_same_recipe(tmp_path: P
 
 
 def test_two_models_and_options_make_a_recipe() -> None:
-    given = [("changes.dictionary.k", "8"), ("changes.train.steps", "50"), ("changes.difference.k", "2")]
+    given = [("changes.dictionary.k", "8"), ("changes.train.steps", "50")]
     recipe = load_diff_recipe(["tiny", "runs/mine"], [*given, ("task", "stories")]).resolve()
     assert (recipe.base.name, recipe.post.name) == ("tiny", "runs/mine")
     assert (recipe.changes.dictionary.name, recipe.changes.dictionary.options["k"]) == ("batchtopk", 8)
     assert recipe.changes.dictionary.num_features(10) == 30
     assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 1024)
-    assert recipe.changes.difference is not None
-    assert (recipe.changes.difference.name, recipe.changes.difference.options["k"]) == ("topk", 2)
     assert recipe.task is not None
     assert recipe.task.options["size"] == 50_000  # defaults of words are filled in
 
@@ -58,7 +59,7 @@ def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
         ),
         ("changes.by", "me", "changes.by: Input should be 'post' or 'base'; got 'me'"),
         ("changes.causal.features", "0", "changes.causal.features: Input should be greater than or equal to 1"),
-        ("changes.crosscoder", "topk", "changes.crosscoder: this key was removed. Use changes.difference"),
+        ("changes.difference", "topk", "changes.difference: this key was removed. Use `posttrain sae train` with"),
         ("base.recipe", "tiny/sft", "base: give either the 'name' of a model or a run, or a training 'recipe'"),
     ],
 )
@@ -80,11 +81,3 @@ def test_unknown_words_and_other_recipes_are_refused(tmp_path: Path) -> None:
         f"{path}: post: a recipe of a comparison needs this key",
         f"{path}:4: changes.seeds: Input should be a valid integer, unable to parse string as an integer; got 'none'",
     ]
-
-
-def test_load_diff_recipe_two_models_take_the_defaults_of_the_shipped_recipe() -> None:
-    """One default, on which seeds agree; ``sae diff A B`` and the recipe have no others."""
-    pair, shipped = (load_diff_recipe(models).resolve().changes for models in (["a", "b"], ["tiny/what-did-rl-change"]))
-    assert (pair.dictionary, pair.train, pair.difference) == (shipped.dictionary, shipped.train, shipped.difference)
-    assert pair.dictionary.options["k"] == 4
-    assert (pair.train.steps, pair.train.batch, pair.train.lr) == (1600, 1024, 5e-3)

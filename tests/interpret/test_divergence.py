@@ -1,43 +1,142 @@
-"""Where two models disagree: shares and means are of the KL that a plain forward pass gives."""
+"""KL between two models token by token, and how much of it patched activations recover."""
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
+from families import activations_of
 
-from posttrain.interpret.differences.changes import ChangeSums, Scaling, Seen, paired_changes, random_features
-from posttrain.interpret.differences.divergence import locate_divergence, token_kl
+from posttrain.interpret.dictionaries.dictionary import Dictionary
+from posttrain.interpret.differences.divergence import Patcher, divergence, feature_patch, locate_divergence, token_kl
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 
-DOCUMENTS = [[0, 50, 51, 70, 71, 70, 72], [0, 52, 70, 73, 71], [0, 53, 54, 55, 70, 71]]
-PROMPTS = [3, 2, 4]
+DOCUMENTS = [[0, 5, 9, 30, 41, 17, 8], [0, 77, 3, 12], [0, 9, 9, 9, 25, 60, 61, 62, 63]]
+PROMPTS = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return load_model(ModelSection(name="tiny", device="cpu"), seed=0).model
+
+
+@pytest.fixture(scope="module")
+def post(base: Any) -> Any:
+    """The base with the weights of its first two blocks disturbed."""
+    changed = copy.deepcopy(base)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for block in changed.model.layers[:2]:
+            block.mlp.down_proj.weight += 0.05 * torch.randn_like(block.mlp.down_proj.weight)
+    return changed
+
+
+def dictionary(kind: str = "batchtopk") -> Dictionary:
+    made = Dictionary(128, 40, kind=kind, options={"k": 8} if kind == "topk" else {}, seed=1).requires_grad_(False)
+    if made.architecture == "jumprelu":
+        made.threshold.fill_(0.4)
+    made.b_enc.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+    return made
+
+
+def test_kl_of_distributions_by_hand() -> None:
+    p = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).clamp_min(1e-30).log()
+    q = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]) * 7  # uniform, at any scale
+    expected = [math.log(3) - 1.5 * math.log(2), math.log(3)]
+    assert divergence(p, q).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@torch.no_grad()
+def test_token_kl_is_that_of_each_document_alone(base: Any, post: Any) -> None:
+    found, moved = token_kl(base, post, DOCUMENTS, PROMPTS)
+    gained = torch.zeros(base.config.vocab_size, dtype=torch.float64)
+    for kl, ids, prompt in zip(found, DOCUMENTS, PROMPTS, strict=True):
+        p, q = (torch.softmax(m(input_ids=torch.tensor([ids])).logits[0].double(), -1) for m in (post, base))
+        expected = (p * (p / q).log()).sum(-1)[:-1]
+        assert kl[0] == 0.0
+        assert torch.allclose(kl[1:], expected, atol=1e-5)
+        gained += (p - q)[prompt - 1 : -1].sum(0)
+    assert torch.allclose(moved, gained, atol=1e-4)
+    assert abs(float(moved.sum())) < 1e-4
+
+
+def test_all_of_the_difference_where_only_blocks_below_differ_recovers_all(base: Any, post: Any) -> None:
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert patcher.tokens == sum(len(ids) - n for ids, n in zip(DOCUMENTS, PROMPTS, strict=True))
+    assert patcher.recovered(lambda b, p: p - b) == pytest.approx(1.0, abs=1e-4)
+    assert patcher.recovered(lambda b, p: torch.zeros_like(b)) == pytest.approx(0.0, abs=1e-6)
+    assert patcher.recovered(lambda b, p: b - p) < 0.0  # the other way is further away
+    # half of the difference leaves about a quarter of the KL
+    assert 0.6 < patcher.recovered(lambda b, p: (p - b) / 2) < 0.9
+
+
+def test_kl_is_counted_over_answers_alone(base: Any, post: Any) -> None:
+    every, _ = token_kl(base, post, DOCUMENTS, PROMPTS)
+    expected = sum(float(kl[n:].sum()) for kl, n in zip(every, PROMPTS, strict=True))
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert patcher.kl == pytest.approx(expected / patcher.tokens, rel=1e-4)
+
+
+def test_above_the_limit_nothing_is_patched(base: Any, post: Any) -> None:
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS, limit=1e-3)
+    assert patcher.recovered(lambda b, p: p - b) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_mean_difference_is_over_real_tokens(base: Any, post: Any) -> None:
+    rows = [activations_of(m, DOCUMENTS, ["resid.2"])["resid.2"] for m in (base, post)]
+    patcher = Patcher(base, post, "resid.2", DOCUMENTS, PROMPTS)
+    assert torch.allclose(patcher.mean_difference(), (rows[1] - rows[0]).mean(0), atol=1e-5)
+
+
+def test_a_patch_of_features_is_their_change_along_their_directions() -> None:
+    made = dictionary()
+    torch.manual_seed(3)
+    before, after = torch.randn(2, 20, 128)
+    change = made.encode(after) - made.encode(before)
+    assert (change[:, [4, 7]] != 0).any()
+    expected = change[:, [4, 7]] @ made.W_dec[[4, 7]]
+    assert torch.allclose(feature_patch(made, [4, 7])(before, after), expected, atol=1e-5)
+    assert torch.allclose(feature_patch(made, None)(before, after), change @ made.W_dec, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["batchtopk", "topk", "l1"])
+def test_some_features_are_those_of_the_whole(kind: str) -> None:
+    made = dictionary(kind)
+    made.b_dec.normal_(generator=torch.Generator().manual_seed(5))
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(4))
+    chosen = torch.tensor([3, 0, 22])
+    assert torch.allclose(made.encode(x, chosen), made.encode(x)[:, chosen], atol=1e-5)
+
+
+# Where it is.
+
+TEXTS = [[0, 50, 51, 70, 71, 70, 72], [0, 52, 70, 73, 71], [0, 53, 54, 55, 70, 71]]
+LENGTHS = [3, 2, 4]
 
 
 @pytest.fixture(scope="module")
 def located() -> tuple[dict[str, Any], list[torch.Tensor]]:
     loaded = load_model(ModelSection(name="tiny", device="cpu"), seed=0)
     post = copy.deepcopy(loaded.model)
-    torch.manual_seed(0)
     with torch.no_grad():
         post.model.layers[1].mlp.down_proj.weight.mul_(1.5)
-    every, _ = token_kl(loaded.model, post, DOCUMENTS, PROMPTS)
-    return locate_divergence(loaded.model, post, DOCUMENTS, PROMPTS, loaded.tokenizer), every
+    every, _ = token_kl(loaded.model, post, TEXTS, LENGTHS)
+    return locate_divergence(loaded.model, post, TEXTS, LENGTHS, loaded.tokenizer), every
 
 
 def test_sums_and_means(located: tuple[dict[str, Any], list[torch.Tensor]]) -> None:
     found, every = located
-    answers = [kl[n:] for kl, n in zip(every, PROMPTS, strict=True)]
+    answers = [kl[n:] for kl, n in zip(every, LENGTHS, strict=True)]
     total = float(torch.cat(answers).sum())
     assert total > 0.01
     assert found["tokens"] == 9
     assert found["per_token"] == pytest.approx(total / 9)
     assert found["per_answer"] == pytest.approx(total / 3)
-    assert found["share_of_top_tenth"] == pytest.approx(float(torch.cat(answers).max()) / total)
-    prompts = torch.cat([kl[1:n] for kl, n in zip(every, PROMPTS, strict=True)])
+    prompts = torch.cat([kl[1:n] for kl, n in zip(every, LENGTHS, strict=True)])
     assert found["per_prompt_token"] == pytest.approx(float(prompts.mean()))
     assert [p["answers"] for p in found["places"]] == [3, 3, 2]  # places that fewer than two reach are left out
     assert found["places"][1]["kl"] == pytest.approx(sum(float(kl[1]) for kl in answers) / 3)
@@ -57,27 +156,3 @@ def test_tokens_that_carry_it(located: tuple[dict[str, Any], list[torch.Tensor]]
     # and goes before places 4 and 6 of the first, 3 of the second and 5 of the third
     after = float(every[0][4] + every[0][6] + every[1][3] + every[2][5])
     assert next(e for e in found["tokens_after"] if e["count"] == 4)["mean"] == pytest.approx(after / 4)
-
-
-def test_whole_answers_are_shown(located: tuple[dict[str, Any], list[torch.Tensor]]) -> None:
-    found, every = located
-    assert [len(s["tokens"]) for s in found["shown"]] == [4, 3, 2]
-    assert found["shown"][1]["kl"] == pytest.approx(every[1][2:].tolist(), abs=1e-4)
-
-
-def test_random_features_did_not_change_and_are_a_function_of_the_seed() -> None:
-    torch.manual_seed(0)
-    base = torch.relu(torch.randn(3000, 40))
-    post = base.clone()
-    post[:, :10] *= 2
-    sums = ChangeSums(40)
-    sums.add(base, post, torch.arange(3000) // 20)
-    changes = paired_changes(sums)
-    seen = Seen(changes, {}, Scaling(torch.zeros(2, 40), torch.zeros(40)), {})
-    ranked = changes.ranking()[:8].tolist()
-    assert set(ranked) <= set(range(10))
-    drawn = random_features(seen, ranked, 0, 1)
-    assert drawn == random_features(seen, ranked, 0, 1)
-    assert drawn != random_features(seen, ranked, 0, 2)
-    assert len(set(drawn)) == 8
-    assert min(drawn) >= 10

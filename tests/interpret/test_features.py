@@ -1,18 +1,177 @@
-"""What is said of features: their numbers, contexts and tokens, and the same as JSON."""
+"""Features: contexts and counts against a plain loop, the logit lens against norm and head, and the report as JSON."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import families
 import pytest
 import torch
+from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.activations.shards import (
+    ActivationStore,
+    Documents,
+    Source,
+    StoreIndex,
+    StoreWriter,
+    describe_rows,
+    write_tensors,
+)
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.features.features import Report, check_features, describe_features, write_features
-from posttrain.interpret.features.logit_lens import Lens
+from posttrain.interpret.dictionaries.fitting import StoreRows
+from posttrain.interpret.features.features import (
+    NUM_BINS,
+    Lens,
+    Report,
+    build_lens,
+    check_features,
+    describe_features,
+    find_contexts,
+    hash_prefixes,
+    write_features,
+)
+
+
+def coordinates(d: int) -> Dictionary:
+    """Feature i is coordinate i where it is positive."""
+    dictionary = Dictionary(d, d, kind="l1")
+    with torch.no_grad():
+        dictionary.W_dec.copy_(torch.eye(d))
+        dictionary.W_enc.copy_(torch.eye(d))
+    return dictionary
+
+
+def store_of(
+    folder: Path, documents: list[list[int]], x: Tensor, kept: Tensor, rows_per_shard: int = 50
+) -> ActivationStore:
+    """All tokens' activations ``x``, of which the rows that are not ``kept`` were dropped."""
+    index = StoreIndex(widths={"resid.1": x.shape[1]}, sources=[Source(name="model", model="m")], dtype="fp32")
+    writer = StoreWriter(folder, index, Documents(documents))
+    columns = {"resid.1@model": x} | describe_rows(documents, range(len(documents)))
+    for part in kept.nonzero()[:, 0].split(rows_per_shard):
+        writer.add({name: values[part] for name, values in columns.items()}, {})
+    return writer.finish()
+
+
+def test_contexts_that_are_known(tmp_path: Path) -> None:
+    documents = [[7, 8, 9], [7, 8, 5, 6], [1], [7, 8, 9, 4]]
+    x = torch.zeros(12, 2)
+    x[:, 0] = torch.tensor([1, 5, 0, 1, 5, 0, 2, 3, 1, 5, 0, 6], dtype=torch.float32)
+    x[4, 1], x[10, 1] = 0.5, -1.0
+    store = store_of(tmp_path / "s", documents, x, torch.tensor([1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool))
+    found = find_contexts(coordinates(2), StoreRows(store), contexts=4, before=2, after=1)
+    # 6 in the last document; 5 of "7 8" once, though documents 0 and 1 have it; then 3. Rows count what was kept.
+    assert found.top[:, 0].tolist() == [6, 5, 3, 0]
+    assert found.top_rows[:, 0].tolist() == [10, 1, 7, -1]
+    nan = float("nan")
+    expected = torch.tensor([[5, 0, 6, nan], [nan, 1, 5, 0], [nan, nan, 3, nan]])
+    torch.testing.assert_close(found.windows[:3, 0], expected, equal_nan=True)
+    assert found.top_rows[:, 1].tolist() == [4, -1, -1, -1]
+    assert found.rows == 11
+    assert found.active.tolist() == [8, 1]
+    assert found.total.tolist() == [28, 0.5]
+    assert found.maximum.tolist() == [6, 0.5]
+    # Bins of 8/32: 1, 5, 1, 5, 2, 3, 5, 6 fall into 4, 20, 4, 20, 8, 12, 20, 24.
+    assert found.exponents.tolist() == [3, 0]
+    counts = torch.bincount(torch.tensor([4, 20, 4, 20, 8, 12, 20, 24]), minlength=NUM_BINS)
+    assert torch.equal(found.counts[0], counts)
+    assert found.counts[1].nonzero().tolist() == [[16]]
+
+
+def make_random(folder: Path, features: Dictionary) -> tuple[ActivationStore, list[list[int]], Tensor]:
+    """Documents that often begin alike; their activations depend on the tokens so far, as a model's do."""
+    draws = torch.Generator().manual_seed(3)
+    documents: list[list[int]] = []
+    for _ in range(60):
+        ids = torch.randint(0, 3, (int(torch.randint(1, 12, (1,), generator=draws)),), generator=draws).tolist()
+        shared = documents[-1][: int(torch.randint(0, 9, (1,), generator=draws))] if documents else []
+        documents.append(shared + ids)
+    by_prefix: dict[tuple[int, ...], Tensor] = {}
+    rows = []
+    for ids in documents:
+        for end in range(1, len(ids) + 1):
+            prefix = tuple(ids[:end])
+            if prefix not in by_prefix:
+                by_prefix[prefix] = torch.randn(features.d, generator=draws) * 4.0 ** (end % 4)
+            rows.append(by_prefix[prefix])
+    x = torch.stack(rows)
+    kept = torch.rand(len(x), generator=draws) < 0.9
+    return store_of(folder, documents, x, kept), documents, x
+
+
+@pytest.mark.parametrize("kind", ["l1", "topk"])
+def test_what_a_plain_loop_finds(kind: str, tmp_path: Path) -> None:
+    dictionary = Dictionary(6, 9, kind=kind, options={"k": 3} if kind == "topk" else {})
+    store, documents, _ = make_random(tmp_path / "s", dictionary)
+    rows = StoreRows(store)
+    every = torch.arange(store.num_rows)
+    values = dictionary.encode(rows.gather(every)).detach()
+    places = list(zip(store.documents(every).tolist(), store.positions(every).tolist(), strict=True))
+    row_of = {place: row for row, place in enumerate(places)}
+    before, after, wanted = 3, 2, 7
+    whole = find_contexts(dictionary, rows, contexts=wanted, before=before, after=after)
+    for feature in range(9):
+        column = values[:, feature]
+        best: dict[int, tuple[float, int]] = {}
+        for row, (document, _) in enumerate(places):
+            if float(column[row]) > best.get(document, (0.0, 0))[0]:
+                best[document] = (float(column[row]), row)
+        top: list[tuple[float, int]] = []
+        seen = set()
+        for value, row in sorted(best.values(), key=lambda pair: (-pair[0], pair[1])):
+            document, position = places[row]
+            prefix = tuple(documents[document][: position + 1])
+            if prefix not in seen:
+                seen.add(prefix)
+                top.append((value, row))
+        top = top[:wanted]
+        assert whole.top_rows[: len(top), feature].tolist() == [row for _, row in top]
+        assert whole.top[: len(top), feature].tolist() == pytest.approx([value for value, _ in top], rel=1e-5)
+        for k, (_, row) in enumerate(top):
+            document, position = places[row]
+            for w, place in enumerate(range(position - before, position + after + 1)):
+                there = row_of.get((document, place))
+                got = whole.windows[k, feature, w]
+                assert torch.isnan(got) if there is None else torch.isclose(got, column[there], atol=1e-5)
+        active = column[column > 0].double()
+        assert whole.active[feature] == len(active)
+        assert whole.total[feature].item() == pytest.approx(active.sum().item(), rel=1e-5)
+        width = 2.0 ** whole.exponents[feature].item() / NUM_BINS
+        assert width * NUM_BINS / 2 <= active.max() < width * NUM_BINS
+        expected = torch.bincount((active / width).long(), minlength=NUM_BINS)
+        assert torch.equal(whole.counts[feature], expected)
+
+
+def test_the_chunks_do_not_matter(tmp_path: Path) -> None:
+    dictionary = Dictionary(6, 9, kind="l1")
+    store, _, _ = make_random(tmp_path / "s", dictionary)
+    rows, chosen = StoreRows(store), torch.tensor([8, 2])
+    told: list[tuple[int, int]] = []
+    whole = find_contexts(dictionary, rows, contexts=5)
+    for size in (1, 17, 100):
+        parts = find_contexts(
+            dictionary, rows, features=chosen, contexts=5, chunk_rows=size, observe=lambda *x: told.append(x)
+        )
+        for name, one in vars(whole).items():
+            other = getattr(parts, name)
+            if isinstance(one, Tensor) and name != "chosen":
+                picked = one[:, chosen] if name in ("top", "top_rows", "windows", "keys") else one[chosen]
+                torch.testing.assert_close(other, picked, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert told[-1] == (store.num_rows, store.num_rows)
+    assert told[0][0] < told[1][0] < told[2][0]
+
+
+def test_prefixes_are_told_apart() -> None:
+    one, other = hash_prefixes([5, 6, 7, 5]), hash_prefixes([5, 7, 6, 5])
+    assert one[0] == other[0]
+    assert not (one[1:] == other[1:]).any()  # the same tokens in another order are another text
+    assert len(set(hash_prefixes([0] * 1000).tolist())) == 1000
+
+
+# The report.
 
 DOCUMENTS = [[10, 11, 12, 13, 14], [10, 11, 20], [30, 31]]
 
@@ -34,19 +193,14 @@ def store(tmp_path: Path) -> ActivationStore:
 
 @pytest.fixture
 def dictionary() -> Dictionary:
-    """Features are the positive parts of three coordinates; the third is silent."""
-    made = Dictionary(3, 3, kind="l1")
-    with torch.no_grad():
-        made.W_dec.copy_(torch.eye(3))
-        made.W_enc.copy_(torch.eye(3))
-    return made
+    return coordinates(3)  # the third is silent
 
 
 def describe(dictionary: Dictionary, store: ActivationStore, **options) -> Report:
     unembedding = torch.zeros(40, 3)
     unembedding[33, 0], unembedding[34, 0], unembedding[35, 1] = 2.0, -1.0, 8.0
     lens = Lens(unembedding, torch.tensor([1.0, 0.5, 1.0]), centres=False)
-    return describe_features(dictionary, store, lens=lens, tokenizer=Letters(), tokens=2, **options)
+    return describe_features(dictionary, StoreRows(store), lens=lens, tokenizer=Letters(), tokens=2, **options)
 
 
 def test_numbers_contexts_and_tokens(dictionary: Dictionary, store: ActivationStore) -> None:
@@ -75,7 +229,7 @@ def test_windows_around_the_strongest_token(dictionary: Dictionary, tmp_path: Pa
     x = torch.zeros(200, 3)
     x[150, 0], x[3, 1] = 1.0, 1.0
     store = write_tensors(tmp_path / "long", {"resid.1": x}, documents=[list(range(200))])
-    first, second, _ = describe_features(dictionary, store)["features"]
+    first, second, _ = describe_features(dictionary, StoreRows(store))["features"]
     context = first["contexts"][0]
     assert (context["position"], context["start"]) == (150, 130)
     assert context["tokens"] == [f"<{i}>" for i in range(130, 161)]  # without a model ids stand for tokens
@@ -105,6 +259,53 @@ def test_write_features_has_one_feature_on_each_line(
     assert "W_U" in found["about"]["logit_lens"]
 
 
-def test_rows_of_another_width_are_refused(store: ActivationStore) -> None:
-    with pytest.raises(UsageError, match="3 numbers at a token, but the dictionary is for 5"):
-        describe_features(Dictionary(5, 4, kind="l1"), store)
+# The logit lens.
+
+
+@pytest.mark.parametrize(
+    ("family", "offset", "centres"), [("qwen3", 0, False), ("gpt2", 0, True), ("gemma2", 1, False)]
+)
+def test_the_gain_of_the_final_norm(family: str, offset: float, centres: bool) -> None:
+    model = families.build(family)
+    lens = build_lens(model)
+    norm = model.transformer.ln_f if family == "gpt2" else model.model.norm
+    torch.testing.assert_close(lens.gain, norm.weight.detach() + offset, rtol=1e-4, atol=1e-5)
+    assert lens.centres is centres
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "olmo2", "gpt_neox"])
+@torch.no_grad()
+def test_it_is_what_norm_and_head_say(family: str) -> None:
+    """norm(u) = gain * (u, centred or not) / size, so the head's logits are the lens's divided by that size."""
+    model = families.build(family)
+    lens, head = build_lens(model), model.get_output_embeddings()
+    backbone = model.transformer if family == "gpt2" else model.gpt_neox if family == "gpt_neox" else model.model
+    norm = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}.get(family, "norm")
+    u = torch.randn(3, 32)
+    unit = u / u.norm(dim=1, keepdim=True)
+    inner = unit - unit.mean(1, keepdim=True) if lens.centres else unit
+    size = inner.square().mean(1, keepdim=True).sqrt()
+    normed = getattr(backbone, norm)
+    # far above the norm's epsilon, so that it does not matter
+    said = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
+    torch.testing.assert_close(lens.logits(5 * u), said - said.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
+
+
+def test_extremes_are_sorted_from_the_ends() -> None:
+    model = families.build("qwen3")
+    lens = build_lens(model)
+    directions = torch.randn(4, 32)
+    logits = lens.logits(directions)
+    assert logits.mean(1).abs().max() < 1e-6
+    promoted, suppressed = lens.extremes(directions, 3)
+    for row in range(4):
+        order = logits[row].argsort(descending=True).tolist()
+        assert [token for token, _ in promoted[row]] == order[:3]
+        assert [token for token, _ in suppressed[row]] == order[::-1][:3]
+        assert promoted[row][0][1] == pytest.approx(logits[row].max().item())
+    assert len(lens.extremes(directions, 1000)[0][0]) == 100
+
+
+def test_build_lens_a_backbone_is_refused() -> None:
+    with pytest.raises(UsageError, match="no LM head"):
+        build_lens(families.build("qwen3").model)

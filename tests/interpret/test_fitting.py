@@ -1,20 +1,104 @@
-"""Dictionaries of a comparison: training, the frozen decoder, planted differences, and how seeds agree."""
+"""Rows and their order, trainings in memory, and the quality of a dictionary by hand and inside its model."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from planted import Planted, PlantedChange, TensorRows, plant, plant_change
+from torch import Tensor
 
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.shards import ActivationStore, write_tensors
+from posttrain.interpret.activations.sites import replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.measures import measure
+from posttrain.interpret.dictionaries.fitting import (
+    RowBatches,
+    StoreRows,
+    first_held_out,
+    fit_dictionary,
+    measure,
+    median_norm,
+    recover,
+)
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.differences.findings import overlap
 
-ROWS = 24_000
+X = torch.arange(60.0).view(30, 2)
+
+
+@pytest.fixture
+def paired(tmp_path: Path) -> ActivationStore:
+    documents = [[1] * 12, [2] * 11, [3] * 7]
+    return write_tensors(tmp_path / "store", {"resid.2": [X, X * 3]}, documents=documents)
+
+
+def test_every_epoch_has_every_row_once() -> None:
+    batches = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
+    assert [tuple(batch.shape) for batch in batches] == [(8, 2)] * 10
+    rows = torch.cat(batches)[:, 0].long().tolist()
+    epochs = [rows[start : start + 20] for start in range(0, 80, 20)]
+    assert all(sorted(epoch) == list(range(0, 40, 2)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    other = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=2))
+    assert not torch.equal(torch.cat(other), torch.cat(batches))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 9])
+def test_reading_goes_on_where_it_stopped(stop: int) -> None:
+    whole = list(RowBatches(TensorRows(X), 20, 8, steps=10, seed=1))
+    first = RowBatches(TensorRows(X), 20, 8, steps=10, seed=1)
+    begun = [batch for batch, _ in zip(first, range(stop), strict=False)]
+    state = {"step": len(begun), "seed": 1}
+    assert stop == 0 or first.state_dict()["step"] in (stop, stop + 1)  # one more may have been asked for
+    second = RowBatches(TensorRows(X), 20, 8, steps=10, seed=1)
+    second.load_state_dict(state)
+    assert torch.equal(torch.cat([*begun, *second]), torch.cat(whole))
+    assert len(second) == 10
+
+
+def test_held_out_rows_begin_with_a_document(paired: ActivationStore) -> None:
+    rows = StoreRows(paired, source="base")
+    assert [first_held_out(rows, held_out, 4) for held_out in (1, 7, 8, 18, 19)] == [23, 23, 12, 12, 11]
+    assert first_held_out(TensorRows(X), 7, 4) == 23
+    with pytest.raises(UsageError, match=r"30 rows of activations, of which 28 .* do not make one batch of 4"):
+        first_held_out(TensorRows(X), 28, 4)
+
+
+def test_the_sources_of_a_paired_store(paired: ActivationStore) -> None:
+    chosen = torch.tensor([7, 3])
+    read = {s: StoreRows(paired, "resid.2", s).gather(chosen) for s in ("base", "post", "difference")}
+    assert torch.equal(read["base"], X[chosen])
+    assert torch.equal(read["difference"], (X * 2)[chosen])
+    with pytest.raises(UsageError, match="say which; these activations have base, post, difference"):
+        StoreRows(paired)
+    with pytest.raises(UsageError, match="there is no 'model'; these activations have base"):
+        StoreRows(paired, None, "model")
+
+
+def test_a_store_of_one_model_needs_no_name(tmp_path: Path) -> None:
+    store = write_tensors(tmp_path / "store", {"resid.2": X}, dtype="bf16")
+    rows = StoreRows(store)
+    assert (rows.source, rows.d, rows.num_rows) == ("model", 2, 30)
+    assert rows.gather(torch.tensor([1])).dtype == torch.float32
+    assert median_norm(rows) == pytest.approx(float(X.bfloat16().float().norm(dim=1).sort().values[14]))
+    with pytest.raises(UsageError, match="there is no 'difference'; these activations have model"):
+        StoreRows(store, None, "difference")
+
+
+def test_whole_documents_are_not_cut(tmp_path: Path) -> None:
+    documents = [[0] * n for n in (3, 1, 9, 2, 2)]
+    rows = StoreRows(write_tensors(tmp_path / "s", {"resid.1": torch.randn(17, 2)}, documents=documents))
+    assert list(rows.whole_documents(4)) == [(0, 4), (4, 15), (15, 17)]
+    assert list(rows.whole_documents(1)) == [(0, 3), (3, 4), (4, 13), (13, 15), (15, 17)]
+    assert list(rows.whole_documents(100)) == [(0, 17)]
+
+
+# Trainings in memory.
+
+ROWS = 12_000
 
 
 def word(name: str, k: float, features: int) -> DictionaryWord:
@@ -63,17 +147,82 @@ def test_a_frozen_decoder_stays_random_and_explains_less(planted: tuple[Planted,
     assert measure(learnt, [x]).fvu < 0.6 * measure(frozen, [x]).fvu
 
 
-def test_overlap_by_hand() -> None:
-    """Features 0..3 of the second are 3, 2, 1, 0 of the first; feature 4 of each is unlike all others."""
-    first = torch.eye(5, 8)
-    second = torch.stack([first[3], first[2], first[1], first[0], torch.eye(8)[7]])
-    rose = torch.ones(5)
-    signs = torch.tensor([-1.0, 1, 1, 1, 1])  # what is feature 0 of the second, 3 of the first, went the other way
-    chosen = torch.tensor([0, 3, 4])
-    found = overlap((first, second), (chosen, torch.tensor([3, 0])), (rose, signs))
-    assert found["count"] == 3
-    assert found["share"] == pytest.approx(1 / 3)  # 0 alone: 3 has another sign, 4 no partner
-    assert found["by_chance"] == pytest.approx(1 / 5)
-    assert found["cosine"] == pytest.approx(2 / 3)
-    nothing = overlap((first, second), (torch.tensor([], dtype=torch.long), torch.tensor([3])), (rose, signs))
-    assert math.isnan(nothing["share"])
+# Quality.
+
+
+def test_fvu_has_one_mean_for_all_rows() -> None:
+    """A dictionary that keeps the first coordinate (when positive) and gives the mean of the second."""
+    dictionary = Dictionary(2, 1, kind="l1")
+    with torch.no_grad():
+        dictionary.W_enc.copy_(torch.tensor([[1.0], [0.0]]))
+        dictionary.W_dec.copy_(torch.tensor([[1.0, 0.0]]))
+        dictionary.b_dec.copy_(torch.tensor([0.0, 3.0]))
+    x = torch.tensor([[2.0, 3.0], [4.0, 5.0], [0.0, 1.0], [-2.0, 3.0]])
+    # errors: 0, 2² (second), 2² (second), 2² (first) = 12; about the mean (1, 3): 1+9+1+9 and 0+4+4+0 = 28
+    quality = measure(dictionary, [x[:1], x[1:]])
+    assert quality.fvu == pytest.approx(12 / 28)
+    assert quality.l0 == 0.5
+    assert quality.dense == 1.0
+    assert quality.silent == 0.0
+    assert quality.rows == 4
+    assert measure(dictionary, [x]).fvu == pytest.approx(quality.fvu)
+
+
+def test_fvu_far_from_the_origin_keeps_its_digits() -> None:
+    x = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)).double() + 1e4
+    dictionary = Dictionary(8, 4, kind="l1")
+    with torch.no_grad():
+        dictionary.b_dec.copy_(x.float().double().mean(0))
+        dictionary.W_dec.zero_()
+    assert measure(dictionary, x.float().split(100)).fvu == pytest.approx(1.0, rel=1e-4)
+
+
+DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]
+
+
+def exact(d: int) -> Dictionary:
+    """Features ± each coordinate: it gives back what it is given."""
+    dictionary = Dictionary(d, 2 * d, kind="l1")
+    with torch.no_grad():
+        both = torch.cat([torch.eye(d), -torch.eye(d)])
+        dictionary.W_dec.copy_(both)
+        dictionary.W_enc.copy_(both.T)
+    return dictionary
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_recover_a_dictionary_that_loses_nothing_recovers_all(
+    architecture: str, tiny_random: Callable[..., Any]
+) -> None:
+    model = tiny_random(architecture)
+    numbers = recover(model, exact(64), "resid.1", DOCUMENTS)
+    assert numbers["tokens"] == 4 + 2
+    assert numbers["ce_spliced"] == pytest.approx(numbers["ce"], abs=1e-4)
+    assert numbers["ce_recovered"] == pytest.approx(1, abs=1e-3)
+    expected = 0.0
+    for ids in DOCUMENTS[:2]:
+        log_probs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected -= sum(log_probs[i, token].item() for i, token in enumerate(ids[1:]))
+    assert numbers["ce"] == pytest.approx(expected / 6, rel=1e-5)
+    nothing = exact(64)
+    with torch.no_grad():
+        nothing.W_dec.zero_()
+    found = recover(model, nothing, "resid.1", DOCUMENTS)
+    assert found["ce_spliced"] == found["ce_zero"]
+    assert found["ce_recovered"] == 0
+
+
+def test_recover_first_tokens_and_outliers_stay(tiny_random: Callable[..., Any]) -> None:
+    model = tiny_random("qwen3")
+
+    def erase(values: Tensor) -> Tensor:
+        return torch.cat([values[:, :1], torch.zeros_like(values[:, 1:])], dim=1)
+
+    with replaced(model, "resid.1", erase):
+        log_probs = model(input_ids=torch.tensor([DOCUMENTS[0]])).logits[0].log_softmax(-1)
+    expected = -sum(log_probs[i, token].item() for i, token in enumerate(DOCUMENTS[0][1:])) / 4
+    assert recover(model, exact(64), "resid.1", DOCUMENTS[:1])["ce_zero"] == pytest.approx(expected, rel=1e-5)
+    found = recover(model, exact(64), "resid.1", DOCUMENTS, limit=1e-6)
+    assert found["ce_zero"] == found["ce"]
+    with pytest.raises(UsageError, match="a document of two tokens"):
+        recover(model, exact(64), "resid.1", [[3]])

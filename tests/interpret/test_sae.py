@@ -1,4 +1,4 @@
-"""Training with Lightning: it learns, its records are complete, and a run that was cut goes on bit for bit."""
+"""Recipes of dictionaries, and their training with Lightning: a run that was cut goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ pytest.importorskip("lightning", reason="the extra 'interpret' is not installed"
 
 from planted import TensorRows, match, plant
 
-from posttrain.errors import CheckpointError, NonFiniteLoss, UsageError
-from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.recipe import SaeRecipe
-from posttrain.interpret.dictionaries.rows import first_held_out
-from posttrain.interpret.dictionaries.training import Trained, train_dictionary
+from posttrain.errors import CheckpointError, DataError, NonFiniteLoss, PosttrainError, RecipeError, UsageError
+from posttrain.interpret.activations import record
+from posttrain.interpret.activations.shards import ActivationStore, StoreWriter
+from posttrain.interpret.dictionaries.fitting import first_held_out, fit_dictionary
+from posttrain.interpret.dictionaries.recipe import SaeRecipe, load_sae_recipe
+from posttrain.interpret.dictionaries.training import Trained, open_or_record, train_dictionary
+from posttrain.recipes.document import interpretation_names
+from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metrics import MetricsLog
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,17 +41,6 @@ def recipe(kind: str = "batchtopk", evaluation: dict[str, Any] | None = None, **
         "dictionary": {"name": kind, "expansion": 4, **KINDS[kind]},
         "train": settings | train,
         "eval": {"rows": 256, "every": 8} | (evaluation or {}),
-    }
-    return SaeRecipe.model_validate(data).resolve()
-
-
-def planted_recipe(kind: str, k: int, steps: int, expansion: float) -> SaeRecipe:
-    settings = {"steps": steps, "batch": 256, "lr": 5e-3, "log_every": 100, "precision": "fp32"}
-    data = {
-        "activations": {"folder": "unused"},
-        "dictionary": {"name": kind, "k": k, "expansion": expansion},
-        "train": settings,
-        "eval": {"rows": 2000},
     }
     return SaeRecipe.model_validate(data).resolve()
 
@@ -104,10 +96,7 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> No
     assert state_of(again) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
     assert again.quality.fvu == whole.quality.fvu
-    assert [item.name for item in sorted((tmp_path / "cut" / "checkpoints").iterdir())] == [
-        "step-000020",
-        "step-000024",
-    ]
+    assert sorted(x.name for x in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step-000020", "step-000024"]
     finished = train(tmp_path / "cut", recipe(kind), data, resume=True)  # nothing is left to do
     assert state_of(finished) == state_of(whole)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
@@ -186,16 +175,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         train(tmp_path / "lr", recipe("l1", lr=1e30, log_every=1, max_grad_norm=None), data)
 
 
-def test_too_few_rows(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="do not make one batch"):
-        train(tmp_path, recipe(evaluation={"rows": 1490}))
-
-
 def test_planted_directions_are_found(tmp_path: Path) -> None:
     planted = plant(32, 48, 3.0, noise=0.02, seed=1)
     data = TensorRows(planted.rows(planted.codes(20_000)))
-    given = planted_recipe("batchtopk", 3, steps=600, expansion=2.0)
-    trained = train(tmp_path, given, data)
+    given = recipe(evaluation={"rows": 2000, "every": 0}, steps=600, batch=256, lr=5e-3, log_every=100, save_every=0)
+    given = given.model_copy(update={"dictionary": given.dictionary.model_copy(update={"k": 3, "expansion": 2.0})})
+    trained = train(tmp_path, given.resolve(), data)
     mean, _ = match(trained.dictionary.W_dec.detach(), planted.directions)
     assert mean > 0.85
     assert trained.quality.fvu < 0.12
@@ -230,3 +215,126 @@ def _last_step(path: Path) -> int:
         return 0
     lines = path.read_text().split("\n")[:-1]
     return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+# Activations of a recipe.
+
+STORIES = {"name": "stories", "split": "train", "seed": 1, "size": 30}
+
+
+def made(run: Path, folder: str | None = None, **changes: Any) -> tuple[ActivationStore, list[str]]:
+    run.mkdir(exist_ok=True)
+    notices: list[str] = []
+    section = {"model": {"name": "tiny"}, "site": "resid.1", "task": STORIES, "dtype": "fp32"} | changes
+    data = {"activations": {"folder": folder} if folder else section, "dictionary": "topk"}
+    data |= {"train": {"batch": 64}, "eval": {"rows": 64}}
+    return open_or_record(SaeRecipe.model_validate(data), run, notices.append), notices
+
+
+def test_open_or_record_twice_records_once_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, notices = made(tmp_path / "one")
+    assert first.folder == tmp_path / "one" / "activations"
+    assert "recording activations: " in notices[0]
+    monkeypatch.setattr(record, "read_rows", None)
+    again, notices = made(tmp_path / "one")
+    assert notices == []
+    rows = torch.arange(first.num_rows)
+    assert torch.equal(first.gather(rows), again.gather(rows))
+    named, _ = made(tmp_path / "two", str(first.folder))
+    assert torch.equal(first.gather(rows), named.gather(rows))
+
+
+def test_open_or_record_a_damaged_recording_is_refused(tmp_path: Path) -> None:
+    first, _ = made(tmp_path / "one")
+    shard = first.folder / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4] + b"\0\0\1\0")
+    with pytest.raises(DataError, match="was changed after it was recorded"):
+        made(tmp_path / "one")
+
+
+def test_open_or_record_an_interrupted_recording_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "MIN_SHARD_ROWS", 600)
+    monkeypatch.setattr(record, "SHARD_BYTES", 1)
+    whole, _ = made(tmp_path / "whole")
+    assert len(whole.index.shards) > 2
+    add = StoreWriter.add
+
+    def stop(self: Any, tensors: Any, dropped: Any) -> None:
+        if len(self.index.shards) == 2:
+            raise KeyboardInterrupt
+        add(self, tensors, dropped)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreWriter, "add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path / "one")
+    with pytest.raises(UsageError, match="was recorded with another `outliers`"):
+        made(tmp_path / "one", outliers=3)
+    again, _ = made(tmp_path / "one")
+    assert [shard.sha256 for shard in again.index.shards] == [shard.sha256 for shard in whole.index.shards]
+
+
+# Recipes.
+
+NAMES = interpretation_names("dictionary")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_resolves_and_its_dump_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+    resolved = load_sae_recipe(name).resolve()
+    path = tmp_path / "again.yaml"
+    path.write_text(resolved.to_yaml())
+    again = load_sae_recipe(str(path)).resolve()
+    assert again.dump() == resolved.dump()
+    assert again.fingerprint() == resolved.fingerprint()
+    with pytest.raises(RecipeError, match=f"this trains a dictionary; run it with: posttrain sae train {name}"):
+        load_recipe(name)
+
+
+def test_the_original_recipe_has_the_original_sizes() -> None:
+    recipe = load_sae_recipe("sae-qwen3-14b-layer20").resolve()
+    word = recipe.dictionary
+    assert (word.name, word.num_features(5120), word.options["coefficient"]) == ("l1", 40_960, 3e-4)
+    assert (recipe.train.batch, recipe.activations.batch, recipe.activations.context_tokens) == (4096, 4, 8192)
+    assert (recipe.activations.model and recipe.activations.model.name) == "Qwen/Qwen3-14B"
+    assert recipe.activations.site == "resid.20"
+    assert recipe.train.learning_rate(40_960) == pytest.approx(1.897e-4, rel=1e-3)
+
+
+def test_what_is_filled_in() -> None:
+    recipe = load_sae_recipe("tiny/sae", [("dictionary.features", "64")])
+    resolved = recipe.resolve()
+    assert resolved.dictionary.options == {"k": 16.0, "sample": 1 / 16, "average": 0.05}
+    assert resolved.dictionary.num_features(128) == 64
+    same = load_sae_recipe("tiny/sae", [("track", "[]")]).resolve()
+    assert same.fingerprint() == load_sae_recipe("tiny/sae").resolve().fingerprint()
+
+
+REFUSED: list[tuple[list[tuple[str, str]], str]] = [
+    ([("train.step", "3")], r"command line: train.step: section 'train' has no key 'step'. Did you mean 'steps'\?"),
+    ([("dictionary.kk", "3")], r"dictionary.kk: dictionary 'batchtopk' has no key 'kk'. Did you mean 'k'\?"),
+    ([("dictionary", "topp")], r"there is no dictionary named 'topp'. Did you mean 'topk'\?"),
+    ([("activations.folder", "x")], "give either 'folder', with activations, or the 'model'"),
+    ([("activations.text", "x")], "give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'"),
+    ([("activations.sites", "[resid.1]")], r"activations\.sites: this key was removed\. Use `posttrain activations"),
+    ([("activations.source", "mean")], "activations.source: Input should be 'model', 'base', 'post' or 'difference'"),
+    ([("train.batch", "1")], "command line: train.batch: Input should be greater than or equal to 2; got 1"),
+    ([("activations.source", "difference")], "eval.documents: only a dictionary of one model can be put into it"),
+    ([("trian.batch", "1")], r"trian: a recipe of a dictionary has no key 'trian'. Did you mean 'train'\?"),
+    ([("dictionary.skip", "true")], r"dictionary\.skip: this key was removed\. Use `posttrain sae features`"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_what_is_refused(overrides: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(PosttrainError, match=message):
+        load_sae_recipe("tiny/sae", overrides).resolve()
+
+
+def test_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("activations: {folder: there}\ndictionary: topk\ntrain:\n  steps: none\n")
+    with pytest.raises(RecipeError, match=rf"^{path}:4: train.steps: Input should be a valid integer"):
+        load_sae_recipe(str(path))
+    with pytest.raises(RecipeError, match=r"this trains no dictionary .* posttrain train tiny/sft"):
+        load_sae_recipe("tiny/sft")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.commands.options import naturals, new_place, nonnegative_float, positive
 from posttrain.errors import UsageError
@@ -14,111 +16,108 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from posttrain.engines.models import ModelSource
-    from posttrain.interpret.activations.record import Recorder
     from posttrain.interpret.activations.shards import ActivationStore, Documents
 
-# Reasons to drop rows; all else that is counted was left out of the texts.
-ROW_REASONS = ("first_token", "outlier", "not_finite")
-
 EPILOG = """\
-layer L is what block number L gives (hidden_states[L] in transformers); layer 0 are the embeddings:
+layer L is what block number L gives (hidden_states[L] in transformers); the same command continues an interrupted one:
   posttrain activations runs/tiny-grpo --layer 2 --task stories --out activations/stories
   posttrain activations Qwen/Qwen3-0.6B --layer 14 --text corpus.jsonl --context-tokens 1024
-  posttrain activations runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
-two models over the same tokens, for what training changed:
-  posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --task stories
-the same command goes on where it was interrupted; .pt files of others are written and read with:
+  posttrain activations runs/tiny-sft --paired runs/tiny-grpo --layer 2 --rollouts runs/tiny-grpo
   posttrain activations activations/stories --export-pt stories-pt
   posttrain activations stories-pt --import-pt resid.2 --out activations/stories-again
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, what of it, over which texts, and where to."""
+    """Add the options of ``posttrain activations``."""
     parser.epilog = EPILOG
     parser.usage = "posttrain activations MODEL_OR_RUN --layer N [options] [--task.key value ...]"
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_RUN",
-        help="tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)",
-    )
-    what = parser.add_argument_group("what is recorded")
-    what.add_argument("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
-    what.add_argument("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
-    what.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
-    over = parser.add_argument_group("over which texts (default: the prompts of the run's task)")
-    over.add_argument("--task", metavar="NAME", help="the prompts of a task")
-    over.add_argument("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`")
-    over.add_argument("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions")
-    over.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
-    over.add_argument("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)")
-    over.add_argument("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)")
-    over.add_argument(
-        "--outliers",
-        type=nonnegative_float,
-        default=10.0,
-        metavar="X",
-        help="drop rows whose norm is above X times the median; 0 keeps them (default: 10)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
-    how.add_argument("--weights", choices=("float32", "bfloat16"), help="of the model (default: the run's, or float32)")
-    how.add_argument(
-        "--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)"
-    )
-    how.add_argument("--yes", action="store_true", help="record however much it is")
-    how.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    files = parser.add_argument_group(".pt files of others, one tensor [rows, width] each")
-    files.add_argument("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards")
-    files.add_argument("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site")
+    model = "tiny, a model directory, a run, one of its checkpoints, or a hub name (a folder, with .pt files)"
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help=model)
+    add = parser.add_argument_group("what is recorded").add_argument
+    add("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
+    add("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
+    add = parser.add_argument_group("over which texts (default: the prompts of the run's task)").add_argument
+    add("--task", metavar="NAME", help="the prompts of a task")
+    add("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`")
+    add("--rollouts", metavar="RUN", help="what a run has sampled: prompts with their completions")
+    add("--template", help="prompt template (default: the run's, else r1_zero)")
+    add("--context-tokens", type=positive, metavar="N", help="longest document (default: 8192 at most)")
+    add("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)")
+    outliers = "drop rows whose norm is above X times the median; 0 keeps them (default: 10)"
+    add("--outliers", type=nonnegative_float, default=10.0, metavar="X", help=outliers)
+    add = parser.add_argument_group("how").add_argument
+    add("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
+    add("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
+    add("--weights", choices=("float32", "bfloat16"), help="of the model (default: the run's, or float32)")
+    add("--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)")
+    add("--yes", action="store_true", help="record however much it is")
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add = parser.add_argument_group(".pt files of others, one tensor [rows, width] each").add_argument
+    add("--export-pt", metavar="FOLDER", help="write the recorded folder MODEL_OR_RUN as .pt shards")
+    add("--import-pt", metavar="SITE", help="read the .pt files in the folder MODEL_OR_RUN as this site")
 
 
 def run_activations(arguments: argparse.Namespace) -> int:
     """Record, or write and read ``.pt`` files."""
     from posttrain.commands.console import open_console
-    from posttrain.interpret.activations.record import Recorder
+    from posttrain.interpret.activations.record import record
     from posttrain.interpret.activations.sites import check_layers
     from posttrain.runs.models import find_source
 
     console = open_console()
+
+    def tell(text: str) -> None:
+        if not arguments.quiet:
+            console.print(text)
+
     if arguments.export_pt is not None or arguments.import_pt is not None:
-        return _convert(arguments, console)
+        tell(_convert(arguments))
+        return 0
     if not arguments.layer:
         raise UsageError("--layer is needed: the layers to record, such as --layer 2 or --layer 10,20")
     sites = [f"resid.{layer}" for layer in arguments.layer]
     sources = [find_source(name, arguments.runs_dir) for name in (arguments.model, arguments.paired) if name]
     for source in sources:
         check_layers(source.path, sites)  # before texts are read
-    sections = [source.section(arguments.weights, arguments.device) for source in sources]
     documents = _read_documents(arguments, sources[0])
-    recorder = Recorder(
-        sections,
-        documents,
-        sites,
-        dtype=arguments.dtype,
-        outliers=arguments.outliers,
-        batch=arguments.batch,
-    )
-    out = Path(arguments.out) if arguments.out else _default_out(sources, documents)
-    size = recorder.check_room(out, allow_large=arguments.yes, fewer="--max-rows")
-    if not arguments.quiet:
-        console.print(size)
-    store = _record(recorder, out, console, arguments.quiet)
-    if not arguments.quiet:
-        _print_summary(console, store)
+    options: dict[str, Any] = {key: getattr(arguments, key) for key in ("dtype", "outliers", "batch")}
+    with progress_bar(console, "recording", arguments.quiet) as observe:
+        store = record(
+            [source.section(arguments.weights, arguments.device) for source in sources],
+            documents,
+            sites,
+            arguments.out or _default_out(sources, documents),
+            allow_large=arguments.yes,
+            fewer="--max-rows",
+            ready=tell,
+            observe=observe,
+            **options,
+        )
+    for line in _summarize(store):
+        tell(line)
     return 0
 
 
-def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
-    """The texts that the command line names: of a task, a file, or a run.
+@contextmanager
+def progress_bar(console: Console, text: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar in a terminal; yields the function that gets (done, total)."""
+    from rich.progress import Progress
 
-    Raises:
-        UsageError: more than one of them, or one that cannot be read.
-    """
+    from posttrain.untrusted import guard_output
+
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        guard_output()
+        bar = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
+    """Read the texts that the command line names: of a task, a file, or a run."""
     from posttrain.commands.options import chosen_words
     from posttrain.engines.models import complete_template
-    from posttrain.interpret.activations.documents import MAX_CONTEXT_TOKENS, read_documents
+    from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
     from posttrain.interpret.activations.sites import read_config
     from posttrain.models.load import load_tokenizer
     from posttrain.models.stated_sizes import context_length
@@ -144,56 +143,29 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
 
 
 def _default_out(sources: list[ModelSource], documents: Documents) -> Path:
-    """``activations/tiny-grpo-stories``: the models, and the task, file or run."""
+    """Return ``activations/tiny-grpo-stories``: the models, and the task, file or run."""
     texts_of = documents.data.get("task") or documents.data.get("file") or documents.data.get("run")
     label = "-".join([*(source.label for source in sources), str(texts_of)])
     return Path("activations") / re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
 
 
-def _record(recorder: Recorder, out: Path, console: Console, quiet: bool) -> ActivationStore:
-    from rich.progress import Progress
-
-    from posttrain.untrusted import guard_output
-
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        guard_output()
-        bar = progress.add_task("recording", total=None)
-        return recorder.write(out, lambda done, total: progress.update(bar, completed=done, total=total))
-
-
-def _print_summary(console: Console, store: ActivationStore) -> None:
-    from rich.table import Table
-
+def _summarize(store: ActivationStore) -> list[str]:
     index = store.index
-    console.print(f"{index.rows:,} rows of {index.documents:,} documents in {len(index.shards)} shards: {store.folder}")
-    everything = index.rows + sum(count for reason, count in index.dropped.items() if reason in ROW_REASONS)
-    for reason, count in index.dropped.items():
-        share = f" ({count / everything:.2%} of the rows)" if reason in ROW_REASONS else ""
-        console.print(f"left out: {count:,} {reason.replace('_', ' ')}{share}")
-    table = Table("site", "model", "width", "norm: median", "mean", "rms", box=None)
-    for site in index.sites:
-        for source in index.sources:
-            norms = index.norms[f"{site}@{source.name}"]
-            numbers = (f"{value:.4g}" for value in (norms.median, norms.mean, norms.rms))
-            label = source.model if source.name == "model" else f"{source.name}: {source.model}"
-            table.add_row(site, label, str(index.widths[site]), *numbers)
-    console.print(table)
+    lines = [f"{index.rows:,} rows of {index.documents:,} documents in {len(index.shards)} shards: {store.folder}"]
+    lines += [f"left out: {count:,} {reason.replace('_', ' ')}" for reason, count in index.dropped.items()]
+    widths = ", ".join(f"{site} (width {width})" for site, width in index.widths.items())
+    return [*lines, *(f"{source.name}: {source.model}, {widths}" for source in index.sources)]
 
 
-def _convert(arguments: argparse.Namespace, console: Console) -> int:
-    from posttrain.interpret.activations.pt_shards import export_pt, import_pt
-    from posttrain.interpret.activations.shards import ActivationStore
+def _convert(arguments: argparse.Namespace) -> str:
+    from posttrain.interpret.activations.shards import ActivationStore, export_pt, import_pt
 
     if arguments.export_pt is not None and arguments.import_pt is not None:
         raise UsageError("--export-pt and --import-pt: give one of them")
     if arguments.export_pt is not None:
-        written = export_pt(ActivationStore.open(arguments.model), arguments.export_pt)
-        message = f"{len(written)} files in {arguments.export_pt}"
-    else:
-        if not arguments.out:
-            raise UsageError("--import-pt: give --out, the folder that the shards are written to")
-        store = import_pt(arguments.model, arguments.import_pt, arguments.out)
-        message = f"{store.num_rows:,} rows of {', '.join(store.sites)} in {store.folder}"
-    if not arguments.quiet:
-        console.print(message)
-    return 0
+        written = export_pt(ActivationStore(arguments.model), arguments.export_pt)
+        return f"{len(written)} files in {arguments.export_pt}"
+    if not arguments.out:
+        raise UsageError("--import-pt: give --out, the folder that the shards are written to")
+    store = import_pt(arguments.model, arguments.import_pt, arguments.out)
+    return f"{store.num_rows:,} rows of {', '.join(store.sites)} in {store.folder}"

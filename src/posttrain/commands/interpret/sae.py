@@ -1,4 +1,4 @@
-"""``posttrain sae train`` and ``sae diff``, what training changed inside a model. Imports little at first (``cli``)."""
+"""``posttrain sae train`` and ``sae diff``. Imports little at first (``cli``)."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.commands.options import ACCEPT_HELP, natural, repetitions
+from posttrain.commands.options import ACCEPT_HELP, natural
 from posttrain.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from posttrain.commands.train import TrainRequest
-    from posttrain.engines.models import ModelSource
-    from posttrain.interpret.differences.recipe import Compared, DiffRecipe
+    from posttrain.interpret.differences.recipe import Compared
     from posttrain.recipes.recipe import Recipe
 
+REPORT = "report.html"
+YES_HELP = "record activations without asking, however large they are"
 TRAIN_EPILOG = """\
 any key of the recipe is an option; what was recorded is learned from again by naming its folder:
-  posttrain sae train tiny/sae --dictionary.k 8 --train.steps 400
-  posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01
-  posttrain sae train tiny/sae --activations.folder recorded --activations.model null --activations.task null
+  posttrain sae train tiny/sae --dictionary l1 --dictionary.coefficient 0.01 --train.steps 400
   posttrain sae train mine.yaml --activations.folder activations/both --activations.source difference
+"""
+DIFF_EPILOG = """\
+any key of the recipe is an option; the same command again keeps what is there:
+  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --changes.seeds 5
+  posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
 """
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Which recipe, and how it is trained."""
+    """Add the options of ``posttrain sae train``."""
     parser.usage = "posttrain sae train RECIPE [options] [--section.key value ...]"
     parser.epilog = TRAIN_EPILOG
-    parser.add_argument("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
-    parser.add_argument("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
-    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
-    parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="tiny/sae, sae-qwen3-14b-layer20, or a YAML file")
+    add("--run", metavar="NAME", help="name of the run directory (default: the recipe's name)")
+    add("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    add("--accept-changes", action="store_true", help=ACCEPT_HELP)
+    add("--yes", action="store_true", help=YES_HELP)
+    add("--dry-run", action="store_true", help="check and print the resolved recipe; train nothing")
+    add("--quiet", action="store_true", help="no progress, only notices and the result")
 
 
 def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
@@ -53,12 +58,12 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
         print(recipe.to_yaml().rstrip())
         return 0
     from posttrain.commands.progress import choose_progress, show_duration
-    from posttrain.interpret.dictionaries.training import DICTIONARY, train_run
+    from posttrain.interpret.dictionaries.training import DICTIONARY, RESULTS, train_run
     from posttrain.runs.launch import launch
 
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
         result = launch(
-            cast("Recipe", recipe),  # a run directory asks no more of a recipe than this one has
+            cast("Recipe", recipe),  # a run directory needs no more of a recipe than this one has
             root=arguments.runs_dir,
             name=arguments.run,
             recipe_name=arguments.recipe,
@@ -67,130 +72,94 @@ def run_sae_train(arguments: argparse.Namespace | TrainRequest) -> int:
             observer=progress,
             train=partial(train_run, allow_large=arguments.yes),
         )
+    is_finished = result.reason == "finished"
     if not arguments.quiet:
         print(f"{result.step} steps, {show_duration(progress.history.elapsed())}")
-        _print_results(result.folder)
+        if is_finished:
+            _print_results(json.loads((result.folder / RESULTS).read_text(encoding="utf-8")))
+            print(f"dictionary: {result.folder / DICTIONARY}")
     print(f"run:        {result.folder}")
-    if not arguments.quiet and result.reason == "finished":
-        print(f"dictionary: {result.folder / DICTIONARY}")
-    return 0 if result.reason == "finished" else INTERRUPTED
+    return 0 if is_finished else INTERRUPTED
 
 
-def _print_results(folder: Path) -> None:
-    from posttrain.interpret.dictionaries.training import RESULTS
-
-    path = folder / RESULTS
-    if not path.is_file():
-        return
-    results = json.loads(path.read_text(encoding="utf-8"))
+def _print_results(results: dict[str, Any]) -> None:
     held_out = results["held_out"]
     print(
         f"held out:   FVU {held_out['fvu']:.4f} · L0 {held_out['l0']:.1f} · {held_out['silent']:.1%} of the features "
         f"silent · {held_out['dense']:.1%} active on more than a tenth of the rows"
     )
-    if "recovered" in results:
-        loss = results["recovered"]
+    if loss := results.get("recovered"):
         print(
-            f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}, mean "
-            f"{loss['ce_mean']:.3f}): {loss['ce_recovered_zero']:.1%} recovered, {loss['ce_recovered_mean']:.1%} of "
-            "what the mean loses"
+            f"in place:   CE {loss['ce']:.3f} becomes {loss['ce_spliced']:.3f} (zeros {loss['ce_zero']:.3f}): "
+            f"{loss['ce_recovered']:.1%} recovered"
         )
 
 
-# ``posttrain sae diff``: numbers and one page.
-
-REPORT = "report.html"
-DEFAULT_RUNS = "runs"
-
-DIFF_EPILOG = """\
-any key of the recipe is an option; the same command again keeps what is there:
-  posttrain sae diff tiny/what-did-rl-change
-  posttrain sae diff runs/tiny-sft runs/tiny-grpo --layer 3 --seeds 5
-  posttrain sae diff tiny runs/tiny-sft --task stories --changes.prompts 256 --changes.dictionary.k 8
-  posttrain sae diff tiny/what-did-rl-change --changes.causal.measure accuracy --run by-accuracy
-"""
-
-
 def add_diff_options(parser: argparse.ArgumentParser) -> None:
-    """Which models or recipe, where to look, how often, where to."""
+    """Add the options of ``posttrain sae diff``."""
     parser.usage = "posttrain sae diff BASE POST | RECIPE [options] [--section.key value ...]"
     parser.epilog = DIFF_EPILOG
-    parser.add_argument(
-        "models",
-        metavar="MODEL_OR_RUN",
-        nargs="+",
-        help="the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change",
-    )
-    parser.add_argument("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
-    parser.add_argument("--seeds", type=repetitions, metavar="N", help="dictionaries to train (default: 3)")
-    parser.add_argument("--run", metavar="NAME", help="name of the directory under the runs directory")
-    parser.add_argument("--yes", action="store_true", help="record activations without asking, however large they are")
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only where the report is")
-
-
-class _Stopped(Exception):
-    """A training was interrupted; everything so far is saved."""
+    add = parser.add_argument
+    models = "the model before training and the one after it (models or runs); or a recipe: tiny/what-did-rl-change"
+    add("models", metavar="MODEL_OR_RUN", nargs="+", help=models)
+    add("--layer", type=natural, metavar="L", help="the layer to look at (default: the middle one)")
+    add("--run", metavar="NAME", help="name of the directory under the runs directory")
+    add("--yes", action="store_true", help=YES_HELP)
+    add("--dry-run", action="store_true", help="check and print the resolved recipe; do nothing")
+    add("--quiet", action="store_true", help="no progress, only where the report is")
 
 
 def run_sae_diff(arguments: argparse.Namespace) -> int:
     """Find or train both models, compare them, write ``diff.json`` and ``report.html``."""
     from posttrain.commands.console import Text, open_console, say
     from posttrain.commands.progress import show_duration
-    from posttrain.interpret.differences.recipe import load_diff_recipe
+    from posttrain.interpret.differences.recipe import Compared, load_diff_recipe
 
     if len(arguments.models) > 2:
         raise UsageError("give BASE and POST, or one recipe such as tiny/what-did-rl-change")
-    recipe = load_diff_recipe(arguments.models, _overrides(arguments)).resolve()
+    overrides = list(arguments.overrides)
+    if arguments.layer is not None:
+        overrides.append(("changes.site", f"resid.{arguments.layer}"))
+    recipe = load_diff_recipe(arguments.models, overrides).resolve()
     if arguments.dry_run:
         print(f"# {' '.join(arguments.models)}, resolved; fingerprint {recipe.fingerprint()}")
         print(recipe.to_yaml().rstrip())
         return 0
-    started = time.monotonic()
-    console = open_console()
-    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
-    try:
-        folder, lines = _compare(recipe, arguments, tell, started)
-    except _Stopped:
-        return INTERRUPTED
-    if not arguments.quiet:
-        for line in lines:
-            say(console, line)
-        console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
-    say(console, f"report: {folder / REPORT}")
-    return 0
-
-
-def _compare(
-    recipe: DiffRecipe, arguments: argparse.Namespace, say: Callable[[str], Any], started: float
-) -> tuple[Path, list[str]]:
-    """The folder with the report, and what was found in sentences."""
     from posttrain.interpret.differences.comparison import compare, prepare
-    from posttrain.interpret.differences.recipe import Compared
     from posttrain.reports.differences import findings, render_diff
     from posttrain.runs.models import find_source
     from posttrain.store.durable import replace_file
 
-    root = Path(arguments.runs_dir)
+    started, console, root = time.monotonic(), open_console(), Path(arguments.runs_dir)
+    tell: Callable[[str], Any] = (lambda line: None) if arguments.quiet else partial(say, console, style="dim")
     folder = root / _folder_name(arguments)
-    base = find_model(recipe.base, root, None, arguments.quiet, say)
-    post = find_model(recipe.post, root, base, arguments.quiet, say)
+    base = find_model(recipe.base, root, None, arguments.quiet, tell)
+    post = None if base is None else find_model(recipe.post, root, base, arguments.quiet, tell)
+    if base is None or post is None:
+        return INTERRUPTED
     recipe = recipe.model_copy(update={"base": Compared(name=base), "post": Compared(name=post)})
     sources = find_source(base, root), find_source(post, root)
-    work = prepare(recipe, *sources, folder, say, allow_large=arguments.yes)
-    content = compare(work, _about(work.recipe, *sources, arguments), started)
+    work = prepare(recipe, *sources, folder, tell, allow_large=arguments.yes)
+    words = ["posttrain", "sae", "diff", *arguments.models, *(x for key, y in overrides for x in (f"--{key}", y))]
+    words += ["--run", arguments.run] if arguments.run is not None else []
+    words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != "runs" else []
+    about = {
+        "title": "What did training change?",
+        "description": recipe.description,
+        "base": sources[0].section().name,
+        "post": sources[1].section().name,
+        "recipe": work.recipe.dump(),
+        "fingerprint": work.recipe.fingerprint(),
+        "command": shlex.join(words),
+    }
+    content = compare(work, about, started)
     replace_file(folder / REPORT, render_diff(content).encode())
-    return folder, list(findings(content))
-
-
-def _overrides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """Keys of the recipe; the command's own options are short for some of them."""
-    overrides = list(arguments.overrides)
-    if arguments.layer is not None:
-        overrides.append(("changes.site", f"resid.{arguments.layer}"))
-    if arguments.seeds is not None:
-        overrides.append(("changes.seeds", str(arguments.seeds)))
-    return overrides
+    if not arguments.quiet:
+        for line in findings(content):
+            say(console, line)
+        console.print(Text(f"{show_duration(time.monotonic() - started)} in all", style="dim"))
+    say(console, f"report: {folder / REPORT}")
+    return 0
 
 
 def _folder_name(arguments: argparse.Namespace) -> str:
@@ -204,16 +173,12 @@ def _folder_name(arguments: argparse.Namespace) -> str:
     return f"diff-{labels[0]}-{labels[1]}"
 
 
-def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str:
-    """The model of that name, or a finished run of that recipe under ``root``, which is trained where there is none.
+def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, say: Callable[[str], Any]) -> str | None:
+    """Return the model of that name, or a finished run of that recipe under ``root``, trained where there is none.
 
-    ``base``: what the recipe starts from, if it is to start from the base.
-
-    Raises:
-        RunFailure: the training failed.
+    ``base``: what the recipe starts from. None: the training was interrupted.
     """
     if compared.recipe is None:
-        assert compared.name is not None, "the section's validator"
         return compared.name
     from posttrain.commands.progress import choose_progress
     from posttrain.commands.summary import write_summary
@@ -221,31 +186,13 @@ def find_model(compared: Compared, root: Path, base: str | None, quiet: bool, sa
     from posttrain.runs.launch import find_or_train
 
     name = compared.recipe
-    changes = [("model.name", json.dumps(base))] if base is not None and compared.from_base else []
+    changes = [("model.name", json.dumps(base))] if base is not None else []
     recipe = load_recipe(name, changes).resolve()
     folder, result = find_or_train(
         recipe, root=root, recipe_name=name, observing=lambda: choose_progress(name, quiet), say=say
     )
     if result is not None and result.reason != "finished":
-        raise _Stopped
+        return None
     if result is not None:
         write_summary(folder)
     return str(folder)
-
-
-def _about(recipe: DiffRecipe, base: ModelSource, post: ModelSource, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The models and the recipe of a comparison, and the command that does it again."""
-    words = ["posttrain", "sae", "diff", *arguments.models]
-    for key, value in _overrides(arguments):
-        words += [f"--{key}", value]
-    words += ["--run", arguments.run] if arguments.run is not None else []
-    words += ["--runs-dir", arguments.runs_dir] if arguments.runs_dir != DEFAULT_RUNS else []
-    return {
-        "title": "What did training change?",
-        "description": recipe.description,
-        "base": base.section().name,
-        "post": post.section().name,
-        "recipe": recipe.dump(),
-        "fingerprint": recipe.fingerprint(),
-        "command": shlex.join(words),
-    }

@@ -9,73 +9,50 @@ import argparse
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import names, natural, naturals
+from posttrain.commands.options import names, natural
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from posttrain.interpret.features.steering import Change, Steering
+    from posttrain.interpret.features.steering import Steering
 
 DICTIONARY = "dictionary"
-OFF = "off"
 
 
 def add_steering_options(parser: argparse.ArgumentParser) -> None:
-    """A dictionary whose features change what the model computes."""
-    group = parser.add_argument_group("steered by features of a sparse autoencoder")
-    group.add_argument("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder")
-    group.add_argument(
-        "--steer",
-        type=read_changes,
-        action="append",
-        default=[],
-        metavar="FEATURE=STRENGTH",
-        help="add so much of a feature's direction at every token; several: 12=8,40=-4",
-    )
-    group.add_argument(
-        "--ablate", type=naturals, action="extend", default=[], metavar="FEATURE", help="take a feature out"
-    )
+    """Add the options of a model that is steered."""
+    add = parser.add_argument_group("steered by features of a sparse autoencoder").add_argument
+    add("--sae", metavar="FOLDER", help="a run of `sae train`, or a dictionary's folder")
+    steer = "add this length of a feature's direction at every token, or take the feature out: 12=8,40=off"
+    add("--steer", type=read_changes, action="append", default=[], metavar="FEATURE=STRENGTH", help=steer)
 
 
 def read_changes(text: str) -> dict[int, float | None]:
-    """``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
+    """Read ``12=8, 40=off``: by feature the strength to add, None where it is to be taken out."""
     changes: dict[int, float | None] = {}
     for part in names(text):
         feature, equals, strength = part.partition("=")
         try:
-            number = None if strength.strip() == OFF else float(strength)
+            number = None if strength.strip() == "off" else float(strength)
         except ValueError:
             number = math.nan
         if not equals or (number is not None and not math.isfinite(number)):
-            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12={OFF}, not {part!r}")
+            raise argparse.ArgumentTypeError(f"FEATURE=STRENGTH is needed, such as 12=8 or 12=off, not {part!r}")
         changes[natural(feature.strip())] = number
     return changes
 
 
-@dataclass(frozen=True, slots=True)
-class DictionaryPlace:
-    """The folder of a dictionary, and the run that trained it where there is one."""
-
-    folder: Path
-    run: Path | None
-
-
-def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
-    """A dictionary by its folder, or by the name or path of the run that trained it.
-
-    Raises:
-        UsageError: there is none.
-    """
-    from posttrain.interpret.dictionaries.exchange import CONFIG
+def find_dictionary(name: str, runs_dir: str | Path) -> tuple[Path, Path | None]:
+    """Return the folder of a dictionary (or of the run of that name), and of the run that trained it."""
+    from posttrain.interpret.dictionaries.dictionary import CONFIG
     from posttrain.runs.directory import find_run, run_names
 
     path = Path(name)
     if (path / CONFIG).is_file():
         run = path.resolve().parent
-        return DictionaryPlace(path, run if (run / "recipe.yaml").is_file() else None)
+        return path, run if (run / "recipe.yaml").is_file() else None
     if not (path / "recipe.yaml").is_file() and name not in run_names(runs_dir):
         raise UsageError(
             f"{name}: neither a folder with a dictionary ({CONFIG} and weights) nor a run in {runs_dir}; "
@@ -84,37 +61,18 @@ def find_dictionary(name: str, runs_dir: str | Path) -> DictionaryPlace:
     run = find_run(runs_dir, name)
     if not has_dictionary(run):
         raise UsageError(f"{name}: this run has no dictionary yet; `posttrain sae train` makes one when it ends")
-    return DictionaryPlace(run / DICTIONARY, run)
+    return run / DICTIONARY, run
 
 
 def has_dictionary(run: Path) -> bool:
-    """Whether a run has trained one."""
-    from posttrain.interpret.dictionaries.exchange import CONFIG
+    """Return whether a run has trained one."""
+    from posttrain.interpret.dictionaries.dictionary import CONFIG
 
     return (run / DICTIONARY / CONFIG).is_file()
 
 
-def change_of(changes: Mapping[int, float | None]) -> Change:
-    """By feature a strength to add, or None to take it out."""
-    from posttrain.interpret.features.steering import Change
-
-    strengths = {feature: x for feature, x in changes.items() if x is not None}
-    return Change(strengths, {feature: 0.0 for feature, x in changes.items() if x is None})
-
-
-def show_change(steering: Steering, change: Change) -> str:
-    """``resid.2: 12 +8, 40 off``."""
-    parts = [f"{feature} {strength:+g}" for feature, strength in change.strengths.items()]
-    parts += [f"{feature} {OFF}" for feature in change.values]
-    return f"{steering.site}: {', '.join(parts)}"
-
-
 def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) -> Steering | None:
-    """What was typed into the studio, ``12=8, 40=off``; None for nothing.
-
-    Raises:
-        UsageError: it cannot be read, or the dictionary does not fit the model.
-    """
+    """Read what was typed into the studio, ``12=8, 40=off``; None for nothing."""
     if not text.strip():
         return None
     if not dictionary.strip():
@@ -123,42 +81,32 @@ def read_steering(text: str, dictionary: str, model: Any, runs_dir: str | Path) 
         changes = read_changes(text)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"steering: {error}") from None
-    return _load(model, dictionary.strip(), runs_dir, change_of(changes))
+    return _load(model, dictionary.strip(), runs_dir, changes)
 
 
 def check_steering(arguments: argparse.Namespace) -> None:
-    """Refuse a dictionary without a change, or a change without a dictionary, before any model is loaded.
-
-    Raises:
-        UsageError: either, or there is no such dictionary.
-    """
-    is_changed = bool(arguments.steer or arguments.ablate)
-    if arguments.sae is None and is_changed:
-        raise UsageError("--steer and --ablate need --sae, the dictionary whose features are meant")
+    """Refuse a dictionary without a change, or a change without a dictionary, before any model is loaded."""
+    if arguments.sae is None and arguments.steer:
+        raise UsageError("--steer needs --sae, the dictionary whose features are meant")
+    if arguments.sae is not None and not arguments.steer:
+        raise UsageError("--sae needs --steer FEATURE=STRENGTH; alone it changes nothing")
     if arguments.sae is not None:
-        if not is_changed:
-            raise UsageError("--sae needs --steer FEATURE=STRENGTH or --ablate FEATURE; alone it changes nothing")
         find_dictionary(arguments.sae, arguments.runs_dir)
 
 
 def steering_of(arguments: argparse.Namespace, model: Any) -> tuple[AbstractContextManager[None], str]:
-    """What the options of ``generate`` do to a model: a context, and how it is called (empty: nothing).
-
-    Raises:
-        UsageError: the dictionary does not fit the model.
-    """
+    """Return a context in which a model is steered by the options, and its description (empty: nothing)."""
     if arguments.sae is None:
         return nullcontext(), ""
     changes: dict[int, float | None] = {}
     for option in arguments.steer:
         changes |= option
-    change = change_of(changes)
-    change = replace(change, values=dict(change.values) | dict.fromkeys(arguments.ablate, 0.0))
-    steering = _load(model, arguments.sae, arguments.runs_dir, change)
-    return steering.applied(), show_change(steering, change)
+    steering = _load(model, arguments.sae, arguments.runs_dir, changes)
+    parts = [f"{feature} off" if x is None else f"{feature} {x:+g}" for feature, x in changes.items()]
+    return steering.applied(), f"{steering.site}: {', '.join(parts)}"
 
 
-def _load(model: Any, dictionary: str, runs_dir: str | Path, change: Change) -> Steering:
+def _load(model: Any, dictionary: str, runs_dir: str | Path, changes: Mapping[int, float | None]) -> Steering:
     from posttrain.interpret.features.steering import load_steering
 
-    return load_steering(model, find_dictionary(dictionary, runs_dir).folder, change)
+    return load_steering(model, find_dictionary(dictionary, runs_dir)[0], changes)

@@ -1,47 +1,48 @@
-"""Activations on the disk: safetensors shards beside ``index.json``, written in order and read by row.
+"""Activations on the disk: safetensors shards with an ``index.json``, written in order and read by row.
 
-A shard holds a tensor ``[rows, width]`` for every site and source (``resid.20@model``), their norms
-(``norm.resid.20@model``), and ``tokens``, ``document`` and ``position`` of every row. ``documents.safetensors`` holds
-the token ids of all documents, those included whose rows were dropped. ``index.json`` says what was recorded, of which
-models, over which texts."""
+A shard holds a tensor ``[rows, width]`` for every site and source (``resid.20@model``), and ``tokens``, ``document``
+and ``position`` of every row. ``documents.safetensors`` holds the token ids of all documents, those of dropped rows
+included. ``export_pt`` and ``import_pt`` exchange rows with other programs as ``.pt`` files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from posttrain.errors import DataError, UsageError, first_line
+from posttrain.interpret.activations.sites import hash_file, layer_of
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
 
 INDEX, DOCUMENTS = "index.json", "documents.safetensors"
-FORMAT = 1
 LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
-    "(the last one before the final norm); layer 0 is what the first block reads, the embeddings"
+    "(the last one before the final norm)"
 )
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ROW_FACTS = ("tokens", "document", "position")
+ROWS_PER_FILE = 65536
 
 
 @dataclass(slots=True)
 class Documents:
     """Token ids of documents, none empty.
 
-    ``prompt_lengths``: how many tokens of each are its prompt (none given: plain texts). ``data`` says where they come
-    from, ``dropped`` counts what was left out, by reason: whole documents, or tokens (``..._tokens``).
+    ``prompt_lengths``: the number of prompt tokens of each (empty for plain texts). ``data``: where they come from.
+    ``dropped``: counts of what was left out, by reason (whole documents, or tokens).
     """
 
     ids: list[Sequence[int]] = field(default_factory=list)
@@ -53,65 +54,62 @@ class Documents:
     def num_tokens(self) -> int:
         return sum(map(len, self.ids))
 
+    def pack(self) -> bytes:
+        """Return a safetensors file: ``ids`` of all, ``offsets`` and ``prompt_lengths`` of each."""
+        sizes = torch.tensor([0, *map(len, self.ids)])
+        lengths = torch.tensor(self.prompt_lengths or [0] * len(self.ids), dtype=torch.int32)
+        ids = torch.cat([torch.empty(0, dtype=torch.int32), *(torch.as_tensor(x, dtype=torch.int32) for x in self.ids)])
+        return bytes(save({"ids": ids, "offsets": sizes.cumsum(0), "prompt_lengths": lengths}))
 
-@dataclass(frozen=True, slots=True)
-class Source:
+
+class Source(BaseModel):
     """A model whose activations are stored: ``model``, or ``base`` and ``post`` where there are two."""
 
     name: str
     model: str
-    weights_hash: str
+    weights_hash: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One shard: its file, how many rows it holds, the hash of its bytes, what was dropped on the way, by reason."""
+class ShardEntry(BaseModel):
+    """One shard: its file, its number of rows, and the hash of its bytes."""
 
-    file: Annotated[str, StringConstraints(pattern=r"^shard-\d{5,9}\.safetensors$")]
+    file: Annotated[str, Field(pattern=r"^shard-\d{5,9}\.safetensors$")]
     rows: NonNegativeInt
     sha256: str
-    dropped: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """Norms of the rows of one site and source: median, mean, root of the mean square."""
+class StoreIndex(BaseModel, extra="forbid"):
+    """The content of ``index.json``.
 
-    median: float
-    mean: float
-    rms: float
-
-
-@dataclass(slots=True)
-class StoreIndex:
-    """What ``index.json`` says.
-
-    ``widths`` by site. ``data`` describes the texts, ``settings`` is everything else that decides what the rows are
-    (an interrupted recording goes on only under the same). ``limits`` by ``site@source``: rows with a larger norm
-    were dropped. ``dropped`` counts by reason: while it is recorded what was left out of the texts, once it is finished
-    rows and texts together. ``norms`` by ``site@source`` is of the rows kept.
+    ``widths`` by site. ``data`` describes the texts, ``settings`` the other things that decide what the rows are; an
+    interrupted recording continues only with the same ones. ``limits`` by ``site@source``: the norm above which rows
+    were dropped. ``dropped`` counts by reason what was left out, of the texts and of the rows.
     """
 
     widths: Annotated[dict[str, PositiveInt], Field(min_length=1)]
     sources: Annotated[list[Source], Field(min_length=1)]
     dtype: Literal["bf16", "fp32"]
-    tokenizer: str
-    data: dict[str, Any]
-    documents: NonNegativeInt
+    tokenizer: str = ""
+    data: dict[str, Any] = {}
+    documents: NonNegativeInt = 0
     documents_sha256: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = {}
+    limits: dict[str, float] = {}
+    dropped: dict[str, int] = {}
     rows: int = 0
-    shards: list[ShardEntry] = field(default_factory=list)
-    norms: dict[str, Norms] = field(default_factory=dict)
+    shards: list[ShardEntry] = []
     finished: bool = False
     layer_convention: str = LAYER_CONVENTION
-    format: int = FORMAT
+    format: Literal[2] = 2
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return tuple(self.widths)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.source_names)) < len(self.sources):
+            raise ValueError("sources: one twice")
+        if self.rows != sum(shard.rows for shard in self.shards) or (self.finished and not self.shards):
+            raise ValueError("rows: not those of the shards")
+        return self
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -119,233 +117,163 @@ class StoreIndex:
 
     @property
     def columns(self) -> list[str]:
-        """``resid.20@model`` for every site and source, as tensors are called in the shards."""
-        return [column(site, source) for site in self.sites for source in self.source_names]
+        """Names of the tensors in the shards: ``resid.20@model`` for every site and source."""
+        return [f"{site}@{source}" for site in self.widths for source in self.source_names]
 
     @property
     def row_bytes(self) -> int:
-        """What one row takes on the disk: the activations, their norms, and token, document and position."""
-        each = torch.empty(0, dtype=DTYPES[self.dtype]).element_size()
-        return sum(self.widths.values()) * each * len(self.sources) + 4 * len(self.columns) + 12
+        """Size of one row on the disk: activations, and token, document and position."""
+        return sum(self.widths.values()) * DTYPES[self.dtype].itemsize * len(self.sources) + 12
 
-    def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
-
-    def deciding(self) -> dict[str, Any]:
-        """All that must be the same for a recording to go on, by name."""
-        return {
-            "sites": self.widths,
-            "dtype": self.dtype,
-            "tokenizer": self.tokenizer,
-            "data": self.data,
-            "documents": self.documents_sha256,
-            **{source.name: source.weights_hash for source in self.sources},
-            **self.settings,
-        }
-
-
-def column(site: str, source: str) -> str:
-    return f"{site}@{source}"
+    def deciding(self) -> dict[str, str]:
+        """Return what must be the same for a recording to continue, as JSON by name."""
+        keys: dict[str, Any] = {"sites": self.widths, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        keys |= {"data": self.data, "documents": self.documents_sha256}
+        keys |= {x.name: [x.weights_hash, x.dtype] for x in self.sources} | self.settings
+        return {key: json.dumps(value) for key, value in keys.items()}
 
 
 def read_index(folder: Path) -> StoreIndex:
-    """The index of a folder.
-
-    Raises:
-        DataError: there is none, or it is of another format.
-    """
+    """Return the index of a folder, or raise ``DataError``."""
     path = folder / INDEX
     if not path.is_file():
         raise DataError(folder, f"no recorded activations here (no {INDEX}); `posttrain activations` makes them")
     try:
-        content = path.read_bytes()
-        kind = json.loads(content).get("format", FORMAT)
-        if kind != FORMAT:
-            raise ValueError(f"format {kind}; this posttrain reads {FORMAT}")
-        index = TypeAdapter(StoreIndex).validate_json(content, strict=True)
+        return StoreIndex.model_validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        raise DataError(path, f"{_NO_INDEX} ({first_fault(error)})") from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(path, f"{_NO_INDEX} ({error})") from None
-    if problem := next((what for broken, what in _contradictions(index) if broken), None):
-        raise DataError(path, f"{_NO_INDEX} ({problem})")
-    return index
-
-
-_NO_INDEX = "this is no index of activations that can be read"
-
-
-def _contradictions(index: StoreIndex) -> Iterator[tuple[Any, str]]:
-    """What no recording says; the index may be a stranger's."""
-    names = index.source_names
-    yield len(set(names)) < len(names), "sources: one twice"
-    yield index.finished and index.rows != sum(shard.rows for shard in index.shards), "rows: not those of the shards"
-    yield index.finished and not index.shards, "shards: none"
-    yield index.finished and set(index.norms) != set(index.columns), "norms: not those of the sites"
-    weights = index.settings.get("weights", ["float32"])
-    known = isinstance(weights, list) and weights and all(name in ("float32", "bfloat16") for name in weights)
-    yield not known, "settings.weights: no dtypes of models"
-
-
-def check_files(folder: Path, index: StoreIndex, *, contents: bool = True) -> None:
-    """Refuse a recording, finished or not, that lost a file; with ``contents`` also one whose bytes were changed.
-
-    Raises:
-        DataError: with the file.
-    """
-    hashes = {DOCUMENTS: index.documents_sha256} | {shard.file: shard.sha256 for shard in index.shards}
-    for file, expected in hashes.items():
-        if not (folder / file).is_file():
-            raise DataError(folder / file, "this file of the recording is missing; record again into a new folder")
-        if contents and _hash_file(folder / file) != expected:
-            raise DataError(folder / file, "this file was changed after it was recorded; record again")
-
-
-ROW_FACTS = ("tokens", "document", "position")
+        raise DataError(path, f"this is no index of activations that can be read ({first_fault(error)})") from None
 
 
 class ActivationStore:
-    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents."""
+    """Recorded activations, memory-mapped; rows are counted over all shards, in the order of the documents.
 
-    def __init__(self, folder: Path, index: StoreIndex) -> None:
-        self.folder, self.index = folder, index
+    ``verify``: read every file and compare its hash. ``DataError``: an unfinished recording, a missing or damaged file.
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+        self.folder = Path(folder)
+        self.index = index = read_index(self.folder)
+        if not index.finished:
+            raise DataError(self.folder, "this recording was interrupted; the same command again goes on with it")
+        hashes = {DOCUMENTS: index.documents_sha256} | {shard.file: shard.sha256 for shard in index.shards}
+        for file, expected in hashes.items():
+            if not (self.folder / file).is_file():
+                raise DataError(self.folder / file, "this file of the recording is missing; record again")
+            if verify and hash_file(self.folder / file) != expected:
+                raise DataError(self.folder / file, "this file was changed after it was recorded; record again")
         self.num_rows, self.num_documents = index.rows, index.documents
-        self.sites, self.sources = index.sites, index.source_names
-        self._shards = [_map_tensors(folder / shard.file) for shard in index.shards]
-        rows = [shard.rows for shard in index.shards]
-        self._starts = torch.tensor([0, *np.cumsum(rows).tolist()], dtype=torch.long)
-        self._documents = _map_tensors(folder / DOCUMENTS)
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse tensors of other shapes than the index means.
-
-        Raises:
-            DataError: with the file.
-        """
-        widths = {name: self.index.widths[name.partition("@")[0]] for name in self.index.columns}
-        for entry, tensors in zip(self.index.shards, self._shards, strict=True):
-            wanted = dict.fromkeys((*ROW_FACTS, *(f"norm.{name}" for name in widths)), (entry.rows,))
-            _check_shapes(self.folder / entry.file, tensors, wanted | {n: (entry.rows, w) for n, w in widths.items()})
-        offsets = {"offsets": (self.num_documents + 1,), "prompt_lengths": (self.num_documents,)}
-        _check_shapes(self.folder / DOCUMENTS, self._documents, offsets)
-        starts = self._documents["offsets"]
-        if int(starts[0]) or (starts.diff() < 0).any() or int(starts[-1]) != len(self._documents.get("ids", ())):
+        self.sites, self.sources = tuple(index.widths), index.source_names
+        self._starts = torch.tensor([0, *(shard.rows for shard in index.shards)]).cumsum(0)
+        widths = {name: index.widths[name.partition("@")[0]] for name in index.columns}
+        self._shards = []
+        for shard in index.shards:
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(ROW_FACTS, (shard.rows,))
+            shapes |= {name: (shard.rows, width) for name, width in widths.items()}
+            self._shards.append(_map_tensors(self.folder / shard.file, shapes))
+        sizes = {"offsets": (self.num_documents + 1,), "prompt_lengths": (self.num_documents,)}
+        self._documents = _map_tensors(self.folder / DOCUMENTS, sizes)
+        offsets = self._documents["offsets"]
+        if int(offsets[0]) or (offsets.diff() < 0).any() or int(offsets[-1]) != len(self._documents.get("ids", ())):
             raise DataError(self.folder / DOCUMENTS, "its documents do not follow one another; record again")
 
-    @classmethod
-    def open(cls, folder: str | Path, verify: bool = False) -> Self:
-        """Open a finished folder; ``verify`` reads every shard and compares its hash.
-
-        Raises:
-            DataError: no recorded activations, an unfinished recording, a missing or damaged shard.
-        """
-        path = Path(folder)
-        index = read_index(path)
-        if not index.finished:
-            raise DataError(path, "this recording was interrupted; the same command again goes on with it")
-        check_files(path, index, contents=verify)
-        return cls(path, index)
-
     def width(self, site: str | None = None) -> int:
-        """d of a site."""
-        return self.index.widths[self._site(site)]
+        """Return the width of a site."""
+        return self.index.widths[self._choose(site, self.sites, "site")]
 
     def gather(self, rows: Tensor, site: str | None = None, source: str | None = None) -> Tensor:
-        """Activations ``[n, d]`` of the given rows ``int64 [n]``, in the order asked for, in the stored dtype.
+        """Return activations ``[n, d]`` of the rows ``int64 [n]``, in that order, in the stored dtype.
 
-        ``site`` and ``source`` may be left out where there is only one.
-
-        Raises:
-            UsageError: no such site or source, or one of several is needed.
-            IndexError: a row that there is not.
+        ``site`` and ``source`` may be left out where there is only one. ``UsageError``: no such site or source.
         """
-        return self._pick(rows, column(self._site(site), self._source(source)))
+        site, source = self._choose(site, self.sites, "site"), self._choose(source, self.sources, "source")
+        return self._pick(rows, f"{site}@{source}")
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """Token ids ``int64 [n]``: the token *at* each row."""
+        """Return token ids ``int64 [n]``: the token *at* each row."""
         return self._pick(rows, "tokens").long()
 
     def documents(self, rows: Tensor) -> Tensor:
-        """Which document each row is of, ``int64 [n]``.
-
-        Raises:
-            DataError: one that there is not.
-        """
+        """Return the document number of each row, ``int64 [n]``."""
         documents = self._pick(rows, "document").long()
         if len(documents) and not 0 <= int(documents.min()) <= int(documents.max()) < self.num_documents:
             raise DataError(self.folder, f"a row says that it is of another document than the {self.num_documents}")
         return documents
 
     def positions(self, rows: Tensor) -> Tensor:
-        """Where in its document each row is, ``int64 [n]``, from 0."""
+        """Return the place of each row in its document, ``int64 [n]``, from 0."""
         return self._pick(rows, "position").long()
 
     def document_tokens(self, document: int) -> list[int]:
-        """All token ids of a document, those of dropped rows too.
-
-        Raises:
-            IndexError: there is no such document.
-        """
-        if not 0 <= document < self.num_documents:
-            raise IndexError(f"document {document} of {self.num_documents}")
+        """Return all token ids of a document, those of dropped rows too."""
         start, end = self._documents["offsets"][document : document + 2].tolist()
         ids: list[int] = self._documents["ids"][start:end].tolist()
         return ids
 
     def prompt_lengths(self, documents: Tensor) -> Tensor:
-        """How many leading tokens of the given documents are their prompts, ``int64 [n]``; 0 in a plain text."""
+        """Return the number of prompt tokens of the documents, ``int64 [n]``; 0 for a plain text."""
         return self._documents["prompt_lengths"][documents].long()
+
+    def limit(self, site: str, source: str) -> float:
+        """Return the norm above which rows were dropped."""
+        return self.index.limits.get(f"{site}@{source}", float("inf"))
 
     def _pick(self, rows: Tensor, name: str) -> Tensor:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.num_rows}")
         shards = torch.searchsorted(self._starts, rows, right=True) - 1
-        involved = shards.unique().tolist()
-        if len(involved) <= 1:  # of no rows, or of no shards, what is left is the shape
-            first = involved[0] if involved else 0
-            return self._shards[first][name][rows - self._starts[first]]
-        out: Tensor | None = None
+        involved = shards.unique().tolist() or [0]
+        first = self._shards[involved[0]][name]
+        if len(involved) == 1:
+            return first[rows - self._starts[involved[0]]]
+        out = first.new_empty((len(rows), *first.shape[1:]))
         for shard in involved:
-            here = (shards == shard).nonzero()[:, 0]
-            part = self._shards[shard][name][rows[here] - self._starts[shard]]
-            out = part.new_empty((len(rows), *part.shape[1:])) if out is None else out
-            out[here] = part
-        assert out is not None, "at least two shards"
+            here = shards == shard
+            out[here] = self._shards[shard][name][rows[here] - self._starts[shard]]
         return out
 
-    def _site(self, site: str | None) -> str:
-        return _choose(site, self.sites, "site", self.folder)
+    def _choose(self, name: str | None, known: Sequence[str], what: str) -> str:
+        if name is None and len(known) == 1:
+            return known[0]
+        if name is None or name not in known:
+            problem = f"say which {what}" if name is None else f"there is no {what} {name!r}.{suggest(name, known)}"
+            raise UsageError(f"{self.folder}: {problem} Recorded: {', '.join(known)}")
+        return name
 
-    def _source(self, source: str | None) -> str:
-        return _choose(source, self.sources, "source", self.folder)
+
+def _map_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, memory-mapped; ``DataError``: other shapes than these."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(path, f"holds no tensors that can be read ({first_line(error)})") from None
+    for name, shape in shapes.items():
+        there = tuple(tensors[name].shape) if name in tensors else "nothing"
+        if there != shape:
+            raise DataError(path, f"{name} has the shape {there}, but {INDEX} means {shape}; record again")
+    return tensors
 
 
 class StoreWriter:
-    """Writes a recording shard by shard; an interrupted one goes on at its first unfinished shard.
-
-    Args:
-        folder: made if missing.
-        index: what is recorded; its ``settings`` decide whether an interrupted recording may go on.
-        documents: all of them.
+    """Writes a recording shard by shard; an interrupted one continues at its first unfinished shard.
 
     Raises:
-        UsageError: the folder holds something else, or a recording under other settings (named).
+        UsageError: the folder holds something else, or a recording with other settings.
         StorageError: the disk is full or not writable.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        index: StoreIndex,
-        documents: Documents,
-    ) -> None:
-        self.folder = Path(folder)
-        content = pack_documents(documents)
-        self.index = replace(index, documents=len(documents.ids), documents_sha256=_hash(content))
+    def __init__(self, folder: str | Path, index: StoreIndex, documents: Documents) -> None:
+        self.folder, content = Path(folder), documents.pack()
+        size = {"documents": len(documents.ids), "documents_sha256": hashlib.sha256(content).hexdigest()}
+        self.index = index.model_copy(deep=True, update=size)
         if (self.folder / INDEX).is_file():
             stored = read_index(self.folder)
-            _refuse_changes(self.folder, stored.deciding(), self.index.deciding())
+            old, new = stored.deciding(), self.index.deciding()
+            for key in {**old, **new}:
+                if old.get(key) != new.get(key):
+                    raise UsageError(
+                        f"{self.folder} was recorded with another `{key}`: {old.get(key)} there, {new.get(key)} now. "
+                        "Give another folder, or delete that one"
+                    )
             self.index = stored
             return
         with storage_errors("activations", self.folder):
@@ -356,57 +284,44 @@ class StoreWriter:
         replace_file(self.folder / DOCUMENTS, content)
         self._write_index()
 
-    @property
-    def next_shard(self) -> int:
-        """The number of the first shard that is not on the disk yet."""
-        return len(self.index.shards)
-
     def set_limits(self, limits: Mapping[str, float]) -> None:
-        """Above which norm rows are dropped; kept in the index, so that a resumed recording drops the same rows."""
+        """Keep the norms above which rows are dropped, so that a resumed recording drops the same rows."""
         self.index.limits = dict(limits)
         self._write_index()
 
     def add(self, tensors: Mapping[str, Tensor], dropped: Mapping[str, int]) -> None:
-        """Write the next shard: a tensor by ``site@source``, ``tokens``, ``document`` and ``position``.
-
-        Activations may come in any float type; their norms are computed here, before rounding. A shard without rows
-        is fine.
-        """
-        rows = len(tensors["tokens"])
+        """Write the next shard: a tensor of any float type for each of ``index.columns``, and ``ROW_FACTS``."""
+        index, rows = self.index, len(tensors["tokens"])
         stored: dict[str, Tensor] = {name: tensors[name].to(torch.int32).contiguous() for name in ROW_FACTS}
-        for name in self.index.columns:
-            values = tensors[name]
-            assert values.shape == (rows, self.index.widths[name.partition("@")[0]]), f"{name}: {values.shape}"
-            stored[name] = values.to(DTYPES[self.index.dtype]).contiguous()
-            stored[f"norm.{name}"] = row_norms(values)
-        content = save(stored)
-        file = f"shard-{self.next_shard:05d}.safetensors"
+        for name in index.columns:
+            assert tensors[name].shape == (rows, index.widths[name.partition("@")[0]]), name
+            stored[name] = tensors[name].to(DTYPES[index.dtype]).contiguous()
+        content, file = save(stored), f"shard-{len(index.shards):05d}.safetensors"
         replace_file(self.folder / file, content)
-        self.index.shards.append(ShardEntry(file, rows, _hash(content), dict(dropped)))
+        index.shards.append(ShardEntry(file=file, rows=rows, sha256=hashlib.sha256(content).hexdigest()))
+        index.rows += rows
+        index.dropped = dict(sorted((Counter(index.dropped) + Counter(dropped)).items()))
         self._write_index()
 
     def finish(self) -> ActivationStore:
-        """Count what was kept and dropped, take the norms, and open what was written."""
+        """Open what was written."""
         if not self.index.finished:
-            index = self.index
-            index.rows = sum(shard.rows for shard in index.shards)
-            counted = Counter(index.dropped)
-            for shard in index.shards:
-                counted.update(shard.dropped)
-            index.dropped = {reason: count for reason, count in sorted(counted.items()) if count}
-            mapped = [_map_tensors(self.folder / shard.file) for shard in index.shards]
-            index.norms = {name: _summarize([shard[f"norm.{name}"] for shard in mapped]) for name in index.columns}
-            index.finished = True
+            self.index.finished = True
             self._write_index()
-        return ActivationStore.open(self.folder)
+        return ActivationStore(self.folder)
 
     def _write_index(self) -> None:
-        replace_file(self.folder / INDEX, self.index.to_json())
+        replace_file(self.folder / INDEX, self.index.model_dump_json(indent=1).encode() + b"\n")
 
 
-def row_norms(values: Tensor) -> Tensor:
-    """Euclidean norms ``float32 [n]`` of rows ``[n, d]`` of any float type."""
-    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+def describe_rows(documents: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[str, Tensor]:
+    """Return ``ROW_FACTS`` of all tokens of some documents, in their order."""
+    lengths = torch.tensor([len(documents[number]) for number in numbers], dtype=torch.long)
+    return {
+        "tokens": torch.tensor([token for number in numbers for token in documents[number]], dtype=torch.long),
+        "document": torch.tensor(list(numbers), dtype=torch.long).repeat_interleave(lengths),
+        "position": torch.cat([torch.arange(int(length)) for length in lengths]),
+    }
 
 
 def write_tensors(
@@ -416,96 +331,86 @@ def write_tensors(
     documents: Sequence[Sequence[int]] | None = None,
     dtype: Literal["bf16", "fp32"] = "fp32",
     about: str = "tensors",
-    rows_per_shard: int = 65536,
+    rows_per_shard: int = ROWS_PER_FILE,
 ) -> ActivationStore:
-    """A store of given rows: by site ``[n, d]``, or two of them (base, post).
+    """Store given rows: by site ``[n, d]``, or two of them (base, post).
 
-    Args:
-        documents: token ids; all their tokens together are the n rows. None: one document whose ids are 0.
-        about: what the index says instead of a model's name.
-
-    Raises:
-        UsageError: the numbers of rows differ.
+    ``documents``: token ids, of which all together are the n rows (None: one document whose ids are 0). ``about``
+    stands in the index for a model's name. ``UsageError``: the numbers of rows differ.
     """
     pairs = {site: [tensors] if isinstance(tensors, Tensor) else list(tensors) for site, tensors in sites.items()}
+    first = next(iter(pairs.values()))
+    texts: list[Sequence[int]] = [[0] * len(first[0])] if documents is None else list(documents)
     counts = {len(x) for tensors in pairs.values() for x in tensors}
-    num_rows = counts.pop() if len(counts) == 1 else -1
-    texts = [[0] * num_rows] if documents is None else [list(ids) for ids in documents]
-    if num_rows != sum(map(len, texts)) or len({len(tensors) for tensors in pairs.values()}) != 1:
+    if counts != {sum(map(len, texts))} or len({len(tensors) for tensors in pairs.values()}) != 1:
         raise UsageError("every site needs as many rows as there are tokens, and all sites the same sources")
-    names = ("model",) if len(next(iter(pairs.values()))) == 1 else ("base", "post")
+    sources = [Source(name=name, model=about) for name in (("model",) if len(first) == 1 else ("base", "post"))]
     widths = {site: tensors[0].shape[1] for site, tensors in pairs.items()}
-    sources = [Source(name, about, "") for name in names]
-    index = StoreIndex(widths, sources, dtype, tokenizer="", data={"source": about}, documents=len(texts))
-    writer = StoreWriter(folder, index, Documents([*texts]))
-    columns = {column(s, n): x for s, tensors in pairs.items() for n, x in zip(names, tensors, strict=True)}
-    columns["tokens"] = torch.tensor([token for ids in texts for token in ids])
-    columns["document"] = torch.tensor([number for number, ids in enumerate(texts) for _ in ids])
-    columns["position"] = torch.tensor([place for ids in texts for place in range(len(ids))])
-    for start in range(writer.next_shard * rows_per_shard, num_rows, rows_per_shard):
+    writer = StoreWriter(
+        folder, StoreIndex(widths=widths, sources=sources, dtype=dtype, data={"source": about}), Documents(texts)
+    )
+    columns = {f"{s}@{x.name}": t for s, tensors in pairs.items() for x, t in zip(sources, tensors, strict=True)}
+    columns |= describe_rows(texts, range(len(texts)))
+    for start in range(len(writer.index.shards) * rows_per_shard, counts.pop(), rows_per_shard):
         writer.add({name: x[start : start + rows_per_shard] for name, x in columns.items()}, {})
     return writer.finish()
 
 
-def _choose(name: str | None, known: Sequence[str], what: str, folder: Path) -> str:
-    if name is None and len(known) == 1:
-        return known[0]
-    if name is None or name not in known:
-        problem = f"say which {what}" if name is None else f"there is no {what} {name!r}.{suggest(name, known)}"
-        raise UsageError(f"{folder}: {problem} Recorded: {', '.join(known)}")
-    return name
+def export_pt(store: ActivationStore, folder: str | Path) -> list[Path]:
+    """Write a store as ``<site>@<source>-00000.pt`` and ``tokens-``, ``document-``, ``position-00000.pt``.
 
-
-def _refuse_changes(folder: Path, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    asked = json.loads(json.dumps(asked))  # as it would have been read
-    for key in [*stored, *(key for key in asked if key not in stored)]:
-        if stored.get(key) != asked.get(key):
-            raise UsageError(
-                f"{folder} was recorded with another `{key}`: {stored.get(key)!r} there, {asked.get(key)!r} now. "
-                "Give another folder, or delete that one"
-            )
-
-
-def pack_documents(documents: Documents) -> bytes:
-    """Return the documents as a safetensors file: ``ids`` of all, ``offsets`` and ``prompt_lengths`` of each."""
-    sizes = [len(ids) for ids in documents.ids]
-    offsets = torch.tensor([0, *np.cumsum(sizes, dtype=np.int64).tolist()], dtype=torch.long)
-    flat = [torch.as_tensor(ids, dtype=torch.int32) for ids in documents.ids]
-    ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int32)
-    lengths = torch.as_tensor(documents.prompt_lengths or [0] * len(sizes), dtype=torch.int32)
-    return bytes(save({"ids": ids, "offsets": offsets, "prompt_lengths": lengths}))
-
-
-def _check_shapes(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in wanted.items():
-        there = tuple(tensors[name].shape) if name in tensors else "nothing"
-        if there != shape:
-            raise DataError(path, f"{name} has the shape {there}, but {INDEX} means {shape}; record again")
-
-
-def _map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, memory-mapped by the library: pages are read when they are needed.
-
-    Raises:
-        DataError: it is no such file, or holds numbers of another kind.
+    Files of the same number hold the same rows (``ROWS_PER_FILE``, the last one fewer), one tensor each.
+    ``UsageError``: the folder is not empty.
     """
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(path, f"holds no tensors that can be read ({first_line(error)})") from None
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UsageError(f"{place} is not empty; give another folder")
+    written: list[Path] = []
+    with storage_errors(".pt files", place):
+        place.mkdir(parents=True, exist_ok=True)
+        for number, start in enumerate(range(0, store.num_rows, ROWS_PER_FILE)):
+            rows = torch.arange(start, min(start + ROWS_PER_FILE, store.num_rows))
+            tensors = {name: store.gather(rows, *name.split("@")) for name in store.index.columns}
+            facts = (store.tokens(rows), store.documents(rows), store.positions(rows))
+            for name, tensor in (tensors | dict(zip(ROW_FACTS, facts, strict=True))).items():
+                written.append(place / f"{name}-{number:05d}.pt")
+                torch.save(tensor.clone(), written[-1])
+    return written
 
 
-def _summarize(norms: Sequence[Tensor]) -> Norms:
-    every = torch.cat([x.double() for x in norms]) if norms else torch.empty(0, dtype=torch.float64)
-    if not len(every):
-        return Norms(0.0, 0.0, 0.0)
-    return Norms(float(every.median()), float(every.mean()), float(every.square().mean().sqrt()))
+def import_pt(folder: str | Path, site: str, out: str | Path) -> ActivationStore:
+    """Store the rows of ``.pt`` files with one tensor ``[rows, d]`` each, in the order of their names.
+
+    Files of ``export_pt`` keep sources and tokens, with positions counted anew; other files (``*.pt``) become one
+    document without tokens. bfloat16 stays, all else becomes float32. ``DataError``: a file holds something else.
+    """
+    layer_of(site)
+    place = Path(folder)
+    sources = sorted({file.name.rpartition("-")[0] for file in place.glob(f"{site}@*-*.pt")})
+    parts = [_read_pt(place, f"{source}-*.pt", 2) for source in sources] or [_read_pt(place, "*.pt", 2)]
+    widths = {part.shape[1] for each in parts for part in each}
+    if len(widths) != 1:
+        differ = f"the files hold rows of different widths: {sorted(widths)}"
+        raise DataError(place, differ if widths else "no .pt files in this folder")
+    documents = None
+    if sources and (tokens := _read_pt(place, "tokens-*.pt", 1)):
+        numbers = torch.cat(_read_pt(place, "document-*.pt", 1))
+        sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        documents = [part.tolist() for part in torch.cat(tokens).split(sizes)]
+    tensors = [torch.cat(each) for each in parts]
+    dtype: Literal["bf16", "fp32"] = "bf16" if all(x.dtype == torch.bfloat16 for x in tensors) else "fp32"
+    return write_tensors(out, {site: tensors}, documents=documents, dtype=dtype, about=place.name)
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _read_pt(folder: Path, pattern: str, num_dimensions: int) -> list[Tensor]:
+    tensors = []
+    for file in sorted(folder.glob(pattern)):
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise DataError(file, f"this .pt file cannot be read as a plain tensor ({first_line(error)})") from error
+        if not isinstance(loaded, Tensor) or loaded.dim() != num_dimensions:
+            what = f"shape {list(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise DataError(file, f"a tensor with {num_dimensions} dimensions is needed; got {what}")
+        tensors.append(loaded)
+    return tensors

@@ -1,12 +1,9 @@
 """The residual stream of a transformer, read and changed after a layer: ``resid.20``.
 
-Layer L (1 .. num_layers) is the block with index L − 1. ``resid.L`` is what that block gives, ``hidden_states[L]`` in
-transformers (but for the last layer, whose ``hidden_states`` have gone through the final norm; ours have not).
-``resid.0`` is what the first block reads, the embeddings.
-
-Nothing above the last site is computed: no logits, no key-value cache. Rows are padded on the right and no attention
-mask is given: attention is causal, so no token sees padding, and SDPA needs no matrix of scores. Long contexts
-therefore cost memory in proportion to their length."""
+``resid.L`` (L = 1 .. num_layers) is the output of the block with index L − 1, ``hidden_states[L]`` in transformers; the
+last one is read before the final norm. Nothing above the last site is computed: no logits, no key-value cache. Rows are
+padded on the right without a mask: attention is causal, so no token sees padding, and SDPA needs no matrix of scores.
+"""
 
 from __future__ import annotations
 
@@ -23,35 +20,25 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig
 
 from posttrain.errors import UsageError
 from posttrain.models.forward.forward import causal_lm, decoder_of
 from posttrain.models.load import (
-    LoadedModel,
-    choose_device,
-    load_model,
-    load_tokenizer,
-    quiet_transformers,
     reading_model,
 )
 from posttrain.models.sources import adapter_base, resolve_model_name
-from posttrain.recipes.sections import ModelSection
 from posttrain.store.checkpoint_files import stated_digests
 
-_SITE = re.compile(r"resid\.(0|[1-9]\d{0,5})")
+_SITE = re.compile(r"resid\.([1-9]\d{0,5})")
 
 
 def layer_of(site: str) -> int:
-    """Return the layer L that ``resid.L`` names.
-
-    Raises:
-        UsageError: the name is of another form.
-    """
+    """Return the layer L that ``resid.L`` names."""
     match = _SITE.fullmatch(site)
     if match is None:
         raise UsageError(
-            f"{site!r} is no site: give the residual stream after a layer, such as resid.20 (resid.0: the embeddings)"
+            f"{site!r} is no site: give the residual stream after a layer, such as resid.20 (layers count from 1)"
         )
     return int(match[1])
 
@@ -63,11 +50,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def blocks_of(backbone: Any) -> nn.ModuleList:
-    """Return the blocks of a backbone in order.
-
-    Raises:
-        UsageError: it keeps them in a way that is not known here.
-    """
+    """Return the blocks of a backbone in order; ``UsageError``: it keeps them in a way that is not known here."""
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
     expected = backbone.config.get_text_config().num_hidden_layers
     candidates = [child for child in lists if len(child) == expected] or lists
@@ -80,35 +63,19 @@ def refuse_layers(sites: Sequence[str], num_layers: int, name: str) -> None:
     """Refuse a site whose layer is above ``num_layers``."""
     for site in sites:
         if layer_of(site) > num_layers:
-            raise UsageError(f"{site}: {name} has {num_layers} layers; give a layer from 0 to {num_layers}")
+            raise UsageError(f"{site}: {name} has {num_layers} layers; give a layer from 1 to {num_layers}")
 
 
-def _hook(backbone: Any, site: str, change: Callable[[Tensor], Tensor]) -> Any:
-    """Send what a site holds through ``change`` ([batch, tokens, d] to the same shape); ``remove()`` ends it."""
-    layer, blocks = layer_of(site), blocks_of(backbone)
+@contextmanager
+def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Send, inside, what a site of the model holds through ``change`` ([batch, tokens, d] to the same shape)."""
+    blocks = blocks_of(backbone_of(model))
     refuse_layers([site], len(blocks), "this model")
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
-
-    if layer == 0:
-        return blocks[0].register_forward_pre_hook(before, with_kwargs=True)
-    return blocks[layer - 1].register_forward_hook(after)
-
-
-@contextmanager
-def replaced(model: Any, site: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Send, inside, what the site of the model holds through ``change`` ([batch, tokens, d] to the same shape).
-
-    Raises:
-        UsageError: no such site in this model.
-    """
-    hook = _hook(backbone_of(model), site, change)
+    hook = blocks[layer_of(site) - 1].register_forward_hook(after)
     try:
         yield
     finally:
@@ -129,121 +96,44 @@ def read_sites(model: Any, sites: Sequence[str], **inputs: Any) -> list[Tensor]:
             raise _Reached
         return values
 
-    backbone = backbone_of(model)
     with ExitStack() as hooks, suppress(_Reached):
         for site in sites:
-            hooks.callback(_hook(backbone, site, partial(keep, site)).remove)
-        backbone(**inputs)
+            hooks.enter_context(replaced(model, site, partial(keep, site)))
+        backbone_of(model)(**inputs)
     return [seen[site] for site in sites]
 
 
-class Extractor:
-    """Reads sites of one model; made once, called for every batch.
+@torch.no_grad()
+def read_rows(model: Any, sites: Sequence[str], documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return by site ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
 
-    Args:
-        model: a causal LM, a peft model around one, or a backbone.
-        sites: names, such as ``resid.20``.
-
-    Raises:
-        UsageError: no such site in this model, or attention that would build a matrix of scores.
+    ``model``: a causal LM, a peft model around one, or a backbone; the rows have its dtype. ``documents``: token ids of
+    one batch; which documents share a batch matters by rounding alone.
     """
+    tokens, lengths = pad(documents, device_of(model))
+    real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    seen = read_sites(model, sites, input_ids=tokens, use_cache=False)
+    return {site: values[real].cpu() for site, values in zip(sites, seen, strict=True)}
 
-    def __init__(self, model: Any, sites: Sequence[str]) -> None:
-        self.backbone, self.sites = backbone_of(model), list(sites)
-        refuse_layers(sites, len(blocks_of(self.backbone)), "this model")
-        _refuse_eager(self.backbone)
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.backbone.get_input_embeddings().weight.device
-        return device
-
-    @torch.no_grad()
-    def __call__(self, documents: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return by site ``[tokens, d]`` of all tokens of the documents, one document after the other, on the CPU.
-
-        The dtype is the model's. How the documents are put together does not matter, but for rounding.
-        """
-        tokens, lengths = pad(documents, self.device)
-        real = torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]
-        seen = read_sites(self.backbone, self.sites, input_ids=tokens, use_cache=False)
-        return {site: values[real].cpu() for site, values in zip(self.sites, seen, strict=True)}
+def device_of(model: Any) -> torch.device:
+    """Return the device of a model's embeddings."""
+    device: torch.device = backbone_of(model).get_input_embeddings().weight.device
+    return device
 
 
 def pad(documents: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Return (tokens int64 [B, T], lengths [B]); attention is causal, so no token sees what is behind a text."""
+    """Return (tokens int64 [B, T] padded on the right, lengths [B])."""
     lengths = torch.tensor([len(ids) for ids in documents])
     rows = [torch.as_tensor(ids, dtype=torch.long) for ids in documents]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device), lengths.to(device)
 
 
-def _refuse_eager(backbone: Any) -> None:
-    implementation = getattr(backbone.config, "_attn_implementation", "sdpa")
-    if implementation == "eager" and hasattr(backbone, "_supports_sdpa") and backbone._supports_sdpa:
-        raise UsageError("this model was loaded with eager attention, which keeps all scores; load it with sdpa")
-
-
-# Models for extraction: only the blocks that are needed are read from the disk.
-
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.safetensors")
 
 
-def load_layers(section: ModelSection, sites: Sequence[str]) -> LoadedModel:
-    """Load the first blocks of a model, as many as the sites need, in eval mode, with its tokenizer.
-
-    Of a plain model the blocks above and the LM head are never read. Of an adapter, or of quantized weights, the whole
-    is loaded.
-
-    Raises:
-        UsageError: no such model, or it has fewer layers than a site says.
-    """
-    check_layers(section.name, sites)
-    source = resolve_model_name(section.name)
-    model = load_shortened(AutoModel, section, source, max([1, *map(layer_of, sites)]))
-    if model is None:
-        loaded = load_model(section, seed=0)
-        return LoadedModel(loaded.model.eval(), loaded.tokenizer, loaded.source)
-    model = model.to(choose_device(section.device)).eval()
-    return LoadedModel(model, load_tokenizer(section.name, trust_remote_code=section.runs_remote_code), source)
-
-
-def load_shortened(architecture: Any, section: ModelSection, source: str, layer: int) -> Any | None:
-    """Load a plain model of which only the first ``layer`` blocks are read; None where the whole has to be loaded.
-
-    ``architecture``: ``AutoModel``, or ``AutoModelForCausalLM`` for its LM head as well.
-    """
-    if adapter_base(source) is not None or section.load_bits is not None:
-        return None
-    trusted = section.runs_remote_code
-    try:
-        with reading_model(section.name, source):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-            if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
-                return None
-            for key, value in vars(config).items():  # lists with an entry for each block are cut
-                if isinstance(value, list) and len(value) == config.num_hidden_layers:
-                    setattr(config, key, value[:layer])
-            config.num_hidden_layers = layer
-            with quiet_transformers():  # the blocks above would be reported as left over
-                model, loading_info = architecture.from_pretrained(
-                    source,
-                    config=config,
-                    dtype=getattr(torch, section.dtype),
-                    trust_remote_code=trusted,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
-    except UsageError:
-        return None  # loading all of it says what is wrong
-    return None if loading_info["missing_keys"] else model
-
-
 def read_config(name: str) -> Any:
-    """The configuration of a model, without its weights; of an adapter folder that of its base.
-
-    Raises:
-        UsageError: no such model.
-    """
+    """Return the configuration of a model, without its weights; of an adapter folder that of its base."""
     source = resolve_model_name(name)
     while (base := adapter_base(source)) is not None:
         source = base
@@ -252,41 +142,39 @@ def read_config(name: str) -> Any:
 
 
 def check_layers(name: str, sites: Sequence[str]) -> None:
-    """Refuse sites that a model has not, by its configuration alone.
-
-    Raises:
-        UsageError: no such model, no name of a site, or a layer above the last.
-    """
+    """Refuse sites that a model has not, by its configuration alone."""
     refuse_layers(sites, read_config(name).get_text_config().num_hidden_layers, name)
 
 
 def weights_hash(name: str) -> str:
-    """SHA-256 of the files that hold a model's weights, an adapter's base included; ``""`` where there are no files.
+    """Return the SHA-256 of a model's weights, an adapter's base included; ``""`` where there are no files.
 
-    A checkpoint of a run has them in its manifest; the files of other folders are read (about a second per GB).
-
-    Raises:
-        UsageError: no such model.
+    The manifest of a checkpoint has the digests; the files of other folders are read (about a second per GB).
     """
     source = resolve_model_name(name)
     try:
         folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
     except LocalEntryNotFoundError:
         return ""
-    digest = hashlib.sha256()
-    known = stated_digests(folder)
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+    if not files:
+        return ""
+    digest, known = hashlib.sha256(), stated_digests(folder)
     for file in files:
-        with file.open("rb") as opened:
-            sha256 = known.get(file.name) or hashlib.file_digest(opened, "sha256").hexdigest()
-        digest.update(f"{file.name} {sha256}\n".encode())
+        digest.update(f"{file.name} {known.get(file.name) or hash_file(file)}\n".encode())
     base = adapter_base(source)
     if base is not None:
         digest.update(weights_hash(base).encode())
-    return digest.hexdigest() if files else ""
+    return digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """A hash of a tokenizer's vocabulary, by which two models are known to mean the same by the same ids."""
+    """Return a hash of a tokenizer's vocabulary, to know whether two models share their token ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]

@@ -1,19 +1,139 @@
-"""One step of training a dictionary, and a training in memory that is made of such steps.
+"""Rows that a dictionary learns from, one step of its training, a training in memory, and quality.
 
-What Lightning runs with checkpoints and metrics (``training``) are the same steps.
+``training`` runs the same steps with Lightning, checkpoints and metrics.
+
+FVU = Σ‖x − x̂‖² / Σ‖x − μ‖², with one mean μ over all rows and sums in float64. A ratio per row, or to zero instead of
+the mean, reads far better than it is. CE recovered = (CE_zero − CE_spliced) / (CE_zero − CE), where ``spliced`` puts
+the reconstruction in the place of the model's activations at the site, and ``zero`` zeros.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.errors import UsageError
+from posttrain.interpret.activations.shards import ActivationStore
+from posttrain.interpret.activations.sites import device_of, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary, keep_largest
-from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
+from posttrain.interpret.dictionaries.recipe import DIFFERENCE, DictionaryTrainSection, DictionaryWord
+from posttrain.randomness import generator, permutation
+
+SAMPLE_ROWS = 65_536
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class StoreRows:
+    """Rows of one site of recorded activations.
+
+    ``site`` may be left out where there is one. ``source``: ``model``, ``base``, ``post`` or ``difference`` (post −
+    base); None where one model was recorded. ``UsageError``: there is no such site or source.
+    """
+
+    def __init__(self, store: ActivationStore, site: str | None = None, source: str | None = None) -> None:
+        self.store, self.num_rows, self.d = store, store.num_rows, store.width(site)
+        self.site = site or store.sites[0]
+        known = [*store.sources, *([DIFFERENCE] if store.sources == ("base", "post") else [])]
+        self.source = source if source is not None or len(known) > 1 else known[0]
+        if self.source not in known:
+            what = "say which" if source is None else f"there is no {source!r}"
+            raise UsageError(f"activations.source: {what}; these activations have {', '.join(known)}")
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return float32 [n, d] of the rows ``int64 [n]``."""
+        if self.source != DIFFERENCE:
+            return self.store.gather(rows, self.site, self.source).float()
+        base, post = (self.store.gather(rows, self.site, source).float() for source in ("base", "post"))
+        return post - base
+
+    def boundary(self, row: int) -> int:
+        """Return the first row of the document that ``row`` is of."""
+
+        def document(number: int) -> int:
+            return int(self.store.documents(torch.tensor([number]))[0])
+
+        return bisect_left(range(row), document(row), key=document)
+
+    def whole_documents(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of rows that no document crosses: at most ``limit``, but where a document is longer."""
+        start = 0
+        while start < self.num_rows:
+            end = cut = start
+            while cut <= start:
+                end += limit
+                cut = self.boundary(end) if end < self.num_rows else self.num_rows
+            yield start, cut
+            start = cut
+
+
+def too_few_rows(rows: str, held_out: int, batch: int) -> UsageError:
+    """Return the error for rows that leave less than a batch to train on."""
+    return UsageError(
+        f"{rows} rows of activations, of which {held_out:,} are held out (eval.rows), do not make one "
+        f"batch of {batch:,} (train.batch). Record more, or set them lower"
+    )
+
+
+def first_held_out(rows: StoreRows, held_out: int, batch: int) -> int:
+    """Return how many rows are trained on: all but the last ``held_out``, and no document on both sides."""
+    start = rows.num_rows - held_out
+    if start > 0:
+        start = rows.boundary(start) or start  # one document alone is cut
+    if start < batch:
+        raise too_few_rows(f"{rows.num_rows:,}", held_out, batch)
+    return start
+
+
+def sample_rows(rows: StoreRows, num_rows: int, seed: int) -> Tensor:
+    """Draw at most ``SAMPLE_ROWS`` of the first ``num_rows`` rows by the seed: float32 [n, d]."""
+    chosen = generator(seed, "dictionary sample").integers(0, num_rows, size=min(SAMPLE_ROWS, num_rows))
+    return rows.gather(torch.from_numpy(np.sort(chosen)))
+
+
+class RowBatches:
+    """The batches of a training: epochs of shuffled rows, one after the other, without a gap between them.
+
+    Step s takes places s·batch … (s + 1)·batch of that sequence, so the state is one number.
+    """
+
+    def __init__(self, rows: StoreRows, num_rows: int, batch: int, steps: int, seed: int) -> None:
+        self.rows, self.num_rows, self.batch, self.steps, self.seed = rows, num_rows, batch, steps, seed
+        self.step = 0
+        shuffled = partial(permutation, seed, "dictionary rows")
+        self.order = lru_cache(maxsize=2)(lambda epoch: torch.from_numpy(shuffled(epoch, num_rows)))
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.step < self.steps:
+            step = self.step
+            self.step += 1  # before the batch is handed out: a checkpoint is written after its update
+            yield self.rows.gather(self.indices(step))
+
+    def indices(self, step: int) -> Tensor:
+        """Return the rows of the batch of a step, ``int64 [batch]``."""
+        places = torch.arange(step * self.batch, (step + 1) * self.batch)
+        epochs = places // self.num_rows
+        return torch.cat(
+            [self.order(epoch)[places[epochs == epoch] % self.num_rows] for epoch in epochs.unique().tolist()]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seed"] == self.seed, "the data order of another seed"
+        self.step = int(state["step"])
+
 
 # The loss of a dictionary, with the gradients of its matrix products by hand. For rows x [n, d] (scaled):
 #
@@ -23,18 +143,17 @@ from posttrain.interpret.dictionaries.rows import RowBatches, Rows, sample_rows
 # ê (AuxK, Gao et al. 2024) is what the features that have not fired for long make of the error that is left: the d/2
 # largest of their pre-activations in each row.
 #
-# By hand, since what autograd adds costs more than it seems: the bias of the decoder is folded into that of the encoder
-# (five matrix products instead of six, and no copy of x), and with bf16 each operand is rounded once. Weights, biases,
-# their gradients and all sums stay fp32. The selection between ``pre`` and ``f`` is left to autograd, so that a new
-# kind is a plain function.
+# By hand because it is faster than autograd: the bias of the decoder is folded into that of the encoder (five matrix
+# products instead of six, and no copy of x), and with bf16 each operand is rounded once. Weights, biases, their
+# gradients and all sums stay fp32. From ``pre`` to ``f`` it is autograd, so that a kind is a plain function.
 
 
 @dataclass(slots=True)
 class Measured:
     """Numbers of a step, as tensors (no waiting for a device).
 
-    ``squared_error``: mean over rows and d. ``fired`` [F]: whether a feature was active. ``threshold``: the new running
-    threshold or None. ``features`` [n, F].
+    ``squared_error``: mean over rows and d. ``fired`` bool [F]. ``threshold``: the new running one or None.
+    ``features`` [n, F].
     """
 
     squared_error: Tensor
@@ -54,10 +173,10 @@ def dictionary_loss(
     dead: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Measured]:
-    """Return the loss (a scalar whose ``backward`` fills the gradients) of scaled rows [n, d], and what was measured.
+    """Return the loss of scaled rows [n, d], whose ``backward`` fills the gradients, and what was measured.
 
-    ``progress`` in [0, 1]: the share of the training that is done. ``dead`` [F]: which features AuxK revives; None for
-    no AuxK. ``dtype``: of the operands of the matrix products.
+    ``progress`` in [0, 1]: the share of the training that is done. ``auxk``: weight of AuxK, which revives the features
+    in ``dead`` (bool [F]). ``dtype``: of the operands of the matrix products.
     """
     with torch.no_grad():
         loss, gradients, measured = _evaluate(dictionary, x, progress, auxk, dead, dtype)
@@ -91,8 +210,8 @@ def _evaluate(
     features = codes.features.detach()
     error = (b_dec - x).add_(features @ low_decoder)
     squared = torch.linalg.vector_norm(error).square() / error.numel()
-    heard = error * (2.0 / error.numel())
-    low = heard.to(dtype)
+    scaled = error * (2.0 / error.numel())
+    low = scaled.to(dtype)
     on_decoder = (features.T @ low).to(error.dtype)
     outputs, upstream = [codes.features], [low @ low_decoder.T]
     if codes.penalty is not None:
@@ -104,7 +223,7 @@ def _evaluate(
         auxiliary = auxk * _revive(dead, auxk, pre.detach(), error, low_decoder, on_pre, on_decoder)
     sums = on_pre.sum(0, dtype=encoder.dtype)
     on_encoder = (low_x.T @ on_pre).to(encoder.dtype).addr_(b_dec, sums, alpha=-1)
-    on_b_dec = heard.sum(0) - encoder @ sums
+    on_b_dec = scaled.sum(0) - encoder @ sums
     penalty = x.new_zeros(()) if codes.penalty is None else codes.penalty.detach()
     measured = Measured(squared, penalty, auxiliary, fired, features, codes.threshold)
     return squared + penalty + auxiliary, [on_encoder, on_decoder, sums, on_b_dec], measured
@@ -113,7 +232,7 @@ def _evaluate(
 def _revive(
     dead: Tensor, auxk: float, pre: Tensor, error: Tensor, decoder: Tensor, on_pre: Tensor, on_decoder: Tensor
 ) -> Tensor:
-    """mean (x − x̂ − ê)²; ``auxk`` times its gradients are added, in place, to those of ``pre`` and the decoder.
+    """Return mean (x − x̂ − ê)²; add ``auxk`` times its gradients, in place, to those of ``pre`` and the decoder.
 
     The error is a constant here: only dead features learn from it.
     """
@@ -131,30 +250,23 @@ def _revive(
     return torch.linalg.vector_norm(left).square() / left.numel()
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def build_dictionary(rows: Rows, word: DictionaryWord, seed: int) -> Dictionary:
-    """Return a dictionary for such rows with its first weights; ``input_scale`` and ``b_dec`` are not set yet."""
-    return Dictionary(rows.d, word.num_features(rows.d), word.name, word.options, seed)
-
-
 class Learner:
     """A prepared dictionary that learns: its loss, gradient clipping, optimizer and schedule.
 
     ``measured`` and ``grad_norm`` are of the last step. A feature is dead that no row of ``dead_rows`` activated.
     """
 
+    measured: Measured
+    grad_norm: Tensor
+
     def __init__(self, dictionary: Dictionary, settings: DictionaryTrainSection) -> None:
         self.dictionary, self.settings = dictionary, settings
         self.auxk = settings.auxk if settings.auxk is not None else (1 / 32 if dictionary.needs_rank else 0.0)
         self.dead_rows = max(1, round(settings.dead_after * settings.steps * settings.batch))
         self.parameters = [p for p in dictionary.parameters() if p.requires_grad]
-        self.measured: Measured | None = None
-        self.grad_norm: Tensor | None = None
 
     def optimizer(self) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
-        """Adam, and its rate that rises over the first and falls over the last steps."""
+        """Return Adam, and its rate that rises over the first and falls over the last steps."""
         settings, steps = self.settings, self.settings.steps
         optimizer = torch.optim.Adam(self.parameters, settings.learning_rate(self.dictionary.features), fused=True)
         rising, falling = settings.warmup * steps, settings.decay * steps
@@ -167,9 +279,9 @@ class Learner:
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
-        """Return the loss of raw rows [n, d] at a step; which features fired, and the running threshold, are kept."""
+        """Return the loss of raw rows [n, d] at a step; keep which features fired, and the running threshold."""
         dictionary = self.dictionary
-        loss, measured = dictionary_loss(
+        loss, self.measured = dictionary_loss(
             dictionary,
             dictionary.scaled(batch),
             progress=step / self.settings.steps,
@@ -177,20 +289,24 @@ class Learner:
             dead=dictionary.since_fired > self.dead_rows if self.auxk else None,
             dtype=_DTYPES[self.settings.precision],
         )
-        self.measured = measured
-        dictionary.since_fired.add_(len(batch)).masked_fill_(measured.fired, 0)
-        if measured.threshold is not None:
-            dictionary.threshold.copy_(measured.threshold)
+        dictionary.since_fired.add_(len(batch)).masked_fill_(self.measured.fired, 0)
+        if self.measured.threshold is not None:
+            dictionary.threshold.copy_(self.measured.threshold)
         return loss
 
     def clip(self) -> None:
-        """Bring the gradient to at most ``max_grad_norm``, and note how long it was."""
+        """Bring the gradient to at most ``max_grad_norm``, and keep its norm."""
         limit = self.settings.max_grad_norm
         self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, float("inf") if limit is None else limit)
 
 
+def build_dictionary(d: int, word: DictionaryWord, seed: int) -> Dictionary:
+    """Return a dictionary for rows of width d with its first weights, not yet prepared."""
+    return Dictionary(d, word.num_features(d), word.name, word.options, seed)
+
+
 def fit_dictionary(
-    rows: Rows,
+    rows: StoreRows,
     num_rows: int,
     word: DictionaryWord,
     settings: DictionaryTrainSection,
@@ -199,13 +315,11 @@ def fit_dictionary(
     frozen_decoder: bool = False,
     device: torch.device | str = "cpu",
 ) -> Dictionary:
-    """A dictionary of the first ``num_rows`` rows, on raw activations, trained like one of `posttrain sae train`.
+    """Train a dictionary of the first ``num_rows`` rows as `posttrain sae train` does; it takes raw activations.
 
-    Args:
-        frozen_decoder: its directions stay the random ones of the beginning; only the encoder learns. The baseline that
-            says what a set of directions gives that knows nothing of the model.
+    ``frozen_decoder``: the encoder alone, on random directions: the baseline that knows nothing of the model.
     """
-    dictionary = build_dictionary(rows, word, seed).to(device)
+    dictionary = build_dictionary(rows.d, word, seed).to(device)
     dictionary.prepare(sample_rows(rows, num_rows, seed).to(device))
     dictionary.W_dec.requires_grad_(not frozen_decoder)
     learner = Learner(dictionary, settings)
@@ -218,3 +332,103 @@ def fit_dictionary(
         schedule.step()
         dictionary.normalize()
     return dictionary.requires_grad_(False).fold()
+
+
+# Quality.
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A dictionary on some rows.
+
+    ``fvu``; ``l0`` features per row; ``silent``, ``dense``: shares of features that no row activates, and that are
+    active on more than a tenth of the rows.
+    """
+
+    rows: int
+    fvu: float
+    l0: float
+    silent: float
+    dense: float
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers for ``metrics.jsonl``."""
+        return {"fvu": self.fvu, "l0": self.l0, "silent": self.silent, "dense": self.dense}
+
+
+def in_batches(rows: StoreRows, start: int, end: int, size: int = 4096) -> Iterator[Tensor]:
+    """Yield [n, d] of the rows ``start`` … ``end`` in their order."""
+    for first in range(start, end, size):
+        yield rows.gather(torch.arange(first, min(first + size, end)))
+
+
+def median_norm(rows: StoreRows) -> float:
+    """Return the median norm of all rows."""
+    return float(torch.cat([x.norm(dim=1) for x in in_batches(rows, 0, rows.num_rows)]).double().median())
+
+
+@torch.no_grad()
+def measure(dictionary: Dictionary, batches: Iterable[Tensor]) -> Quality:
+    """Measure quality on batches [n, d] of raw activations, on the dictionary's device."""
+    device = dictionary.b_dec.device
+    total = torch.zeros(dictionary.d, dtype=torch.float64, device=device)
+    squares, errors = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+    active = torch.zeros(dictionary.features, dtype=torch.int64, device=device)
+    count = 0
+    shift: Tensor | None = None
+    for batch in batches:
+        x = batch.to(device)
+        features = dictionary.encode(x)
+        errors += (dictionary.decode(features) - x).double().square().sum()
+        # about a point near the mean, so that subtracting two large sums does not cost digits
+        shift = x.double().mean(0) if shift is None else shift
+        moved = x.double() - shift
+        total += moved.sum(0)
+        squares += moved.square().sum()
+        active += (features > 0).sum(0)
+        count += len(x)
+    assert count > 0, "there are rows to measure on"
+    variance = squares - total.square().sum() / count
+    return Quality(
+        rows=count,
+        fvu=float(errors / variance),
+        l0=float(active.sum()) / count,
+        silent=float((active == 0).double().mean()),
+        dense=float((active > 0.1 * count).double().mean()),
+    )
+
+
+@torch.no_grad()
+def recover(
+    model: Any, dictionary: Dictionary, site: str, documents: Sequence[Sequence[int]], limit: float = float("inf")
+) -> dict[str, float]:
+    """Measure what is recovered on documents (token ids), one at a time: means over the predicted tokens, in nats.
+
+    Returns ``tokens`` (how many were predicted), ``ce``, ``ce_spliced``, ``ce_zero`` and ``ce_recovered``. The first
+    token of a document, and activations with a norm above ``limit``, stay as they are: a dictionary does not learn
+    them.
+    """
+    device = device_of(model)
+    texts = [torch.tensor([list(ids)], device=device) for ids in documents if len(ids) > 1]
+    if not texts:
+        raise UsageError("eval.documents: splicing takes a document of two tokens; none that is held out has them")
+
+    def but_for_outliers(change: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        new = change(values.reshape(-1, values.shape[-1]).float()).reshape(values.shape).to(values.dtype)
+        stays = values.float().norm(dim=-1, keepdim=True) > limit
+        stays[:, 0] = True
+        return torch.where(stays, values, new)
+
+    def cross_entropy(change: Callable[[Tensor], Tensor] | None) -> float:
+        total = 0.0
+        place = nullcontext() if change is None else replaced(model, site, lambda x: but_for_outliers(change, x))
+        with place:
+            for tokens in texts:
+                log_probs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0, :-1].float(), dim=-1)
+                total -= float(log_probs.gather(1, tokens[0, 1:, None]).sum(dtype=torch.float64))
+        return total / count
+
+    count = sum(tokens.shape[1] - 1 for tokens in texts)
+    ce, spliced, zero = (cross_entropy(change) for change in (None, dictionary.to(device), torch.zeros_like))
+    recovered = (zero - spliced) / (zero - ce) if zero != ce else float("nan")
+    return {"tokens": float(count), "ce": ce, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered}

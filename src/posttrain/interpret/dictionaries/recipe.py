@@ -1,31 +1,30 @@
-"""A recipe that trains a dictionary: which activations, which kind, how long. No torch is imported here.
-
-Its section ``dictionary`` distinguishes it from other recipes.
-"""
+"""A recipe that trains a dictionary: activations, kind, training. Its section is ``dictionary``. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.option_types import Seed, Tokens
-from posttrain.recipes.document import Content, Document, complete_word
+from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import ModelSection, Section, Word, Words, as_list
 
 SECTION = "dictionary"
+# The source of a store with base and post that is neither of them: what training added.
+DIFFERENCE = "difference"
+ACTIVATIONS = "activations"  # the folder of the recording inside a run
 
 
 class ActivationsSection(Section):
-    """The activations to learn from: a ``folder`` that `posttrain activations` made, or a recording made first.
+    """The activations to learn from: a ``folder`` of `posttrain activations`, or a recording that is made first.
 
     ``site``: such as ``resid.20``, the output of the 20th block. ``source``: of a folder with two models ``base``,
     ``post`` or their ``difference`` (post − base). To record: a ``model``, a ``site`` and one of ``task``, ``text`` (a
-    file) and ``rollouts`` (a run), as `posttrain activations` takes them.
+    file) and ``rollouts`` (a run).
     """
 
     folder: str | None = None
@@ -68,7 +67,7 @@ class DictionaryWord(Word):
 
 
 class DictionaryTrainSection(Section):
-    """The training. ``steps`` of ``batch`` rows; epochs follow one another without a gap.
+    """The training: ``steps`` of ``batch`` rows; epochs follow one another without a gap.
 
     ``lr``: by default 3e-4·√(2¹⁴/F), at most 1e-3; it rises over the first ``warmup`` and falls over the last
     ``decay`` share of the steps. ``auxk``: weight of the loss that revives features that have not fired for
@@ -103,8 +102,8 @@ class DictionaryTrainSection(Section):
 class DictionaryEvalSection(Section):
     """Measuring on ``rows`` that are held out, every ``every`` steps (0: never) and at the end.
 
-    ``documents``: with so many of the held-out documents, the reconstruction is put into the model to see how much of
-    its predictions is recovered; 0 for not loading the model.
+    ``documents``: the number of held-out documents on which the reconstruction is put into the model, to measure how
+    much of its predictions is recovered; 0: the model is not loaded.
     """
 
     rows: int = Field(default=16_384, ge=1)
@@ -124,17 +123,22 @@ class SaeRecipe(Content):
     eval: DictionaryEvalSection = Field(default_factory=DictionaryEvalSection)
     track: Annotated[Words, BeforeValidator(as_list)] = Field(default_factory=list)
 
+    def rules(self) -> Iterator[Rule]:
+        """Refuse to put a dictionary of a difference into a model."""
+        yield (
+            self.activations.source == DIFFERENCE and self.eval.documents > 0,
+            "eval.documents",
+            ": only a dictionary of one model can be put into it; set it to 0 for a difference",
+        )
+
     def resolve(self) -> SaeRecipe:
-        """The recipe with every word's options checked and all their defaults filled in.
+        """Return the recipe with the options of every component checked and all their defaults filled in.
 
         Raises:
             UnknownWord, RecipeError: with the key that is wrong.
         """
         resolved = self.model_copy(deep=True)
         resolved.dictionary = complete_word(resolved.dictionary, "dictionary", "dictionary")
-        if resolved.train.auxk is None:
-            entry = registry.find("dictionary", resolved.dictionary.name)
-            resolved.train.auxk = 1 / 32 if entry.traits.get("needs_rank") else 0.0
         activations = resolved.activations
         if activations.task is not None:
             activations.task = complete_word(activations.task, "task", "activations.task")

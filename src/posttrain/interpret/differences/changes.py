@@ -1,16 +1,14 @@
 """Which features changed between two models that read the same tokens: how often they fire, how strongly on average.
 
-Tokens of one document hang together, so documents are the units of chance. Everything is kept as sums over documents
-(of a feature's count of tokens, of its activations, of their squares and products), so the size of the data does not
-matter. With bᵢ and pᵢ a feature's sum over document i in the base and in the post model, nᵢ the document's tokens, and
-capitals for sums over the D documents, the change δ = (P − B)/N and the ratio P/B have the variances
+Tokens of one document depend on each other, so documents are the units of chance. With bᵢ and pᵢ a feature's sum over
+document i in the base and in the post model, nᵢ the document's tokens, and capitals for sums over the D documents, the
+change δ = (P − B)/N and the ratio P/B have the variances
 
     Var δ = D/(D−1) · Σ (pᵢ − bᵢ − δ nᵢ)² / N²         Var log(P/B) = D/(D−1) · Σ (pᵢ/P − bᵢ/B)²
 
 of ratio estimators by linearization (Cochran 1977, "Sampling Techniques", 6.3 and 6.4). The hypothesis δ = 0 is tested
-with Student's t whose degrees of freedom are those of the documents that the feature fires in, not of all: a rare
-feature is judged by the few documents that know it. Over all features and both measures Holm's rule (1979) keeps the
-chance of a single false finding at 5 %.
+with Student's t whose degrees of freedom are those of the documents that the feature fires in, not of all. Over all
+features and both measures Holm's rule (1979) keeps the chance of a single false finding at 5 %.
 """
 
 from __future__ import annotations
@@ -18,71 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.evals.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.measures import in_batches, measure
-from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.logit_lens import show_token
+from posttrain.interpret.dictionaries.fitting import StoreRows, in_batches, measure
 from posttrain.randomness import generator
 
 MEASURES = ("rate", "mean")
-# A feature of fewer documents is not tested: its t would rest on a handful of numbers.
-MIN_DOCUMENTS = 12
-# A change smaller than this, however sure, is not called one.
-MIN_CHANGE = 0.2
+MIN_DOCUMENTS = 12  # a feature of fewer documents is not tested
+MIN_CHANGE = 0.2  # a smaller change, however sure, does not count
 ALPHA = 0.05
 CHUNK_ROWS = 8192
 
 
-class ChangeSums:
-    """Sums over documents for one feature each; ``add`` takes whole documents.
-
-    ``documents`` D, ``tokens`` N; by measure (tokens where the feature fires; activations) ``base`` B, ``post`` P,
-    and Σb², Σp², Σbp, Σbn, Σpn, all float64 [2, F]. ``seen`` [F]: documents in which it fires in either model;
-    ``moved`` [F]: Σ (post − base)² over tokens.
-    """
-
-    def __init__(self, num_features: int, device: torch.device | str = "cpu") -> None:
-        zeros = torch.zeros((2, num_features), dtype=torch.float64, device=device)
-        self.base, self.post = zeros.clone(), zeros.clone()
-        self.base_squared, self.post_squared, self.product = zeros.clone(), zeros.clone(), zeros.clone()
-        self.base_tokens, self.post_tokens = zeros.clone(), zeros.clone()
-        self.seen = torch.zeros(num_features, dtype=torch.int64, device=device)
-        self.moved = torch.zeros(num_features, dtype=torch.float64, device=device)
-        self.documents, self.tokens, self.tokens_squared = 0, 0, 0.0
-
-    def add(self, base: Tensor, post: Tensor, documents: Tensor) -> None:
-        """Features [n, F] of both models at the same tokens; ``documents`` int64 [n] says of which each row is."""
-        place, sizes = number_documents(documents.to(base.device))
-        self.enter(sum_by_document(base, place, sizes), sum_by_document(post, place, sizes), sizes)
-        self.moved += (post - base).square().sum(0, dtype=torch.float64)
-
-    def enter(self, b: Tensor, p: Tensor, sizes: Tensor) -> None:
-        """The same from sums by document [2, D, F] and the tokens of each [D]; ``moved`` stays as it is."""
-        n = sizes[:, None]
-        self.base += b.sum(1)
-        self.post += p.sum(1)
-        self.base_squared += b.square().sum(1)
-        self.post_squared += p.square().sum(1)
-        self.product += (b * p).sum(1)
-        self.base_tokens += (b * n).sum(1)
-        self.post_tokens += (p * n).sum(1)
-        self.seen += ((b[0] > 0) | (p[0] > 0)).sum(0)
-        self.documents += len(sizes)
-        self.tokens += int(sizes.sum())
-        self.tokens_squared += float(sizes.square().sum())
-
-
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is known of every feature, float64 [2, F] by measure (``rate``: share of tokens; ``mean`` activation).
+    """Numbers of every feature, float64 [2, F] by measure (``rate``: share of tokens; ``mean`` activation).
 
     ``change`` = post − base with its standard ``error``; ``ratio`` post/base with its 95 % interval ``low`` to
     ``high`` (inf or nan where the base has none). ``p``: two-sided, 1 where the feature is not tested; ``adjusted``
@@ -111,72 +64,79 @@ class Changes:
         return int(self.changed.sum())
 
     def ranking(self) -> Tensor:
-        """Features by how far their activations moved, those that count as changed first: int64 [F]."""
+        """Return features by how far their activations moved, those that count as changed first: int64 [F]."""
         size = self.moved
         return torch.argsort(size + self.changed * (size.max() + 1.0), descending=True, stable=True)
 
 
-def paired_changes(sums: ChangeSums, *, min_documents: int = MIN_DOCUMENTS, min_change: float = MIN_CHANGE) -> Changes:
-    """The changes between two models on the same documents."""
-    d, n = sums.documents, float(max(1, sums.tokens))
-    factor = d / max(1, d - 1)
-    delta = (sums.post - sums.base) / n
-    squares = sums.post_squared - 2 * sums.product + sums.base_squared
-    residual = squares - 2 * delta * (sums.post_tokens - sums.base_tokens) + delta.square() * sums.tokens_squared
-    error = (factor * residual.clamp_min(0)).sqrt() / n
-    relative = sums.post_squared / sums.post.square() + sums.base_squared / sums.base.square()
-    relative = relative - 2 * sums.product / (sums.post * sums.base)
-    log_error = (factor * relative.clamp_min(0)).sqrt()
-    moved = (sums.moved / n).sqrt()
-    return _judge(sums.base / n, sums.post / n, error, log_error, sums.seen, moved, min_documents, min_change)
+def sum_by_document(features: Tensor, documents: Tensor) -> Tensor:
+    """Return float64 [2, D, F] on the CPU: rows on which a feature fires in a document, and its sum of activations.
+
+    ``features`` [n, F] are of whole documents; ``documents`` int64 [n]: the document of each row.
+    """
+    place = documents.unique(return_inverse=True)[1].to(features.device)
+    out = torch.zeros((2, int(place.max()) + 1, features.shape[1]), dtype=torch.float64, device=features.device)
+    out[0].index_add_(0, place, (features > 0).double())
+    out[1].index_add_(0, place, features.double())
+    return out.cpu()
+
+
+def paired_changes(
+    base: Tensor,
+    post: Tensor,
+    sizes: Tensor,
+    moved: Tensor | None = None,
+    *,
+    min_documents: int = MIN_DOCUMENTS,
+    min_change: float = MIN_CHANGE,
+) -> Changes:
+    """Return the changes between two models on the same documents.
+
+    ``base``, ``post``: ``sum_by_document`` of both. ``sizes`` [D]: tokens of each document. ``moved`` float64 [F]:
+    Σ (post − base)² over tokens.
+    """
+    n, factor = sizes.double().sum(), len(sizes) / max(1, len(sizes) - 1)
+    total_base, total_post = base.sum(1), post.sum(1)
+    delta = (total_post - total_base) / n
+    residual = (post - base - delta[:, None] * sizes.double()[:, None]).square().sum(1)
+    spread = (post / total_post[:, None] - base / total_base[:, None]).square().sum(1)
+    error, log_error = (factor * residual).sqrt() / n, (factor * spread).sqrt()
+    seen = ((base[0] > 0) | (post[0] > 0)).sum(0)
+    size = torch.zeros(base.shape[2], dtype=torch.float64) if moved is None else (moved / n).sqrt()
+    return _judge(total_base / n, total_post / n, error, log_error, seen, size, min_documents, min_change)
 
 
 def unpaired_changes(
-    base: ChangeSums, post: ChangeSums, *, min_documents: int = MIN_DOCUMENTS, min_change: float = MIN_CHANGE
+    base: tuple[Tensor, Tensor],
+    post: tuple[Tensor, Tensor],
+    *,
+    min_documents: int = MIN_DOCUMENTS,
+    min_change: float = MIN_CHANGE,
 ) -> Changes:
-    """The same between different documents: of ``base`` its base side is read, of ``post`` its post side."""
+    """Return the same between different documents: (``sum_by_document``, tokens of each) of both sides."""
     sides = []
-    for sums, total, squared, crossed in (
-        (base, base.base, base.base_squared, base.base_tokens),
-        (post, post.post, post.post_squared, post.post_tokens),
-    ):
-        n, factor = float(max(1, sums.tokens)), sums.documents / max(1, sums.documents - 1)
-        mean = total / n
-        residual = (squared - 2 * mean * crossed + mean.square() * sums.tokens_squared).clamp_min(0) * factor
-        sides.append((mean, residual / n**2, residual / total.square()))
-    error = (sides[0][1] + sides[1][1]).sqrt()
-    log_error = (sides[0][2] + sides[1][2]).sqrt()
-    seen = torch.minimum(base.seen, post.seen)
-    moved = (sides[1][0] - sides[0][0])[1].abs()  # tokens of different documents have no pairs
-    return _judge(sides[0][0], sides[1][0], error, log_error, seen, moved, min_documents, min_change)
+    for sums, sizes in (base, post):
+        n, factor, total = sizes.double().sum(), len(sizes) / max(1, len(sizes) - 1), sums.sum(1)
+        residual = (sums - (total / n)[:, None] * sizes.double()[:, None]).square().sum(1) * factor
+        sides.append((total / n, residual / n**2, residual / total.square(), (sums[0] > 0).sum(0)))
+    means, errors, log_errors, counts = zip(*sides, strict=True)
+    error, log_error = (errors[0] + errors[1]).sqrt(), (log_errors[0] + log_errors[1]).sqrt()
+    seen, moved = torch.minimum(*counts), (means[1] - means[0])[1].abs()
+    return _judge(means[0], means[1], error, log_error, seen, moved, min_documents, min_change)
 
 
 def holm(p: Tensor) -> Tensor:
-    """Holm's adjusted p of every entry [n]: the running maximum of (n − i)·p₍ᵢ₎, at most 1."""
+    """Return Holm's adjusted p of every entry [n]: the running maximum of (n − i)·p₍ᵢ₎, at most 1."""
     order = p.argsort()
-    factors = torch.arange(len(p), 0, -1, dtype=p.dtype, device=p.device)
+    factors = torch.arange(len(p), 0, -1, dtype=p.dtype)
     adjusted = torch.empty_like(p)
     adjusted[order] = (p[order] * factors).cummax(0).values.clamp_max(1.0) if len(p) else p
     return adjusted
 
 
 def two_sided_p(t: Tensor, freedom: Tensor) -> Tensor:
-    """P(|T| > |t|) of Student's t, entry by entry: float64 in the shape of ``t``; ``freedom`` of the same shape."""
+    """Return P(|T| > |t|) of Student's t, entry by entry, float64; ``freedom`` has the shape of ``t``."""
     return torch.from_numpy(student_t_tail(t.numpy(), freedom.clamp_min(1).numpy()))
-
-
-def number_documents(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """(int64 [n], float64 [D]): documents counted from 0 in their order, and how many rows each has."""
-    _, place, sizes = documents.unique(return_inverse=True, return_counts=True)
-    return place, sizes.double()
-
-
-def sum_by_document(features: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
-    """float64 [2, D, F] of features [n, F]: rows on which each fires, and the sum of its activations."""
-    out = torch.zeros((2, len(sizes), features.shape[1]), dtype=torch.float64, device=features.device)
-    out[0].index_add_(0, place, (features > 0).double())
-    out[1].index_add_(0, place, features.double())
-    return out
 
 
 def _judge(
@@ -189,52 +149,30 @@ def _judge(
     min_documents: int,
     min_change: float,
 ) -> Changes:
-    change = post - base
-    tested = seen >= min_documents
+    change, ratio, tested = post - base, post / base, seen >= min_documents
     # a change without any spread over documents is rounding or nothing; it is never a finding
     t = torch.where(error > 0, change / error.clamp_min(1e-300), torch.zeros_like(change))
-    p = torch.ones_like(change)
+    p, adjusted = torch.ones_like(change), torch.ones_like(change)
     if bool(tested.any()):
-        p[:, tested] = two_sided_p(t[:, tested].cpu(), (seen[tested] - 1).cpu().expand(2, -1)).to(p)
-    adjusted = torch.ones_like(p)
-    adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
-    ratio = post / base
+        p[:, tested] = two_sided_p(t[:, tested], (seen[tested] - 1).expand(2, -1))
+        adjusted[:, tested] = holm(p[:, tested].flatten()).view(2, -1)
     counts, places = (seen - 1).clamp_min(1).unique(return_inverse=True)
-    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype).to(p.device)
-    low, high = (ratio * torch.exp(sign * quantiles[places] * log_error) for sign in (-1, 1))
+    quantiles = torch.tensor([student_t_quantile(count) for count in counts.tolist()], dtype=p.dtype)[places]
+    low, high = (ratio * torch.exp(sign * quantiles * log_error) for sign in (-1, 1))
     sure = adjusted < ALPHA
     large = (ratio > 1 + min_change) | (ratio < 1 / (1 + min_change))
-    return Changes(
-        base,
-        post,
-        change,
-        error,
-        ratio,
-        low,
-        high,
-        p,
-        adjusted,
-        tested,
-        sure.any(0),
-        (sure & large).any(0),
-        seen,
-        moved,
-    )
+    found = (tested, sure.any(0), (sure & large).any(0))
+    return Changes(base, post, change, error, ratio, low, high, p, adjusted, *found, seen, moved)
 
 
 def match_rates(
     chosen: Sequence[int], rates: Tensor, sizes: Tensor, forbidden: Tensor, draws: Sequence[float]
 ) -> list[int]:
-    """For each chosen feature another one that fires about as often and as strongly, none twice.
+    """Return for each chosen feature another one that fires about as often and as strongly, none twice.
 
-    Args:
-        chosen: features to be matched, in order; they are never taken themselves.
-        rates, sizes: [F], shares of tokens and mean activations where active; features that never fire are not taken.
-        forbidden: bool [F], further features that are not taken.
-        draws: uniform numbers in [0, 1), one for each: which of the 8 nearest is taken.
-
-    Returns:
-        as many features as there are left to take.
+    There are fewer where no more are left. ``rates``, ``sizes`` [F]: shares of tokens, and mean activations where
+    active. Chosen, ``forbidden`` (bool [F]) and silent features are not taken. ``draws``: for each a number in [0, 1)
+    that chooses one of the 8 nearest.
     """
     free = (rates > 0) & ~forbidden
     free[list(chosen)] = False
@@ -252,80 +190,44 @@ def match_rates(
     return matched
 
 
-def random_features(view: Seen, ranked: Sequence[int], seed: int, draw: int) -> list[int]:
-    """Features that did not change, one for each of ``ranked``, that fire about as often and as strongly in post."""
-    changes = view.changes
+def random_features(changes: Changes, ranked: Sequence[int], seed: int, draw: int) -> list[int]:
+    """Return features that did not change, one for each of ``ranked``, that fire about as often and as strongly."""
     rates, means = changes.post
     sizes = torch.where(rates > 0, means / rates.clamp_min(1e-12), torch.zeros_like(rates))
     uniform = generator(seed, "what changed: random features", draw).random(len(ranked)).tolist()
-    forbidden = changes.changed.clone()
+    forbidden = changes.changed
     if int((~forbidden & (rates > 0)).sum()) < len(ranked):  # nearly everything changed: then any other will do
         forbidden = torch.zeros_like(forbidden)
     return match_rates(ranked, rates, sizes, forbidden, uniform)
-
-
-# Recorded activations of two models, seen through one dictionary: changes, null tests, scaling, contexts.
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """``beta`` float64 [2, F] by model (base, post), nan for latents that never fire; ``energy`` [F] is Σf²."""
-
-    beta: Tensor
-    energy: Tensor
-
-
-class LatentScaling:
-    """By what factor the direction of each latent is there in the base, and in the post model (Minder et al. 2025).
-
-    For a latent with activations f and direction d, β = Σ f·⟨d, y⟩ / (Σf²·‖d‖²) is the factor with which f·d explains
-    y best. The sums take one pass over the tokens.
-
-    Args:
-        directions: d [F, width].
-    """
-
-    def __init__(self, directions: Tensor) -> None:
-        self.directions = directions.detach()
-        self.energy = torch.zeros(len(directions), dtype=torch.float64, device=directions.device)
-        self.products = torch.zeros((2, len(directions)), dtype=torch.float64, device=directions.device)
-
-    @torch.no_grad()
-    def add(self, features: Tensor, base: Tensor, post: Tensor) -> None:
-        """Take in latents f [n, F], and y [n, width] of both models."""
-        self.energy += features.double().square().sum(0)
-        for total, y in zip(self.products, (base, post), strict=True):
-            total += (features * (y @ self.directions.T)).sum(0, dtype=torch.float64)
-
-    def result(self, *, of_errors: bool = False) -> Scaling:
-        """Return the factors so far; with ``of_errors`` y lacked f·d itself (errors of the reconstruction)."""
-        norms = self.energy * self.directions.double().square().sum(1)
-        norms = torch.where(norms > 0, norms, torch.full_like(norms, float("nan")))
-        return Scaling((self.products + norms if of_errors else self.products) / norms, self.energy.clone())
-
-
-WINDOW = 14  # tokens shown on either side
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Two models through one dictionary of the base.
 
-    ``nulls``: the same measurement where nothing can have changed, by name: ``itself`` (the base beside itself),
-    ``swapped`` (base and post exchanged in a random half of the documents), ``halves`` (the base on two halves of the
-    documents). ``scaling``: of the base's features, whose own direction is looked for in both models' errors.
-    ``quality``: FVU, L0 and silent share by model on held-out documents.
+    ``nulls``: the same measurement where nothing can have changed, by name: ``itself`` (the base twice), ``swapped``
+    (base and post exchanged in a random half of the documents), ``halves`` (the base on two halves of the documents).
+    ``energy`` [F]: Σf² in the base. ``amplification`` [F]: by latent scaling (Minder et al. 2025), the factor by which
+    the post model has a feature's direction where the base has the feature; nan where it never fires. ``quality``: FVU,
+    L0 and silent share by model on held-out documents.
     """
 
     changes: Changes
     nulls: dict[str, Changes]
-    scaling: Scaling
+    energy: Tensor
+    amplification: Tensor
     quality: dict[str, dict[str, float]]
 
-    @property
-    def amplification(self) -> Tensor:
-        """[F]: by what factor the post model has more of a feature than the base, where the base has it."""
-        return self.scaling.beta[1] / self.scaling.beta[0]
+
+def scale_latents(features: Tensor, errors: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums for latent scaling over tokens: Σf² [F], and Σ f·⟨d, y⟩ + Σf²·‖d‖² [F], float64.
+
+    The second over Σf²·‖d‖² is β, the factor with which f·d explains best the activations whose reconstruction error,
+    with features f [n, F] and directions d [F, width] of the base, is y [n, width].
+    """
+    energy = features.double().square().sum(0)
+    products = (features * (errors @ directions.T)).sum(0, dtype=torch.float64)
+    return energy.cpu(), (products + energy * directions.double().square().sum(1)).cpu()
 
 
 @torch.no_grad()
@@ -336,144 +238,41 @@ def see_changes(
     *,
     held_out_start: int,
     seed: int,
-    min_documents: int,
-    min_change: float,
+    min_documents: int = MIN_DOCUMENTS,
+    min_change: float = MIN_CHANGE,
 ) -> Seen:
-    """All measurements of one dictionary, in one pass over a paired store."""
-    device = dictionary.b_dec.device
+    """Measure the changes of one dictionary's features in a paired store, in one pass."""
+    device, directions = dictionary.b_dec.device, dictionary.W_dec.detach()
+    rows_of = {side: StoreRows(store, site, side) for side in ("base", "post")}
     documents = store.documents(torch.arange(store.num_rows))
-    swap = torch.from_numpy(generator(seed, "what changed: swapped").random(store.num_documents) < 0.5)
-    sums = {name: ChangeSums(dictionary.features, device) for name in ("real", "itself", "swapped", "even", "odd")}
-    scaling = LatentScaling(dictionary.W_dec)
-    for start, end in StoreRows(store, site, "base").whole_documents(CHUNK_ROWS):
+    numbers, sizes = documents.unique(return_counts=True)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    moved, energy = torch.zeros((2, dictionary.features), dtype=torch.float64)
+    present = torch.zeros((2, dictionary.features), dtype=torch.float64)
+    for start, end in rows_of["base"].whole_documents(CHUNK_ROWS):
         rows = torch.arange(start, end)
-        base, post = (store.gather(rows, site, source).float().to(device) for source in ("base", "post"))
-        before, after = dictionary.encode(base), dictionary.encode(post)
-        place, sizes = number_documents(documents[rows].to(device))
-        b, p, again = (sum_by_document(x, place, sizes) for x in (before, after, dictionary.encode(base)))
-        sums["real"].enter(b, p, sizes)
-        sums["real"].moved += (after - before).square().sum(0, dtype=torch.float64)
-        sums["itself"].enter(b, again, sizes)
-        numbers = documents[rows].unique().to(device)
-        exchanged = swap.to(device)[numbers][:, None]
-        sums["swapped"].enter(torch.where(exchanged, p, b), torch.where(exchanged, b, p), sizes)
-        for name, half in (("even", numbers % 2 == 0), ("odd", numbers % 2 == 1)):
-            sums[name].enter(b[:, half], b[:, half], sizes[half])
+        base, post = (rows_of[side].gather(rows).to(device) for side in ("base", "post"))
+        before, after, again = dictionary.encode(base), dictionary.encode(post), dictionary.encode(base)
+        b, p, same = (sum_by_document(x, documents[rows]) for x in (before, after, again))
+        parts.append((b, p, same))
+        moved += (after - before).square().sum(0, dtype=torch.float64).cpu()
         reconstruction = dictionary.decode(before)
-        scaling.add(before, base - reconstruction, post - reconstruction)
-    paired = partial(paired_changes, min_documents=min_documents, min_change=min_change)
-    halves = unpaired_changes(sums["even"], sums["odd"], min_documents=min_documents, min_change=min_change)
-    nulls = {"itself": paired(sums["itself"]), "swapped": paired(sums["swapped"]), "halves": halves}
-    quality = {}
-    for source in ("base", "post"):
-        held_out = measure(dictionary, in_batches(StoreRows(store, site, source), held_out_start, store.num_rows))
-        quality[source] = held_out.numbers()
-    return Seen(paired(sums["real"]), nulls, scaling.result(of_errors=True), quality)
-
-
-@torch.no_grad()
-def scale_difference(store: ActivationStore, site: str, dictionary: Dictionary) -> Scaling:
-    """Scale the latents of a dictionary of the difference: look for them in both models' activations about the mean."""
-    device = dictionary.b_dec.device
-    sums = LatentScaling(dictionary.W_dec)
-    sides = [StoreRows(store, site, name) for name in ("base", "post")]
-    totals = torch.zeros((2, dictionary.d), dtype=torch.float64)
-    for total, rows in zip(totals, sides, strict=True):
-        for x in in_batches(rows, 0, store.num_rows):
-            total += x.double().sum(0)
-    means = (totals / store.num_rows).float()
-    for pair in zip(*(in_batches(rows, 0, store.num_rows) for rows in sides), strict=True):
-        x = torch.stack(pair).to(device)
-        sums.add(dictionary.encode(x[1] - x[0]), *(x - means[:, None].to(device)))
-    return sums.result()
-
-
-@torch.no_grad()
-def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tuple[list[str], Tensor]:
-    """(names, [n, d]): the mean of post − base over prompts, over answers, and over single places of the answers."""
-    names = ["prompts", "answers", *(f"answers, token {i + 1}" for i in range(places))]
-    totals = torch.zeros((len(names), store.width(site)), dtype=torch.float64)
-    counts = torch.zeros(len(names), dtype=torch.float64)
-    for start in range(0, store.num_rows, 8192):
-        rows = torch.arange(start, min(start + 8192, store.num_rows))
-        delta = store.gather(rows, site, "post").double() - store.gather(rows, site, "base").double()
-        place = store.positions(rows) - store.prompt_lengths(store.documents(rows))
-        masks = [place < 0, place >= 0, *(place == i for i in range(places))]
-        for index, mask in enumerate(masks):
-            totals[index] += delta[mask].sum(0)
-            counts[index] += int(mask.sum())
-    kept = [i for i in range(len(names)) if counts[i] > 0]
-    return [names[i] for i in kept], (totals[kept] / counts[kept, None]).float()
-
-
-@torch.no_grad()
-def feature_contexts(
-    store: ActivationStore,
-    site: str,
-    dictionary: Dictionary,
-    features: Sequence[int],
-    tokenizer: Any,
-    *,
-    count: int = 4,
-) -> list[dict[str, Any]]:
-    """For each feature where it changed: ``tokens`` [text, share of the change, mean change], and ``contexts``.
-
-    A context is where the feature changed most, one a document: ``tokens`` as texts, its activation at each in ``base``
-    and ``post``, and ``at``, the place of the change.
-    """
-    device = dictionary.b_dec.device
-    chosen = torch.tensor(list(features), dtype=torch.long, device=device)
-    every = torch.arange(store.num_rows)
-    documents, tokens = store.documents(every), store.tokens(every)
-    deltas = torch.empty((store.num_rows, len(features)))
-    values = torch.empty((store.num_rows, 2, len(features)), dtype=torch.float16)
-    for start in range(0, store.num_rows, 8192):
-        rows = every[start : start + 8192]
-        pair = [dictionary.encode(store.gather(rows, site, s).float().to(device))[:, chosen] for s in ("base", "post")]
-        deltas[rows] = (pair[1] - pair[0]).cpu()
-        values[rows] = torch.stack(pair, dim=1).half().cpu()
-    entries = []
-    for column in range(len(features)):
-        delta = deltas[:, column]
-        sign = 1.0 if float(delta.sum()) >= 0 else -1.0
-        entry: dict[str, list[Any]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
-        seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
-        for row in (delta * sign).topk(min(len(delta), 50 * count)).indices.tolist():
-            context = _context(store, documents, values[:, :, column], row, tokenizer)
-            texts = tuple(context["tokens"][: context["at"] + 1])
-            if texts not in seen and len(seen) < count:
-                seen.add(texts)
-                entry["contexts"].append(context)
-        entries.append(entry)
-    return entries
-
-
-def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[Any]]:
-    """The five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
-    size = int(tokens.max()) + 1
-    amount = torch.zeros(size, dtype=torch.float64).index_add_(0, tokens, delta.double().abs())
-    signed = torch.zeros(size, dtype=torch.float64).index_add_(0, tokens, delta.double())
-    number = torch.bincount(tokens, minlength=size)
-    total = float(amount.sum())
-    best = amount.topk(min(5, size)).indices.tolist()
-    return [
-        [show_token(tokenizer, i), float(amount[i]) / total, float(signed[i] / number[i])]
-        for i in best
-        if total > 0 and float(amount[i]) > 0
-    ]
-
-
-def _context(store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Any) -> dict[str, Any]:
-    document, position = int(documents[row]), int(store.positions(torch.tensor([row]))[0])
-    ids = store.document_tokens(document)
-    start, end = max(0, position - WINDOW), min(len(ids), position + WINDOW + 1)
-    first, last = (int(np.searchsorted(documents.numpy(), document, side)) for side in ("left", "right"))
-    rows = torch.arange(first, last)
-    places = store.positions(rows)
-    shown: dict[str, list[float]] = {"base": [0.0] * (end - start), "post": [0.0] * (end - start)}
-    for at, place in zip(rows.tolist(), places.tolist(), strict=True):
-        if start <= place < end:
-            for index, name in enumerate(("base", "post")):
-                shown[name][place - start] = round(float(values[at, index]), 3)
-    texts = [show_token(tokenizer, i) for i in ids[start:end]]
-    return {"document": document, "tokens": texts, "at": position - start, **shown}
+        for side, x in enumerate((base, post)):
+            squares, scaled = scale_latents(before, x - reconstruction, directions)
+            present[side] += scaled
+        energy += squares
+    b, p, same = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    swap = torch.from_numpy(generator(seed, "what changed: swapped").random(store.num_documents) < 0.5)[numbers]
+    paired = partial(paired_changes, sizes=sizes, min_documents=min_documents, min_change=min_change)
+    even, odd = ((b[:, half], sizes[half]) for half in (numbers % 2 == 0, numbers % 2 == 1))
+    nulls = {
+        "itself": paired(b, same),
+        "swapped": paired(torch.where(swap[:, None], p, b), torch.where(swap[:, None], b, p)),
+        "halves": unpaired_changes(even, odd, min_documents=min_documents, min_change=min_change),
+    }
+    quality = {
+        side: measure(dictionary, in_batches(rows, held_out_start, store.num_rows)).numbers()
+        for side, rows in rows_of.items()
+    }
+    amplification = torch.where(energy > 0, present[1] / present[0], torch.nan)
+    return Seen(paired(b, p, moved=moved), nulls, energy, amplification, quality)

@@ -1,45 +1,39 @@
 """Two models compared from the inside: what both read, what changed, where they disagree, what the changes do.
 
 Every part gives plain data for ``diff.json``, from which the report is drawn. Both read prompts, with answers that one
-of them has sampled."""
+of them has sampled.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
 from posttrain.engines.rollout import Grader
 from posttrain.errors import RunConflict, UsageError
 from posttrain.evals.statistics import standard_error
-from posttrain.interpret.activations.record import Recorder
-from posttrain.interpret.activations.shards import ActivationStore, Documents, column
-from posttrain.interpret.activations.sites import check_layers, read_config
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import CONFIG, load_dictionary, save_dictionary
-from posttrain.interpret.dictionaries.fitting import fit_dictionary
-from posttrain.interpret.dictionaries.measures import in_batches, measure
-from posttrain.interpret.dictionaries.recipe import DictionaryWord
-from posttrain.interpret.dictionaries.rows import DIFFERENCE, StoreRows, first_held_out, sample_rows
+from posttrain.interpret.activations.record import record
+from posttrain.interpret.activations.shards import ActivationStore, Documents
+from posttrain.interpret.activations.sites import check_layers, device_of, read_config
+from posttrain.interpret.dictionaries.dictionary import CONFIG, Dictionary, load_dictionary, save_dictionary
+from posttrain.interpret.dictionaries.fitting import StoreRows, first_held_out, fit_dictionary, median_norm
 from posttrain.interpret.differences.causal import Subject, measure_causes
-from posttrain.interpret.differences.changes import Seen, mean_differences, scale_difference, see_changes
-from posttrain.interpret.differences.divergence import locate_divergence, patch_curves
-from posttrain.interpret.differences.findings import (
-    describe_difference,
-    describe_features,
-    describe_overlap,
-    describe_seen,
-)
+from posttrain.interpret.differences.changes import MEASURES, Changes, Seen, see_changes
+from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
-from posttrain.interpret.features.logit_lens import strongest_tokens
+from posttrain.interpret.features.features import show_token, strongest_tokens
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
 from posttrain.store.durable import replace_file, storage_errors
@@ -55,13 +49,10 @@ LEAST_KL = 1e-9  # nats a token below which two models predict the same but for 
 
 @dataclass
 class Comparison:
-    """A comparison under way; ``report`` becomes ``diff.json``.
-
-    ``recipe`` is complete: its task, template and site are known. ``sources``: both models, by ``base`` and ``post``.
-    ``allow_large``: activations above 1 GiB may be recorded.
-    """
+    """A comparison in progress; ``report`` becomes ``diff.json``. ``recipe`` has task, template and site."""
 
     recipe: DiffRecipe
+    site: str
     sources: dict[str, ModelSource]
     task: Task
     grader: Grader
@@ -70,23 +61,10 @@ class Comparison:
     allow_large: bool = False
     report: dict[str, Any] = field(default_factory=dict)
     subjects: dict[str, Subject] = field(default_factory=dict)
-    dictionaries: list[Dictionary] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
 
     @property
     def changes(self) -> ChangesSection:
         return self.recipe.changes
-
-    @property
-    def site(self) -> str:
-        assert self.changes.site is not None, "prepare fills it in"
-        return self.changes.site
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the post model, and of the dictionaries."""
-        device: torch.device = next(self.subject("post").model.parameters()).device
-        return device
 
     def subject(self, name: str) -> Subject:
         """Load a model (``base``, ``post``) ready to answer; both have the template and grader of the post model."""
@@ -120,28 +98,23 @@ def prepare(
         RunConflict: the folder holds something else, or another comparison.
     """
     sources = {"base": base, "post": post}
+    layers = 0
     for side, source in sources.items():
         try:
-            read_config(source.path)
+            layers = read_config(source.path).get_text_config().num_hidden_layers
         except UsageError as error:
             raise UsageError(f"{side}: {error}") from None
         source.refuse_scorer()
     task = choose_task(recipe.task, post.name, post.recipe)
-    layers = read_config(post.path).get_text_config().num_hidden_layers
     site = recipe.changes.site or f"resid.{max(1, layers // 2)}"
     for source in sources.values():
         check_layers(source.path, [site])
     template = complete_template(recipe.template, post) or post.template
-    filled = {
-        "task": task,
-        "template": template,
-        "changes": recipe.changes.model_copy(update={"site": site}),
-    }
-    recipe = recipe.model_copy(update=filled)
+    changes = recipe.changes.model_copy(update={"site": site})
+    recipe = recipe.model_copy(update={"task": task, "template": template, "changes": changes})
     _refuse_another(folder, recipe)
-    return Comparison(
-        recipe, sources, build_task(task, "task"), grader_for(post, template), folder, observe, allow_large
-    )
+    grader = grader_for(post, template)
+    return Comparison(recipe, site, sources, build_task(task, "task"), grader, folder, observe, allow_large)
 
 
 def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
@@ -159,55 +132,63 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
         raise RunConflict(f"{folder} holds something else. Nothing was changed; choose another name with --run NAME")
 
 
-def compare(work: Comparison, about: Mapping[str, Any], started: float | None = None) -> dict[str, Any]:
-    """Do all of it, and write ``diff.json`` with ``about`` before it; returns its content.
+def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[str, Any]:
+    """Do all of it, write ``diff.json`` with ``about`` in front, and return its content.
 
-    Activations and dictionaries that are in the folder already are kept. ``started``: where ``time.monotonic`` stood
-    when the work began, if that was before this call.
-
-    Raises:
-        UsageError: too few examples or activations, or models that cannot be compared.
+    Activations and dictionaries that are in the folder already are kept. ``started``: ``time.monotonic`` at the
+    beginning.
     """
-    started = time.monotonic() if started is None else started
-    changes = work.changes
+    changes, report = work.changes, work.report
     asked, tested = split_examples(work.task, changes)
     with work.timed("answers", f"{len(asked)} prompts are answered {changes.samples} times by {changes.by}"):
-        answers, documents = _answer(work, asked)
+        purpose = f"what changed: answers of {changes.by}"
+        answers = work.subject(changes.by).answer(asked, changes.samples, changes.temperature, changes.seed, purpose)
+    documents = Documents(
+        [[*rollout.prompt_ids, *rollout.completion.ids] for rollout in answers],
+        [len(rollout.prompt_ids) for rollout in answers],
+        {"source": "answers", "task": work.task.name, "split": work.task.split, "by": changes.by},
+    )
     with work.timed("recording", f"both models read {documents.num_tokens:,} tokens"):
         store = _record(work, documents)
-    start = first_held_out(StoreRows(store, None, "base"), max(1, round(store.num_rows * changes.held_out)), 2)
+    rows = StoreRows(store, work.site, "base")
+    start = first_held_out(rows, max(1, round(store.num_rows * changes.held_out)), 2)
     with work.timed("dictionaries", "dictionaries of the base are trained"):
-        rows = StoreRows(store, work.site, "base")
-        work.dictionaries = [
-            _fitted(work, f"seed-{seed}", rows, start, changes.dictionary, changes.seed + seed)
-            for seed in range(changes.seeds)
-        ]
+        seeds = range(changes.seeds)
+        dictionaries = [_fitted(work, f"seed-{seed}", rows, start, changes.seed + seed) for seed in seeds]
+        frozen = _fitted(work, "frozen", rows, start, changes.seed, frozen=True)
     with work.timed("changes", "changes of every feature are measured"):
-        frozen = _see(work, store, start)
-    with work.timed("difference", "the difference itself is looked at"):
-        difference = _look_at_difference(work, store, start)
+        *seen, of_frozen = (
+            see_changes(
+                store,
+                work.site,
+                dictionary,
+                held_out_start=start,
+                seed=changes.seed + seed,
+                min_documents=changes.min_documents,
+                min_change=changes.min_change,
+            )
+            for dictionary, seed in zip([*dictionaries, frozen], [*seeds, 0], strict=True)
+        )
+        _describe_changes(work, store, dictionaries, seen)
+        report["frozen"] = describe_seen(of_frozen, frozen)
     with work.timed("divergence", "KL is measured token by token, and patched"):
-        _diverge(work, store, documents, frozen, difference)
+        _diverge(work, store, documents, dictionaries, seen, (frozen, of_frozen))
     if changes.causal is not None:
         with work.timed("causal", "causal test: the models answer with features taken away or amplified"):
-            subjects, limit = {name: work.subject(name) for name in SIDES}, _limit(store, work.site, "post")
-            work.report["causal"] = measure_causes(
-                subjects, work.site, tested, changes, work.dictionaries, work.seen, limit, work.observe
+            subjects, limit = {name: work.subject(name) for name in SIDES}, store.limit(work.site, "post")
+            report["causal"] = measure_causes(
+                subjects, work.site, tested, changes, dictionaries, seen, limit, work.observe
             )
-    work.report["documents"] = describe_answers(answers, documents, changes.by)
-    work.report["seconds"]["all"] = round(time.monotonic() - started, 1)
-    content = dict(about) | work.report
+    report["documents"] = describe_answers(answers, documents, changes.by)
+    report["seconds"]["all"] = round(time.monotonic() - started, 1)
+    content = {**about, **report}
     text = harmless_json(json.dumps(content, indent=1, ensure_ascii=False))
     replace_file(work.folder / RESULTS, text.encode() + b"\n")
     return content
 
 
 def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], list[Example]]:
-    """Return (those whose answers are recorded, those of the causal test): different ones, a fixed draw by the seed.
-
-    Raises:
-        UsageError: the task has fewer.
-    """
+    """Return (those whose answers are recorded, those of the causal test): different ones, drawn by the seed."""
     tested = changes.causal.prompts if changes.causal is not None else 0
     wanted, size = changes.prompts + tested, len(task.examples)
     if wanted > size:
@@ -220,26 +201,8 @@ def split_examples(task: Task, changes: ChangesSection) -> tuple[list[Example], 
     return examples[: changes.prompts], examples[changes.prompts :]
 
 
-def _answer(work: Comparison, examples: Sequence[Example]) -> tuple[list[Rollout], Documents]:
-    """Sampled answers in the order of the examples, and as documents: prompt and answer, token by token."""
-    changes, task = work.changes, work.task
-    rollouts = work.subject(changes.by).answer(
-        examples,
-        samples=changes.samples,
-        temperature=changes.temperature,
-        seed=changes.seed,
-        purpose=f"what changed: answers of {changes.by}",
-    )
-    documents = Documents(
-        [[*rollout.prompt_ids, *rollout.completion.ids] for rollout in rollouts],
-        [len(rollout.prompt_ids) for rollout in rollouts],
-        {"source": "answers", "task": task.name, "split": task.split, "by": changes.by},
-    )
-    return rollouts, documents
-
-
-def describe_answers(rollouts: Sequence[Rollout], documents: Documents, by: str) -> dict[str, Any]:
-    """How many answers there are, how long they are, what they earned: plain data."""
+def describe_answers(rollouts: list[Rollout], documents: Documents, by: str) -> dict[str, Any]:
+    """Count the answers, and measure their length and reward."""
     rewards, answer_tokens = [r.reward for r in rollouts], documents.num_tokens - sum(documents.prompt_lengths)
     return {
         "documents": len(rollouts),
@@ -257,123 +220,281 @@ def describe_answers(rollouts: Sequence[Rollout], documents: Documents, by: str)
 
 def _record(work: Comparison, documents: Documents) -> ActivationStore:
     changes = work.changes
-    sections = [work.sources[side].section() for side in SIDES]
-    recorder = Recorder(sections, documents, [work.site], dtype=changes.dtype, outliers=changes.outliers)
-    place = work.folder / "activations"
-    recorder.check_room(place, allow_large=work.allow_large, fewer="changes.prompts")
-    with storage_errors("the comparison", work.folder):
-        work.folder.mkdir(parents=True, exist_ok=True)
-    replace_file(work.folder / RECIPE, work.recipe.to_yaml().encode())
-    store = recorder.write(place)
+
+    def begin(_: str) -> None:
+        with storage_errors("the comparison", work.folder):
+            work.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(work.folder / RECIPE, work.recipe.to_yaml().encode())
+
+    store = record(
+        [work.sources[side].section() for side in SIDES],
+        documents,
+        [work.site],
+        work.folder / "activations",
+        dtype=changes.dtype,
+        outliers=changes.outliers,
+        allow_large=work.allow_large,
+        fewer="changes.prompts",
+        ready=begin,
+    )
     index = store.index
     work.report["activations"] = {
         "site": work.site,
         "layer_convention": index.layer_convention,
         "rows": index.rows,
         "dropped": index.dropped,
-        "norms": {source: index.norms[column(work.site, source)].median for source in SIDES},
+        "norms": {side: median_norm(StoreRows(store, work.site, side)) for side in SIDES},
         "weights": {source.name: source.weights_hash for source in index.sources},
     }
     return store
 
 
-def _fitted(
-    work: Comparison, name: str, rows: StoreRows, start: int, word: DictionaryWord, seed: int, frozen: bool = False
-) -> Dictionary:
-    """The dictionary of that name in the folder, trained if it is not there."""
-    place = work.folder / "dictionaries" / name
+def _fitted(work: Comparison, name: str, rows: StoreRows, start: int, seed: int, *, frozen: bool = False) -> Dictionary:
+    """Return the dictionary of that name in the folder, trained if it is not there."""
+    place, word, settings = work.folder / "dictionaries" / name, work.changes.dictionary, work.changes.train
+    device = device_of(work.subject("post").model)
     if not (place / CONFIG).is_file():
-        work.observe(f"dictionary {name}: {word.num_features(rows.d)} features, {work.changes.train.steps} steps")
-        dictionary = fit_dictionary(
-            rows, start, word, work.changes.train, seed=seed, frozen_decoder=frozen, device=work.device
-        )
-        models = [source.model for source in rows.store.index.sources]
-        facts = {"model_name": models[0], "models": models, "site": work.site, "source": rows.source, "seed": seed}
+        work.observe(f"dictionary {name}: {word.num_features(rows.d)} features, {settings.steps} steps")
+        dictionary = fit_dictionary(rows, start, word, settings, seed=seed, frozen_decoder=frozen, device=device)
+        base = rows.store.index.sources[0].model_dump()
+        facts = {"model_name": base["model"], "models": [base], "site": work.site, "source": "base", "seed": seed}
         save_dictionary(dictionary, place, facts)
-    return load_dictionary(place).to(work.device)
+    return load_dictionary(place).to(device)
 
 
-def _see(work: Comparison, store: ActivationStore, start: int) -> tuple[Dictionary, list[int]]:
-    """Changes by every dictionary, and how the seeds agree; returns the frozen decoder, and its features by change."""
-    changes = work.changes
-
-    def see(dictionary: Dictionary, seed: int) -> Seen:
-        return see_changes(
-            store,
-            work.site,
-            dictionary,
-            held_out_start=start,
-            seed=changes.seed + seed,
-            min_documents=changes.min_documents,
-            min_change=changes.min_change,
-        )
-
-    work.seen = [see(dictionary, seed) for seed, dictionary in enumerate(work.dictionaries)]
-    work.report["dictionaries"] = [describe_seen(seen, work.dictionaries[i]) for i, seen in enumerate(work.seen)]
-    work.report["overlap"] = describe_overlap(work.dictionaries, work.seen)
-    post = work.subject("post")
-    work.report["features"] = describe_features(
-        store, work.site, work.dictionaries[0], work.seen[0], post.model, post.tokenizer, changes.show
+def _describe_changes(
+    work: Comparison, store: ActivationStore, dictionaries: list[Dictionary], seen: list[Seen]
+) -> None:
+    """Report changes by every dictionary, how the seeds agree, the features of the first, and the mean difference."""
+    report, post = work.report, work.subject("post")
+    report["dictionaries"] = [describe_seen(view, own) for view, own in zip(seen, dictionaries, strict=True)]
+    report["overlap"] = describe_overlap(dictionaries, seen)
+    report["features"] = describe_features(
+        store, work.site, dictionaries[0], seen[0], post.model, post.tokenizer, work.changes.show
     )
-    rows = StoreRows(store, work.site, "base")
-    frozen = _fitted(work, "frozen", rows, start, changes.dictionary, changes.seed, frozen=True)
-    seen = see(frozen, 0)
-    work.report["frozen"] = describe_seen(seen, frozen)
-    return frozen, seen.changes.ranking().tolist()
-
-
-def _look_at_difference(work: Comparison, store: ActivationStore, start: int) -> Dictionary | None:
-    """The mean difference through the lens, and a dictionary of the difference."""
-    changes, post = work.changes, work.subject("post")
     names, means = mean_differences(store, work.site)
     tokens = strongest_tokens(post.model, means, post.tokenizer)
-    norm = work.report["activations"]["norms"]["base"]
-    work.report["lens"] = [
+    norm = report["activations"]["norms"]["base"]
+    report["lens"] = [
         {"where": name, "norm": float(mean.norm()) / norm, **entry}
         for name, mean, entry in zip(names, means, tokens, strict=True)
     ]
-    if changes.difference is None:
-        return None
-    rows = StoreRows(store, work.site, DIFFERENCE)
-    if not bool(sample_rows(rows, rows.num_rows, changes.seed).any()):
-        work.observe("both models compute the same at this site, so there is no dictionary of their difference")
-        return None
-    fitted = _fitted(work, "difference", rows, start, changes.difference, changes.seed)
-    quality = measure(fitted, in_batches(rows, start, rows.num_rows))
-    scaling = scale_difference(store, work.site, fitted)
-    work.report["difference"] = describe_difference(fitted, scaling, quality, post.model, post.tokenizer)
-    return fitted
-
-
-def _limit(store: ActivationStore, site: str, source: str) -> float:
-    return store.index.limits.get(column(site, source), float("inf"))
 
 
 def _diverge(
     work: Comparison,
     store: ActivationStore,
     documents: Documents,
-    frozen: tuple[Dictionary, list[int]],
-    difference: Dictionary | None,
+    dictionaries: list[Dictionary],
+    seen: list[Seen],
+    frozen: tuple[Dictionary, Seen],
 ) -> None:
     changes, base, post = work.changes, work.subject("base"), work.subject("post")
     ids, lengths, shown = documents.ids, documents.prompt_lengths, changes.kl_documents
-    work.report["divergence"] = locate_divergence(base.model, post.model, ids[:shown], lengths[:shown], post.tokenizer)
+    kl = locate_divergence(base.model, post.model, ids[:shown], lengths[:shown], post.tokenizer)
+    work.report["divergence"] = kl
     if changes.patching is None:
         return
-    if work.report["divergence"]["per_token"] < LEAST_KL:
+    if kl["per_token"] < LEAST_KL:
         work.observe("both models predict the same, so there is nothing that patching could recover")
         return
     count = min(changes.patching.documents, len(ids))
-    work.report["patching"] = patch_curves(
-        (base.model, post.model),
-        work.site,
-        (ids[-count:], lengths[-count:]),
-        changes,
-        work.dictionaries,
-        work.seen,
-        frozen=frozen,
-        difference=difference,
-        limit=min(_limit(store, work.site, source) for source in SIDES),
-        observe=work.observe,
-    )
+    limit = min(store.limit(work.site, source) for source in SIDES)
+    patcher = Patcher(base.model, post.model, work.site, ids[-count:], lengths[-count:], limit)
+    ranked = frozen[1].changes.ranking().tolist()
+    work.report["patching"] = patch_curves(patcher, changes, dictionaries, seen, (frozen[0], ranked), work.observe)
+
+
+# Features as plain data.
+
+LEAST_COSINE = 0.7  # partners that are less similar do not count
+MAX_POINTS = 4096  # features of the scatter
+WINDOW = 14  # tokens shown on either side
+
+
+def number(value: float, digits: int = 5) -> float | None:
+    """Return a number rounded to so many significant digits; None for one that is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def numbers(values: Tensor) -> list[float | None]:
+    """Return the first ``MAX_POINTS`` of a vector as plain numbers."""
+    return [number(value) for value in values[:MAX_POINTS].double().tolist()]
+
+
+def count_changes(changes: Changes) -> dict[str, int]:
+    """Count the features that were tested, that changed significantly, and that count as changed (rose, fell)."""
+    rose = int((changes.changed & (changes.change[1] > 0)).sum())
+    return {
+        "features": len(changes.tested),
+        "tested": int(changes.tested.sum()),
+        "significant": int(changes.significant.sum()),
+        "changed": changes.num_changed,
+        "rose": rose,
+        "fell": changes.num_changed - rose,
+    }
+
+
+def describe_seen(seen: Seen, dictionary: Dictionary) -> dict[str, Any]:
+    """Describe one dictionary: its quality, the counts, the null tests, and every feature's numbers."""
+    changes = seen.changes
+    ratio = changes.ratio[0][changes.tested]
+    within = float(((ratio < 1.2) & (ratio > 1 / 1.2)).double().mean())  # nan where none is tested
+    return {
+        "features": dictionary.features,
+        "kind": dictionary.kind,
+        "quality": seen.quality,
+        "counts": count_changes(changes),
+        "rate_within_a_fifth": number(within),
+        "null": {name: count_changes(null) for name, null in seen.nulls.items()},
+        "scaling": {"energy": numbers(seen.energy), "amplification": numbers(seen.amplification)},
+        "rates": {
+            "base": numbers(changes.base[0]),
+            "post": numbers(changes.post[0]),
+            "mean_base": numbers(changes.base[1]),
+            "mean_post": numbers(changes.post[1]),
+            "changed": changes.changed[:MAX_POINTS].tolist(),
+            "tested": changes.tested[:MAX_POINTS].tolist(),
+        },
+    }
+
+
+def describe_features(
+    store: ActivationStore,
+    site: str,
+    dictionary: Dictionary,
+    seen: Seen,
+    model: Any,
+    tokenizer: Any,
+    count: int,
+) -> list[dict[str, Any]]:
+    """Describe the most changed features: with intervals, what they promote, and where they changed."""
+    changes = seen.changes
+    chosen = changes.ranking()[: min(count, max(1, changes.num_changed))].tolist()
+    lens = strongest_tokens(model, dictionary.W_dec[chosen], tokenizer, 6)
+    contexts = feature_contexts(store, site, dictionary, chosen, tokenizer)
+    entries = []
+    for index, feature in enumerate(chosen):
+        entry: dict[str, Any] = {"feature": feature, "documents": int(changes.documents[feature])}
+        for row, name in enumerate(MEASURES):
+            for key in ("base", "post", "change", "error", "ratio", "low", "high", "adjusted"):
+                entry[f"{name}_{key}"] = number(float(getattr(changes, key)[row, feature]))
+        entry["amplification"] = number(float(seen.amplification[feature]))
+        entries.append(entry | {"changed": bool(changes.changed[feature]), "promotes": lens[index], **contexts[index]})
+    return entries
+
+
+@torch.no_grad()
+def mean_differences(store: ActivationStore, site: str, places: int = 4) -> tuple[list[str], Tensor]:
+    """Return (names, [n, d]): the mean of post − base over prompts, answers, and single places of the answers."""
+    names = ["prompts", "answers", *(f"answers, token {i + 1}" for i in range(places))]
+    totals = torch.zeros((len(names), store.width(site)), dtype=torch.float64)
+    counts = torch.zeros(len(names), dtype=torch.float64)
+    for rows in torch.arange(store.num_rows).split(8192):
+        delta = store.gather(rows, site, "post").double() - store.gather(rows, site, "base").double()
+        place = store.positions(rows) - store.prompt_lengths(store.documents(rows))
+        for index, mask in enumerate([place < 0, place >= 0, *(place == i for i in range(places))]):
+            totals[index] += delta[mask].sum(0)
+            counts[index] += int(mask.sum())
+    kept = [i for i in range(len(names)) if counts[i] > 0]
+    return [names[i] for i in kept], (totals[kept] / counts[kept, None]).float()
+
+
+@torch.no_grad()
+def feature_contexts(
+    store: ActivationStore,
+    site: str,
+    dictionary: Dictionary,
+    features: Sequence[int],
+    tokenizer: Any,
+    *,
+    count: int = 4,
+) -> list[dict[str, Any]]:
+    """Return for each feature where it changed: ``tokens`` [text, share of the change, mean change], and ``contexts``.
+
+    A context is where the feature changed most, one for each beginning of a text: ``tokens`` as texts, its activation
+    at each in ``base`` and ``post``, and ``at``, the place of the change.
+    """
+    chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
+    every = torch.arange(store.num_rows)
+    documents, tokens = store.documents(every), store.tokens(every)
+    sides = []
+    for side in ("base", "post"):
+        parts = (store.gather(rows, site, side).float().to(chosen.device) for rows in every.split(8192))
+        sides.append(torch.cat([dictionary.encode(x)[:, chosen].cpu() for x in parts]))
+    values = torch.stack(sides)  # [2, n, S]
+    entries = []
+    for column in range(len(features)):
+        delta = values[1, :, column] - values[0, :, column]
+        sign = 1.0 if float(delta.sum()) >= 0 else -1.0
+        entry: dict[str, list[Any]] = {"tokens": _where_changed(delta, tokens, tokenizer), "contexts": []}
+        seen: set[tuple[str, ...]] = set()  # answers to one prompt begin alike
+        for row in (delta * sign).topk(min(len(delta), 50 * count)).indices.tolist():
+            context = _context(store, documents, values[:, :, column], row, tokenizer)
+            texts = tuple(context["tokens"][: context["at"] + 1])
+            if texts not in seen and len(seen) < count:
+                seen.add(texts)
+                entry["contexts"].append(context)
+        entries.append(entry)
+    return entries
+
+
+def _where_changed(delta: Tensor, tokens: Tensor, tokenizer: Any) -> list[list[Any]]:
+    """Return the five tokens that carry most of a feature's change: [text, share of Σ|Δ|, mean Δ there]."""
+    counts = torch.bincount(tokens)
+    signed = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, delta.double())
+    amount = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, tokens, delta.double().abs())
+    best = [i for i in amount.topk(min(5, len(counts))).indices.tolist() if amount[i] > 0]
+    total = float(amount.sum())
+    return [[show_token(tokenizer, i), float(amount[i]) / total, float(signed[i] / counts[i])] for i in best]
+
+
+def _context(store: ActivationStore, documents: Tensor, values: Tensor, row: int, tokenizer: Any) -> dict[str, Any]:
+    document, position = int(documents[row]), int(store.positions(torch.tensor([row]))[0])
+    ids = store.document_tokens(document)
+    start, end = max(0, position - WINDOW), min(len(ids), position + WINDOW + 1)
+    near = torch.arange(max(0, row - WINDOW), min(len(documents), row + WINDOW + 1))
+    near = near[documents[near] == document]
+    places = store.positions(near) - start
+    near, places = near[(places >= 0) & (places < end - start)], places[(places >= 0) & (places < end - start)]
+    shown = torch.zeros((2, end - start))
+    shown[:, places] = values[:, near]
+    base, post = ([round(value, 3) for value in side] for side in shown.tolist())
+    texts = [show_token(tokenizer, i) for i in ids[start:end]]
+    return {"document": document, "tokens": texts, "at": position - start, "base": base, "post": post}
+
+
+def overlap(
+    directions: tuple[Tensor, Tensor], chosen: tuple[Tensor, Tensor], signs: tuple[Tensor, Tensor]
+) -> dict[str, float]:
+    """Measure how far two dictionaries' changed features are the same ones.
+
+    ``share``: of the first's, those whose most similar feature (by decoder cosine) of the second is one of the second's
+    and went the same way. ``by_chance``: that share of all features of the first. ``cosine``: the mean similarity of
+    the first's changed features to their partners; ``count`` of them. Of both are given: decoder rows [F, d], the
+    changed features, and ``signs`` [F], above 0 where the mean activation rose.
+    """
+    unit = [x.double() / x.double().norm(dim=1, keepdim=True).clamp_min(1e-12) for x in directions]
+    cosine, partner = (x.cpu() for x in (unit[0] @ unit[1].T).max(dim=1))
+    is_chosen = torch.zeros(len(unit[1]), dtype=torch.bool)
+    is_chosen[chosen[1]] = True
+    same = is_chosen[partner] & (cosine >= LEAST_COSINE) & ((signs[0] > 0) == (signs[1] > 0)[partner])
+    share, similar = (x[chosen[0]].double().mean() for x in (same, cosine))  # of no features: nan
+    found = {"share": share, "by_chance": same.double().mean(), "cosine": similar, "count": len(chosen[0])}
+    return {name: float(value) for name, value in found.items()}
+
+
+def describe_overlap(dictionaries: Sequence[Dictionary], seen: Sequence[Seen]) -> dict[str, Any]:
+    """Describe how far the changed features of every two seeds are the same."""
+    pairs = []
+    for a, b in permutations(range(len(dictionaries)), 2):
+        changes = (seen[a].changes, seen[b].changes)
+        shared = overlap(
+            (dictionaries[a].W_dec, dictionaries[b].W_dec),
+            (changes[0].changed.nonzero()[:, 0], changes[1].changed.nonzero()[:, 0]),
+            (changes[0].change[1], changes[1].change[1]),
+        )
+        found = {name: number(value) for name, value in shared.items()}
+        pairs.append({"first": a, "second": b, **found, "count": int(shared["count"])})
+    shares = [pair["share"] for pair in pairs if pair["share"] is not None]
+    return {"pairs": pairs, "share": sum(shares) / len(shares) if shares else None, "least_cosine": LEAST_COSINE}

@@ -1,7 +1,4 @@
-"""A recipe that compares two models: which, over which texts, by which dictionaries, tested how. Imports no torch.
-
-Its section ``changes`` distinguishes it from other recipes.
-"""
+"""A recipe that compares two models. Its section is ``changes``. No torch."""
 
 from __future__ import annotations
 
@@ -17,26 +14,19 @@ from posttrain.recipes.document import Content, Document, complete_word
 from posttrain.recipes.sections import Section, Word
 
 SECTION = "changes"
-# As few features a token as two seeds still agree on: of 512 features of the tiny model another seed finds 1 % again
-# with k = 16 after 600 steps, 9 % with 8, 23 % with 4, and 62 % with 4 after 1,600 steps at this rate
-# (docs/interpret.md).
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "dictionary": {"name": "batchtopk", "k": 4, "expansion": 3.0},
-    "difference": {"name": "topk", "k": 1, "features": 64},
-    "train": {"steps": 1600, "batch": 1024, "lr": 5.0e-3},
-}
+# As few features a token as two seeds still agree on (docs/interpret.md).
+_DICTIONARY: dict[str, Any] = {"name": "batchtopk", "k": 4, "expansion": 3.0}
+_TRAIN: dict[str, Any] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
 
 
 class Compared(Section):
     """One of the two models: the ``name`` of a model or a run, or a training ``recipe``.
 
-    Of a recipe a finished run is looked for, and where there is none it is trained first. ``from_base`` (of ``post``):
-    the recipe starts from the base.
+    A recipe without a finished run is trained first; that of ``post`` starts from the base.
     """
 
     name: str | None = None
     recipe: str | None = None
-    from_base: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +41,7 @@ class Compared(Section):
 
 
 class PatchingSection(Section):
-    """How much of the KL is recovered by patching the base: on so many ``documents``, by so many features."""
+    """Patching the base: on how many ``documents``, with which ``counts`` of features."""
 
     documents: int = Field(default=64, ge=1)
     counts: list[int] = Field(default=[1, 2, 4, 8, 16, 32, 64, 128])
@@ -60,9 +50,9 @@ class PatchingSection(Section):
 class CausalSection(Section):
     """The causal test: greedy answers to ``prompts`` prompts that were not recorded, with features moved or scaled.
 
-    ``measure``: the reward, or the share of right answers. ``counts``: how many of the most changed features are
-    moved all the way, or taken away. ``features``: how many are given by each of the ``doses`` (1: all the way) and
-    multiplied by each of the ``factors``, and are judged by. ``draws``: sets of random features.
+    ``measure``: the reward, or the share of right answers. ``counts``: numbers of the most changed features that are
+    moved all the way, or taken away. ``features``: the number that is moved by each of the ``doses`` (1: all the way)
+    and multiplied by each of the ``factors``. ``draws``: sets of random features.
     """
 
     measure: Literal["reward", "accuracy"] = "reward"
@@ -79,10 +69,10 @@ class ChangesSection(Section):
 
     ``site``: such as ``resid.2``; by default the middle of the model. ``prompts`` of the task are answered ``samples``
     times ``by`` one of the models, at ``temperature``, and both models read prompts and answers. ``seeds``:
-    dictionaries of the base. ``held_out``: share of the documents that they do not learn from. A feature counts as
-    changed if it fires in ``min_documents`` documents, the change is significant, and larger than ``min_change``.
-    ``difference``: a dictionary of post − base. ``kl_documents``: on so many KL is measured token by token. ``show``:
-    so many features are shown with contexts. ``patching``, ``causal``: null leaves them out.
+    dictionaries of the base. ``held_out``: share of the rows that they do not learn from. A feature counts as changed
+    if it fires in ``min_documents`` documents, the change is significant, and larger than ``min_change``.
+    ``kl_documents``: the number on which KL is measured token by token. ``show``: the number of features shown with
+    contexts. ``patching``, ``causal``: null leaves them out.
     """
 
     site: str | None = None
@@ -95,14 +85,11 @@ class ChangesSection(Section):
     dtype: Literal["bf16", "fp32"] = "fp32"
     seeds: Repetitions = 3
     seed: Seed = 0
-    dictionary: DictionaryWord = DictionaryWord.model_validate(_DEFAULTS["dictionary"])
-    train: DictionaryTrainSection = Field(
-        default_factory=lambda: DictionaryTrainSection.model_validate(_DEFAULTS["train"])
-    )
+    dictionary: DictionaryWord = DictionaryWord.model_validate(_DICTIONARY)
+    train: DictionaryTrainSection = Field(default_factory=lambda: DictionaryTrainSection.model_validate(_TRAIN))
     held_out: float = Field(default=0.1, gt=0, lt=1)
     min_documents: int = Field(default=12, ge=2)
     min_change: float = Field(default=0.2, ge=0)
-    difference: DictionaryWord | None = DictionaryWord.model_validate(_DEFAULTS["difference"])
     kl_documents: int = Field(default=256, ge=1)
     show: int = Field(default=24, ge=1)
     patching: PatchingSection | None = Field(default_factory=PatchingSection)
@@ -111,20 +98,19 @@ class ChangesSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, value: Any) -> Any:
-        """Options of a word that is not named are of the usual one."""
+        """Let options of the training, and of a dictionary without a name, change single defaults."""
         if not isinstance(value, Mapping):
             return value
-        filled = dict(value)
-        for key, default in _DEFAULTS.items():
-            options = filled.get(key)
-            if isinstance(options, Mapping) and "name" not in options:
-                filled[key] = default | dict(options)
-        return filled
+        given = {key: x for key, x in value.items() if isinstance(x, Mapping)}
+        filled = {"train": _TRAIN | dict(given["train"])} if "train" in given else {}
+        if "dictionary" in given and "name" not in given["dictionary"]:
+            filled["dictionary"] = _DICTIONARY | dict(given["dictionary"])
+        return {**value, **filled}
 
 
 class DiffRecipe(Content):
-    """Two models compared. ``task``: what they are asked (default: the post run's own, its test split); ``template``:
-    how (default: the post run's own)."""
+    """Two models compared. ``task``: the prompts (default: the post run's task, its test split); ``template``: their
+    form (default: the post run's)."""
 
     label = "a recipe of a comparison"
 
@@ -136,26 +122,22 @@ class DiffRecipe(Content):
     changes: ChangesSection = Field(default_factory=ChangesSection)
 
     def resolve(self) -> DiffRecipe:
-        """The recipe with every word's options checked and their defaults filled in.
+        """Return the recipe with the options of every component checked and their defaults filled in.
 
         Raises:
             UnknownWord, RecipeError: with the key that is wrong.
         """
         resolved = self.model_copy(deep=True)
-        changes = resolved.changes
-        for key in ("dictionary", "difference"):
-            word = getattr(changes, key)
+        resolved.changes.dictionary = complete_word(resolved.changes.dictionary, "dictionary", "changes.dictionary")
+        for kind in ("task", "template"):
+            word = getattr(resolved, kind)
             if word is not None:
-                setattr(changes, key, complete_word(word, "dictionary", f"changes.{key}"))
-        if resolved.task is not None:
-            resolved.task = complete_word(resolved.task, "task", "task")
-        if resolved.template is not None:
-            resolved.template = complete_word(resolved.template, "template", "template")
+                setattr(resolved, kind, complete_word(word, kind, kind))
         return resolved
 
 
 def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]] = ()) -> DiffRecipe:
-    """The recipe of a name or file, or one of the names of two models.
+    """Return the recipe of a name or file, or of the names of two models.
 
     Raises:
         RecipeError: with file, line and key.

@@ -1,44 +1,60 @@
-"""Features of a dictionary: where they are active, how often, and which tokens they speak for.
+"""Features of a dictionary: where they are active, how often, and which tokens they promote.
 
-All of it is one exact pass over recorded activations. Of a document only the token at which a feature is strongest
-counts as a context, and of documents that agree up to that token only the first: activations look back, so that the
-others say the same again."""
+Contexts come from one exact pass over recorded activations. In each document only the token at which a feature is
+strongest counts, and of documents that agree up to that token only the first: activations depend on earlier tokens
+alone, so the others would repeat it.
+
+The logit lens (nostalgebraist 2020): a direction u of norm 1 gives each token the logit ``W_U (γ ⊙ u)``, minus the mean
+over the vocabulary. γ is the gain of the final norm; where that norm subtracts the mean (LayerNorm), u loses its own
+first. The norm's division by the size of the residual stream scales all logits alike and is left out, as are biases,
+soft caps and the layers in between.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.shards import ActivationStore
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.rows import StoreRows
-from posttrain.interpret.features.logit_lens import CONVENTION, Lens, Likely, show_token
+from posttrain.interpret.activations.shards import INDEX, ActivationStore
+from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
+from posttrain.interpret.dictionaries.dictionary import Dictionary, Metadata, load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.fitting import StoreRows
+from posttrain.interpret.dictionaries.recipe import ACTIVATIONS, DIFFERENCE, load_sae_recipe
+from posttrain.models.forward.forward import causal_lm
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.recipes.sections import ModelSection
 from posttrain.store.durable import replace_file
 
 NUM_BINS = 32
-# Activations that exist at a time: 256 MiB in fp32, unless one document has more.
-MAX_ELEMENTS = 1 << 26
+MAX_ELEMENTS = 1 << 26  # activations at a time: 256 MiB in fp32, unless one document has more
 ENCODED_ROWS = 1024
+CONTEXT_CONVENTION = (
+    "the strongest activations of all recorded rows: of each document the strongest token, and of documents that agree "
+    "up to that token the first"
+)
+Report = dict[str, Any]  # ``about``, and ``features``, each as in ``features.json``
 
 
 class FeatureStatistics:
-    """What one pass over ``rows`` rows found about S features.
+    """Statistics of S features over ``rows`` rows, from one pass.
 
-    ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations;
-    ``maximum`` float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of
-    which begins at 0; ``exponents`` int64 [S]: a bin is 2**exponent / NUM_BINS wide.
-
-    ``top`` float32 [K, S]: the strongest activation of each context, falling (0: there are no more); ``top_rows`` int64
-    [K, S]: its row (-1: none); ``windows`` float32 [K, S, before + 1 + after]: activations at the tokens around it, NaN
-    where there is no token or its row was dropped.
+    ``active`` int64 [S]: rows at which each is above 0; ``total`` float64 [S]: the sum of its activations; ``maximum``
+    float32 [S]. ``counts`` int64 [S, NUM_BINS]: how many of its activations lie in each bin, the first of which begins
+    at 0; ``exponents`` int64 [S]: a bin is 2**exponent / NUM_BINS wide. ``top`` float32 [K, S]: the strongest
+    activation of each context, falling (0: there are no more); ``top_rows`` int64 [K, S]: its row (-1: none);
+    ``windows`` float32 [K, S, before + 1 + after]: activations at the tokens around it, NaN where there is no token or
+    its row was dropped.
     """
 
     def __init__(
@@ -57,18 +73,14 @@ class FeatureStatistics:
         self.top_rows = torch.full((contexts, size), -1, dtype=torch.int64, device=device)
         self.windows = torch.full((contexts, size, width), torch.nan, device=device)
 
-    def read(self, start: int, end: int) -> None:
-        """Take in the rows ``start`` … ``end``, which are whole documents."""
-        values = self._encode(torch.arange(start, end))
-        self._count(values)
-        self._keep_strongest(values, start, end)
-
     def _encode(self, rows: Tensor) -> Tensor:
-        """float32 [n, S]."""
+        """Return activations float32 [n, S]."""
         parts = (self.source.gather(part).to(self.device) for part in rows.split(ENCODED_ROWS))
         return torch.cat([self.dictionary.encode(x)[:, self.chosen] for x in parts])
 
-    def _count(self, values: Tensor) -> None:
+    def read(self, start: int, end: int) -> None:
+        """Take in the rows ``start`` … ``end``, which are whole documents."""
+        values = self._encode(torch.arange(start, end))
         self.rows += len(values)
         self.active += (values > 0).sum(0)
         self.total += values.sum(0, dtype=torch.float64)
@@ -78,9 +90,10 @@ class FeatureStatistics:
         scaled = torch.ldexp(values[places, features], -self.exponents[features]) * NUM_BINS
         slots = features * NUM_BINS + scaled.long()
         self.counts += torch.bincount(slots, minlength=self.counts.numel()).view_as(self.counts)
+        self._keep_strongest(values, start, end)
 
     def _widen(self, exponents: Tensor) -> None:
-        """Let the bins reach up to 2**exponents. Powers of two, so that bins are joined in pairs and none is split."""
+        """Let the bins reach up to 2**exponents, by joining pairs of them."""
         is_empty = self.counts.sum(1) == 0
         self.exponents = torch.where(is_empty, exponents, self.exponents)
         while bool((grows := self.exponents < exponents).any()):
@@ -134,31 +147,26 @@ def find_contexts(
     before: int = 20,
     after: int = 10,
     chunk_rows: int = 8192,
-    observe: Callable[[int, int], None] | None = None,
+    observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> FeatureStatistics:
     """Read all rows once, in order, on the dictionary's device.
 
-    Args:
-        rows: of the site and source that the dictionary is for.
-        features: int64 [S]; None: all.
-        contexts: K, how many of each feature.
-        before, after: tokens on both sides of the strongest one whose activations are kept.
-        chunk_rows: rows at a time, about; documents are not cut. The result does not depend on it.
-        observe: gets (rows done, rows in all).
+    ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
+    ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
+    ``observe`` gets (rows done, rows in all).
     """
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
     found = FeatureStatistics(dictionary, rows, chosen, contexts, before, after)
     for start, end in rows.whole_documents(limit):
         found.read(start, end)
-        if observe is not None:
-            observe(end, rows.num_rows)
+        observe(end, rows.num_rows)
     found.look_around(before, after)
     return found
 
 
 def hash_prefixes(ids: list[int]) -> Tensor:
-    """int64 [T]: for each token a hash of the document up to it. Two that differ agree with a chance of 2**-64."""
+    """Return for each token a hash of the document up to it: int64 [T]."""
     tokens = np.asarray(ids, dtype=np.uint64)
     mixed = tokens + (np.arange(1, len(ids) + 1, dtype=np.uint64) << np.uint64(32))
     with np.errstate(over="ignore"):  # splitmix64, modulo 2**64
@@ -170,7 +178,7 @@ def hash_prefixes(ids: list[int]) -> Tensor:
 
 
 def _later_twins(keys: Tensor) -> Tensor:
-    """bool [m, S]: whether the same key stands further up in its column."""
+    """Return bool [m, S]: whether the same key is further up in its column."""
     order = keys.argsort(dim=0, stable=True)
     ranked = keys.gather(0, order)
     same = torch.zeros_like(ranked, dtype=torch.bool)
@@ -178,79 +186,8 @@ def _later_twins(keys: Tensor) -> Tensor:
     return torch.zeros_like(same).scatter(0, order, same)
 
 
-CONTEXT_CONVENTION = (
-    "the strongest activations of all recorded rows: of each document the strongest token, and of documents that agree "
-    "up to that token the first"
-)
-
-
-Report = dict[str, Any]  # ``about``, and ``features``, each as it stands in ``features.json``
-
-
-def describe_features(
-    dictionary: Dictionary,
-    store: ActivationStore,
-    *,
-    site: str | None = None,
-    source: str | None = None,
-    features: Sequence[int] | None = None,
-    contexts: int = 10,
-    tokens: int = 10,
-    lens: Lens | None = None,
-    tokenizer: Any | None = None,
-    about: dict[str, Any] | None = None,
-    observe: Callable[[int, int], None] | None = None,
-) -> Report:
-    """Describe the features of a dictionary, from one pass over the rows of a store.
-
-    ``about`` is plain data about where all this comes from. Of each feature: ``density``, the share of rows at which it
-    is active; ``mean`` of its activations there, and ``max``; a ``histogram`` of them that begins at 0; ``promoted``
-    and ``suppressed`` tokens [text, id, logit] (see ``logit_lens``); ``contexts`` with the ``tokens`` from ``start`` of
-    a ``document`` on and its ``activations`` at each (null: the row was dropped), the strongest at ``position``.
-
-    Args:
-        dictionary: on raw activations; the pass is made on its device.
-        site, source: of the store, as for ``StoreRows``.
-        features: which; None: all.
-        contexts: of each feature at most.
-        tokens: so many are named at each end of the logit lens.
-        lens: of the model that the directions are read in; None: no token is named.
-        tokenizer: for the texts of tokens; None: their ids stand for them.
-        about: plain data that is kept in the report.
-
-    Raises:
-        UsageError: no such feature, site or source, or a store of another width.
-    """
-    rows = StoreRows(store, site, source)
-    if rows.d != dictionary.d:
-        raise UsageError(
-            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {dictionary.d}; give the "
-            "activations that it was trained on, or others like them"
-        )
-    chosen = check_features(dictionary, features)
-    statistics = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
-    ends: tuple[list[list[Likely]], list[list[Likely]]] | None = None
-    if lens is not None:
-        ends = lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
-    summary = {
-        "rows": statistics.rows,
-        "documents": store.num_documents,
-        "dictionary_features": dictionary.features,
-        "features_shown": len(chosen),
-        "active_per_row": float(statistics.active.sum()) / max(1, statistics.rows),
-        "silent": int((statistics.active == 0).sum()),
-        "contexts": CONTEXT_CONVENTION,
-        "logit_lens": CONVENTION if lens is not None else "",
-    }
-    return {"about": (about or {}) | summary, "features": _describe(statistics, chosen, store, ends, tokenizer)}
-
-
 def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Tensor:
-    """int64 [S]: the features named, each once; all of them for None.
-
-    Raises:
-        UsageError: there is no such feature.
-    """
+    """Return the features named, each once, int64 [S]; all of them for None."""
     if features is None:
         return torch.arange(dictionary.features)
     for number in features:
@@ -261,77 +198,104 @@ def check_features(dictionary: Dictionary, features: Sequence[int] | None) -> Te
     return torch.tensor(list(dict.fromkeys(features)), dtype=torch.long)
 
 
+def describe_features(
+    dictionary: Dictionary,
+    rows: StoreRows,
+    *,
+    features: Sequence[int] | None = None,
+    contexts: int = 10,
+    tokens: int = 10,
+    lens: Lens | None = None,
+    tokenizer: Any | None = None,
+    about: dict[str, Any] | None = None,
+    observe: Callable[[int, int], Any] = lambda done, total: None,
+) -> Report:
+    """Describe the features of a dictionary on raw activations, from one pass over rows.
+
+    For each feature: ``density``, the share of rows at which it is active; ``mean`` of its activations there, and
+    ``max``; a ``histogram`` of them that begins at 0; ``promoted`` and ``suppressed`` tokens [text, id, logit];
+    ``contexts`` with the ``tokens`` from ``start`` of a ``document`` on and its ``activations`` at each (null: the row
+    was dropped), the strongest at ``position``. Without a lens no token is promoted; without a tokenizer ids are shown.
+    """
+    store = rows.store
+    if rows.d != dictionary.d:
+        raise UsageError(
+            f"{store.folder}: {rows.d} numbers at a token, but the dictionary is for {dictionary.d}; give the "
+            "activations that it was trained on, or others like them"
+        )
+    chosen = check_features(dictionary, features)
+    found = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
+    ends = None if lens is None else lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
+    summary = {
+        "rows": found.rows,
+        "documents": store.num_documents,
+        "dictionary_features": dictionary.features,
+        "features_shown": len(chosen),
+        "active_per_row": float(found.active.sum()) / max(1, found.rows),
+        "silent": int((found.active == 0).sum()),
+        "contexts": CONTEXT_CONVENTION,
+        "logit_lens": CONVENTION if lens is not None else "",
+    }
+    return {"about": (about or {}) | summary, "features": _describe(found, store, ends, tokenizer)}
+
+
 def _describe(
-    statistics: FeatureStatistics,
-    chosen: Tensor,
+    found: FeatureStatistics,
     store: ActivationStore,
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
     tokenizer: Any,
-) -> list[dict[str, Any]]:
-    active, totals, maxima = statistics.active.tolist(), statistics.total.tolist(), statistics.maximum.tolist()
-    exponents, counts = statistics.exponents.tolist(), statistics.counts.tolist()
-    contexts = _contexts(statistics, store)
-    ids = [token for each in contexts for context in each for token in context["tokens"]]
-    ids += [token for side in ends or () for each in side for token, _ in each]
-    texts = {i: f"<{i}>" for i in ids} if tokenizer is None else {i: show_token(tokenizer, i) for i in set(ids)}
-    for context in (context for each in contexts for context in each):
-        context["tokens"] = [texts[token] for token in context["tokens"]]
-    likely = [
-        [[[texts[token], token, rounded(logit)] for token, logit in each] for each in side]
-        for side in ends or ([[]] * len(contexts), [[]] * len(contexts))
-    ]
+) -> list[Report]:
+    @cache
+    def text(token: int) -> str:
+        return f"<{token}>" if tokenizer is None else show_token(tokenizer, token)
+
+    active, totals, maxima = found.active.tolist(), found.total.tolist(), found.maximum.tolist()
+    around = _contexts(found, store, text)
     described = []
-    for i, number in enumerate(chosen.tolist()):
-        last = max((place for place, count in enumerate(counts[i]) if count), default=-1)
-        width = math.ldexp(1.0, exponents[i]) / NUM_BINS
+    for i, number in enumerate(found.chosen.tolist()):
+        counts = found.counts[i].tolist()
+        last = max((place for place, count in enumerate(counts) if count), default=-1)
+        width = math.ldexp(1.0, int(found.exponents[i])) / NUM_BINS
+        likely = [[[text(token), token, rounded(x)] for token, x in side[i]] for side in ends or ()] or [[], []]
         described.append(
             {
                 "feature": number,
                 "active": active[i],
-                "density": rounded(active[i] / max(1, statistics.rows)),
+                "density": rounded(active[i] / max(1, found.rows)),
                 "mean": rounded(totals[i] / active[i] if active[i] else 0.0),
                 "max": rounded(maxima[i]),
-                "histogram": {"bin_width": width, "counts": counts[i][: last + 1]},
-                "promoted": likely[0][i],
-                "suppressed": likely[1][i],
-                "contexts": contexts[i],
+                "histogram": {"bin_width": width, "counts": counts[: last + 1]},
+                "promoted": likely[0],
+                "suppressed": likely[1],
+                "contexts": around[i],
             }
         )
     return described
 
 
-def _contexts(statistics: FeatureStatistics, store: ActivationStore) -> list[list[dict[str, Any]]]:
-    """Of each feature, in the order of the columns; ``tokens`` are ids."""
-    rows = statistics.top_rows.T.cpu()  # [S, K]
+def _contexts(found: FeatureStatistics, store: ActivationStore, text: Callable[[int], str]) -> list[list[Report]]:
+    """Return the contexts of each feature, in the order of the columns."""
+    rows = found.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
-    documents = store.documents(flat).view_as(rows).tolist()
-    positions = store.positions(flat).view_as(rows).tolist()
-    values, windows = statistics.top.T.tolist(), statistics.windows.transpose(0, 1).tolist()
-    texts: dict[int, list[int]] = {}
-    contexts: list[list[dict[str, Any]]] = [[] for _ in values]
+    documents, positions = (x.view_as(rows).tolist() for x in (store.documents(flat), store.positions(flat)))
+    values, windows = found.top.T.tolist(), found.windows.transpose(0, 1).tolist()
+    contexts: list[list[Report]] = [[] for _ in values]
     for i, column in enumerate(values):
         for value, document, position, window in zip(column, documents[i], positions[i], windows[i], strict=True):
             if value <= 0:
                 break
-            if document not in texts:
-                texts[document] = store.document_tokens(document)
-            start = max(0, position - statistics.before)
-            inside = window[start - (position - statistics.before) :]
-            shown = texts[document][start : start + len(inside)]
+            start = max(0, position - found.before)
+            inside = window[start - (position - found.before) :]
+            shown = store.document_tokens(document)[start : start + len(inside)]
             activations = [None if math.isnan(x) else rounded(x) for x in inside[: len(shown)]]
             facts = {"document": document, "position": position, "start": start}
-            contexts[i].append({"activation": rounded(value), **facts, "tokens": shown, "activations": activations})
+            tokens = [text(token) for token in shown]
+            contexts[i].append({"activation": rounded(value), **facts, "tokens": tokens, "activations": activations})
     return contexts
 
 
 def write_features(report: Report, path: str | Path) -> Path:
-    """Write ``features.json``: ``about``, then ``features`` with one feature on each line; tokens as texts.
-
-    It is the index of the page beside it: each feature has its address there, ``features.html#feature-12``.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
+    """Write ``features.json``: ``about``, then one feature on each line with its address on the page."""
     place = Path(path)
     page = place.with_suffix(".html").name
     features = ({"address": f"{page}#feature-{x['feature']}"} | x for x in report["features"])
@@ -341,5 +305,200 @@ def write_features(report: Report, path: str | Path) -> Path:
 
 
 def rounded(value: float) -> float:
-    """To five digits: what is read, not what is computed with."""
+    """Return a number to five digits, to be read."""
     return float(f"{value:.5g}")
+
+
+def read_features(
+    name: str,
+    folder: Path,
+    activations: str | Path,
+    resolve: Callable[[str], str],
+    *,
+    model: str | None = None,
+    source: str | None = None,
+    features: Sequence[int] | None = None,
+    contexts: int = 10,
+    with_lens: bool = True,
+    observe: Callable[[int, int], Any] = lambda done, total: None,
+) -> Report:
+    """Describe the features of a stored dictionary; ``about["notices"]`` has notes on rows of another model.
+
+    ``resolve`` returns what is loaded for the name of a model; ``model`` and ``source`` are by default the dictionary's
+    own.
+
+    Raises:
+        UsageError: no such feature, source or model, or one with other tokens than the rows'.
+    """
+    dictionary, metadata = load_dictionary(folder), read_metadata(folder)
+    check_features(dictionary, features)
+    store = ActivationStore(activations)
+    known = (*store.sources, DIFFERENCE) if len(store.sources) > 1 else store.sources
+    source = source or (metadata.source if metadata.source in known else None)
+    if source is None and len(known) > 1:
+        raise UsageError(f"--source is needed: {store.folder} has {', '.join(store.sources)}, and their difference")
+    rows = StoreRows(store, metadata.site if metadata.site in store.sites else None, source)
+    model = model or (metadata.models[-1].get("model") if metadata.models else metadata.model_name)
+    lens, tokenizer = _load_lens(model, store, resolve, with_lens=with_lens)
+    about = {
+        "dictionary": name,
+        "model": model or "",
+        "site": rows.site,
+        "source": rows.source,
+        "activations": str(store.folder),
+        "data": store.index.data,
+        "layer_convention": store.index.layer_convention,
+        "notices": _notices(metadata, rows, model),
+    }
+    return describe_features(
+        dictionary.to("cuda" if torch.cuda.is_available() else "cpu"),
+        rows,
+        features=features,
+        contexts=contexts,
+        lens=lens,
+        tokenizer=tokenizer,
+        about=about,
+        observe=observe,
+    )
+
+
+def default_activations(folder: Path, run: Path | None) -> Path:
+    """Return the rows that a dictionary was trained on: its run's recording, or the folder that its recipe names."""
+    remedy = "give --activations FOLDER, made by `posttrain activations`"
+    if run is None:
+        raise UsageError(f"{folder}: which rows are meant? No run trained this dictionary here; {remedy}")
+    recorded = load_sae_recipe(str(run / "recipe.yaml")).activations.folder
+    place = run / ACTIVATIONS if recorded is None else Path(recorded)
+    if not (place / INDEX).is_file():
+        raise UsageError(f"{run}: its activations are no more in {place}; {remedy}")
+    return place
+
+
+def _notices(metadata: Metadata, rows: StoreRows, model: str | None) -> list[str]:
+    trained = {entry.get("weights_hash") for entry in metadata.models or []}
+    used = [entry for entry in rows.store.index.sources if rows.source in (entry.name, DIFFERENCE)]
+    others = [entry.model for entry in used if trained and entry.weights_hash and entry.weights_hash not in trained]
+    notices = [f"the dictionary was trained on another model than the one whose rows these are ({x})" for x in others]
+    if model is None:
+        notices.append("no model is known, so tokens are shown by their numbers, without a logit lens (--model NAME)")
+    return notices
+
+
+def _load_lens(
+    name: str | None, store: ActivationStore, resolve: Callable[[str], str], *, with_lens: bool
+) -> tuple[Lens | None, Any]:
+    """Return the lens and the tokenizer of a model; None where they are not known or not wanted."""
+    if name is None:
+        return None, None
+    section = ModelSection(name=resolve(name), dtype=store.index.sources[-1].dtype)
+    try:
+        loaded = load_model(section, seed=0) if with_lens else None
+        lens = None if loaded is None else build_lens(loaded.model)
+        tokenizer = load_tokenizer(section.name) if loaded is None else loaded.tokenizer
+    except UsageError as error:
+        raise UsageError(f"{error} (--model names another one, --no-lens leaves the logit lens out)") from error
+    if store.index.tokenizer and tokenizer_hash(tokenizer) != store.index.tokenizer:
+        raise UsageError(f"{name}: its tokenizer is not the one that {store.folder} was recorded with; give --model")
+    return lens, tokenizer
+
+
+# The logit lens.
+
+CONVENTION = (
+    "logit of a token = W_U (gain of the final norm * unit decoder row), minus the mean over the vocabulary; without "
+    "the norm's division by the size of the residual stream, without biases and soft caps"
+)
+_MAX_LOGITS = 1 << 24
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """Unembedding [V, d] and gain [d] of one model, fp32; ``centres``: its final norm subtracts the mean."""
+
+    unembedding: Tensor
+    gain: Tensor
+    centres: bool
+
+    def logits(self, directions: Tensor) -> Tensor:
+        """Return logits [n, V] of directions [n, d] of any norm but 0; see the module for the convention."""
+        unit = directions.float()
+        unit = unit / unit.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        if self.centres:
+            unit = unit - unit.mean(1, keepdim=True)
+        logits = (unit * self.gain) @ self.unembedding.T
+        return logits - logits.mean(1, keepdim=True)
+
+    def extremes(self, directions: Tensor, count: int) -> tuple[list[list[Likely]], list[list[Likely]]]:
+        """Return for each direction the ``count`` tokens with the highest logits, falling, and the lowest, rising."""
+        size = max(1, _MAX_LOGITS // len(self.unembedding))
+        count = min(count, len(self.unembedding))
+        ends: tuple[list[list[Likely]], list[list[Likely]]] = ([], [])
+        for part in directions.to(self.gain.device).split(size):
+            logits = self.logits(part)
+            for lists, largest in zip(ends, (True, False), strict=True):
+                values, tokens = (x.tolist() for x in logits.topk(count, largest=largest))
+                lists += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+        return ends
+
+
+Likely = tuple[int, float]  # a token's id and its logit
+
+
+@torch.no_grad()
+def build_lens(model: Any) -> Lens:
+    """Return the lens of a causal LM, or of a peft model around one; ``UsageError``: no known LM head or final norm."""
+    plain, backbone = causal_lm(model), backbone_of(model)
+    head = plain.get_output_embeddings()
+    names = [name for name in _FINAL_NORMS if name in backbone._modules]
+    if head is None or len(names) != 1:
+        missing = "LM head" if head is None else "final norm"
+        raise UsageError(f"{type(plain).__name__}: no {missing} that is known here, so there is no logit lens")
+    weight = head.weight.detach().float()
+    gain, centres = measure_norm(backbone._modules[names[0]], weight.shape[1], weight.device)
+    return Lens(weight, gain, centres)
+
+
+def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Return (gain [d], whether it subtracts the mean), measured on a vector, so that any architecture will do.
+
+    ``norm(x) − norm(−x)`` is free of a bias, and twice the normed x times the gain.
+    """
+    draws = torch.Generator().manual_seed(0)
+    x = 1 + torch.rand(d, generator=draws)
+    x[1::2] *= -1  # no entry near 0, with or without the mean subtracted
+    x = x.to(device)
+    exact = copy.deepcopy(norm).float()
+
+    def respond(values: Tensor) -> Tensor:
+        response: Tensor = (exact(values[None]) - exact(-values[None]))[0] / 2
+        return response
+
+    plain, moved = respond(x), respond(x + 3)
+    centres = bool((plain - moved).norm() < 0.01 * plain.norm())
+    centred = x - x.mean() if centres else x
+    return plain * centred.square().mean().sqrt() / centred, centres
+
+
+def show_token(tokenizer: Any, token: int) -> str:
+    """Return a token as text; where that is part of a character, or empty, the tokenizer's name for it."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if not text or "\ufffd" in text:
+        text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
+    return text
+
+
+@torch.no_grad()
+def strongest_tokens(model: Any, directions: Tensor, tokenizer: Any, count: int = 8) -> list[dict[str, list[Any]]]:
+    """Return for each direction [n, d] the tokens with the largest and the smallest logits.
+
+    ``{"up": [[text, logit], ...], "down": [...]}``.
+    """
+    if not len(directions):
+        return []
+    up, down = build_lens(model).extremes(directions, count)
+
+    def texts(likely: list[Likely]) -> list[list[Any]]:
+        return [[show_token(tokenizer, token), round(float(logit), 3)] for token, logit in likely]
+
+    return [{"up": texts(rising), "down": texts(falling)} for rising, falling in zip(up, down, strict=True)]

@@ -1,21 +1,18 @@
-"""A model steered by features of a dictionary: directions added to a site, features taken out or held at a value.
+"""A model steered by features of a dictionary: directions added to a site, features taken out.
 
 At every token, prompt and reply alike, the site's output x becomes
 
-    x + Σ_clamped (value − f_i(x)) d_i + Σ_steered strength · d_i / ‖d_i‖
+    x − Σ_ablated f_i(x) d_i + Σ_steered strength · d_i / ‖d_i‖
 
-with d_i the decoder row of feature i and f(x) its activations as they would have been. A feature that is ablated is
-clamped to 0: its contribution f_i d_i goes, and what the other features contribute stays exactly as it was, as does
-what the dictionary does not reconstruct. (Read again from the changed x, features whose encoder rows overlap with d_i
-may differ.) Strengths are lengths in the model's own activations; the largest activation of the feature, which
-`posttrain sae features` shows, is a natural unit where decoder rows have norm 1.
+with d_i the decoder row of feature i and f(x) the activations without the change. The contributions of the other
+features, and the reconstruction error, stay exactly as they were. Strengths are lengths in the model's own activations;
+the largest activation of the feature, which `posttrain sae features` shows, is a natural unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,66 +20,51 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.interpret.activations.sites import backbone_of, blocks_of, refuse_layers, replaced
-from posttrain.interpret.dictionaries.dictionary import Dictionary
-from posttrain.interpret.dictionaries.exchange import load_dictionary, read_metadata
-from posttrain.interpret.dictionaries.rows import DIFFERENCE
+from posttrain.interpret.activations.sites import backbone_of, blocks_of, device_of, refuse_layers, replaced
+from posttrain.interpret.dictionaries.dictionary import Dictionary, load_dictionary, read_metadata
+from posttrain.interpret.dictionaries.recipe import DIFFERENCE
 from posttrain.interpret.features.features import check_features
 
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What is done to features, by their numbers: ``strengths`` to add, ``values`` to clamp them to (0: ablate)."""
-
-    strengths: Mapping[int, float] = field(default_factory=dict)
-    values: Mapping[int, float] = field(default_factory=dict)
+Changes = Mapping[int, float | None]
 
 
 class Steering:
-    """A change made ready for one model; it takes effect inside ``applied()``.
+    """Changes of features made ready for one model; they take effect inside ``applied()``.
 
-    Features with strength 0 are left out, so that strength 0 is the model itself, bit for bit.
-
-    Args:
-        model: a causal LM, or a peft model around one.
-        dictionary: on raw activations of that site.
-        site: such as ``resid.20``.
-        change: which features, and how.
+    ``changes``: by feature the strength to add, or None to take it out. Strength 0 is the model itself, bit for bit.
 
     Raises:
         UsageError: no such site or feature, or a dictionary of another width.
     """
 
-    def __init__(self, model: Any, dictionary: Dictionary, site: str, change: Change) -> None:
+    def __init__(self, model: Any, dictionary: Dictionary, site: str, changes: Changes) -> None:
         backbone = backbone_of(model)
         width = backbone.config.get_text_config().hidden_size
         if dictionary.d != width:
             raise UsageError(f"the dictionary is for activations of width {dictionary.d}; this model has {width}")
         refuse_layers([site], len(blocks_of(backbone)), "this model")
-        strengths = {feature: x for feature, x in change.strengths.items() if x != 0}
-        steered, clamped = (check_features(dictionary, list(features)) for features in (strengths, change.values))
-        rows = (dictionary.W_dec.detach().float() / dictionary.input_scale).cpu()
+        strengths = {feature: x for feature, x in changes.items() if x}
+        gone = [feature for feature, x in changes.items() if x is None]
+        self.model, self.site, self.dictionary = model, site, dictionary.to(device_of(model))
+        steered, ablated = (check_features(dictionary, list(features)) for features in (strengths, gone))
+        rows = dictionary.W_dec.detach().float() / dictionary.input_scale
         unit = rows[steered] / rows[steered].norm(dim=1, keepdim=True)
-        device = backbone.get_input_embeddings().weight.device
-        self.model, self.site, self.dictionary = model, site, dictionary.to(device)
-        self.added = torch.tensor(list(strengths.values())).to(device) @ unit.to(device) if strengths else None
-        self.values = torch.tensor(list(change.values.values()), dtype=torch.float32, device=device)
-        self.clamped, self.rows = clamped.to(device), rows[clamped].to(device)
+        self.added = torch.tensor(list(strengths.values()), device=rows.device) @ unit if strengths else None
+        self.ablated, self.rows = ablated.to(rows.device), rows[ablated]
 
     @property
     def is_nothing(self) -> bool:
         """Whether the model stays as it is."""
-        return self.added is None and not len(self.clamped)
+        return self.added is None and not len(self.ablated)
 
     def change(self, x: Tensor) -> Tensor:
-        """The site's output [..., d] in its dtype, changed; computed in float32."""
+        """Return the site's output [..., d] in its dtype, changed; computed in float32."""
         if self.is_nothing:
             return x
         exact = x.float().reshape(-1, x.shape[-1])
         moved = torch.zeros_like(exact)
-        if len(self.clamped):
-            features = self.dictionary.encode(exact)[:, self.clamped]
-            moved = (self.values - features) @ self.rows
+        if len(self.ablated):
+            moved = -self.dictionary.encode(exact)[:, self.ablated] @ self.rows
         if self.added is not None:
             moved = moved + self.added
         return (exact + moved).reshape(x.shape).to(x.dtype)
@@ -97,20 +79,17 @@ class Steering:
             yield
 
 
-def load_steering(model: Any, folder: str | Path, change: Change) -> Steering:
-    """Prepare a change with the dictionary in a folder, at the site that its ``cfg.json`` names.
+def load_steering(model: Any, folder: str | Path, changes: Changes) -> Steering:
+    """Prepare changes with the dictionary in a folder, at the site that its ``cfg.json`` names.
 
-    Raises:
-        UsageError: no site is known, or see ``Steering``; a dictionary of differences has features that can be added
-            but not taken out.
-        DataError: there is no dictionary.
+    ``UsageError``: no site is known, or a feature of a dictionary of differences is to be taken out.
     """
     dictionary, metadata = load_dictionary(folder), read_metadata(folder)
     if metadata.site is None:
         raise UsageError(f"{folder}: its cfg.json has no 'site' in 'metadata', such as resid.20; add it there")
-    if change.values and metadata.source == DIFFERENCE:
+    if None in changes.values() and metadata.source == DIFFERENCE:
         raise UsageError(
             f"{folder}: its features are of the difference of two models' activations; they can be added but not taken "
             "out of one model"
         )
-    return Steering(model, dictionary, metadata.site, change)
+    return Steering(model, dictionary, metadata.site, changes)
