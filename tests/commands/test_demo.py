@@ -12,7 +12,6 @@ import pytest
 from posttrain.cli import build_parser, main
 from posttrain.commands import demo
 from posttrain.commands.demo import STORIES
-from posttrain.evals.generation import Evaluation
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 
@@ -43,24 +42,11 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
 
 
-def measured(label: str, accuracy: float, low: float, high: float, worked: float) -> demo.Measured:
-    results = {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
-    return demo.Measured(label, "", Evaluation("stories/test", results, []))
-
-
 @pytest.mark.usefixtures("small")
 def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--runs-dir", str(tmp_path), "--seed", "3", "--quiet"]) == 0
     shown = capsys.readouterr().out
-    order = [
-        "1. The base model",
-        "base: ",
-        "2. Demonstrations",
-        "after SFT: ",
-        "3. Reinforcement",
-        "after GRPO: ",
-        "4. ",
-    ]
+    order = ["1. The base", "base: ", "2. Demonstrations", "after SFT: ", "3. Reinforcement", "after GRPO: ", "4. "]
     places = [shown.index(text) for text in order]
     assert places == sorted(places)
     assert shown.rstrip().endswith(f"posttrain generate {tmp_path / 'demo-grpo'}")
@@ -99,16 +85,16 @@ def test_make_plan_continues_an_unfinished_demo_and_else_takes_fresh_names(tmp_p
 
 
 def test_the_outcome_follows_the_figures() -> None:
-    before = measured("after SFT", 0.10, 0.08, 0.13, 0.1)
-    better = measured("after GRPO", 0.97, 0.95, 0.98, 0.99)
-    assert demo.outcome(REASONING, [before, better]) == (
+    def figures(accuracy: float, low: float, high: float, worked: float) -> dict[str, float]:
+        return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
+
+    before = figures(0.10, 0.08, 0.13, 0.1)
+    assert REASONING.outcome(before, figures(0.97, 0.95, 0.98, 0.99)) == (
         "It discovered that working step by step pays: right answers went from 10% to 97%, "
         "answers that show their working from 10% to 99%."
     )
-    same = measured("after GRPO", 0.12, 0.09, 0.15, 0.1)
-    assert demo.outcome(REASONING, [before, same]).startswith(
-        "In this run it found nothing that the intervals could tell from chance"
-    )
+    same = REASONING.outcome(before, figures(0.12, 0.09, 0.15, 0.1))
+    assert same.startswith("In this run it found nothing that the intervals could tell from chance")
 
 
 @pytest.mark.usefixtures("small")

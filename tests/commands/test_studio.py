@@ -71,15 +71,6 @@ def test_two_models_answer_in_steps_and_keep_their_conversations(library: Librar
     assert len(fresh.history) == 2
 
 
-def test_reply_that_is_stopped_is_remembered_as_far_as_it_came(library: Library) -> None:
-    growing = answer(library, None, QUESTION, ["one"], Controls(temperature=1.0, max_tokens=50))
-    (side,) = next(growing)
-    growing.close()
-    side_tokens = len(side.tokens)
-    assert 0 < side_tokens <= studio.TOKENS_PER_UPDATE
-    assert side.conversation.num_replies == 1
-
-
 def test_reply_that_fails_says_why_and_a_reward_stands_in_the_facts(library: Library) -> None:
     *_, (side,) = answer(library, None, "word " * 3000, ["one"], Controls(max_tokens=2))
     assert "no room" in side.facts or "context" in side.facts
