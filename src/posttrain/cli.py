@@ -68,7 +68,6 @@ options of the task go behind its name:
 # How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
 # 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
-FORMATS = ("table", "json", "csv", "md")
 HOME = "posttrain.commands."
 ANY = ("",)
 
@@ -110,7 +109,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
     form = Parser(add_help=False)
-    form.add_argument("--format", choices=FORMATS, default="table", help="of the tables (default: table)")
+    form.add_argument("--format", choices=("table", "json"), default="table", help="of the tables (default: table)")
     how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser("posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how)
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
@@ -376,9 +375,9 @@ def run_command(arguments: Sequence[str]) -> int:
                 importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
     body = command.body or COMMANDS[f"{namespace.command} {namespace.action}"].body
     assert body is not None, "actions have bodies"
-    if (form := getattr(namespace, "format", "table")) == "table":
+    if getattr(namespace, "format", "table") == "table":
         return int(imported(body)(namespace))
-    with imported("console:tables_as")(form):
+    with imported("console:tables_as_json")():
         return int(imported(body)(namespace))
 
 

@@ -89,8 +89,3 @@ def test_a_proxy_is_asked_in_the_place_of_the_hub(monkeypatch: pytest.MonkeyPatc
         sources._answers.cache_clear()
         assert sources._answers("https://hub.example")
     sources._answers.cache_clear()
-
-
-def test_python_m_is_the_command() -> None:
-    words = [sys.executable, "-m", "posttrain", "--version"]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.startswith("posttrain ")

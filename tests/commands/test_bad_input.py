@@ -51,13 +51,3 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert "1 examples; dropped: 2 prompt longer than 60 tokens" in capsys.readouterr().out
     assert train(write_recipe(tmp_path, task=task, limit="3"), tmp_path, "--run", "none") == 2
     assert "no prompt is left" in capsys.readouterr().err
-
-
-def test_an_unreadable_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert train(str(path), tmp_path) == 2
-    assert f"{path}: not a text file in UTF-8" in capsys.readouterr().err
-    path.write_text("task: [unclosed\n")
-    assert train(str(path), tmp_path) == 2
-    assert "not valid YAML" in capsys.readouterr().err

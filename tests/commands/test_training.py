@@ -87,13 +87,6 @@ def test_runs_are_listed_and_shown(place: Path, capsys: pytest.CaptureFixture[st
     assert "held-out stories/validation after 3 steps" in shown
 
 
-def test_a_missing_data_file_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = place / "nowhere"
-    arguments = ["train", "grpo-gsm8k", "--model.name", "tiny", "--task.path", "no/such.jsonl", "--runs-dir", str(runs)]
-    assert main([*arguments, "--model.adapter", "null"]) == 2
-    assert "no/such.jsonl" in capsys.readouterr().err
-
-
 def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
     chapter = chapter_of(place / "runs" / "mine", "Title", "Text")
     assert chapter.facts[0] == ("steps", "3")

@@ -1,13 +1,11 @@
 """Output of commands: one console that no foreign text can steer, and one place for tables.
 
-A pipe gets a table in its full width. With ``--format json|csv|md`` the tables of a command, and nothing else, are
-written to standard output; all else goes to standard error.
+A pipe gets a table in its full width. With ``--format json`` the tables of a command, and nothing else, are written to
+standard output; all else goes to standard error.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,10 +32,9 @@ MAX_COLUMNS = 10_000
 
 @dataclass
 class Collected:
-    """The tables of a command in another form; ``content``: plain data that says more than they do, if there is any."""
+    """The tables of a command as plain data; ``content``: data that say more than they do, if there are any."""
 
-    form: str
-    tables: list[TextTable] = field(default_factory=list)
+    tables: list[dict[str, Any]] = field(default_factory=list)
     content: Any = None
 
 
@@ -97,76 +94,51 @@ def counted(number: int, what: str) -> str:
 
 
 @contextmanager
-def tables_as(form: str) -> Iterator[None]:
-    """Collect tables, send all else to standard error, and write the tables at the end.
+def tables_as_json() -> Iterator[None]:
+    """Collect tables, send all else to standard error, and write them as JSON at the end.
 
-    Args:
-        form: ``json`` (a list of ``{"title", "rows"}``, or the content given to ``write_json``), ``csv`` or ``md``.
+    They become a list of ``{"title", "rows"}``, unless ``write_json`` was given something else.
     """
-    collected, output = Collected(form), sys.stdout
+    collected, output = Collected(), sys.stdout
     token = _COLLECTED.set(collected)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
         _COLLECTED.reset(token)
-    output.write(_written(collected))
+    content = collected.tables if collected.content is None else collected.content
+    output.write(harmless_json(json.dumps(sayable(content), indent=1, default=str, allow_nan=False)) + "\n")
 
 
 def write_json(content: Any) -> bool:
     """With ``--format json``, write this instead of tables; return whether it is asked for."""
     collected = _COLLECTED.get()
-    if collected is None or collected.form != "json":
-        return False
-    collected.content = content
-    return True
-
-
-def leaves_out_tables(quiet: bool) -> bool:
-    """Return whether ``--quiet`` holds for tables, too: not where ``--format`` asks for them."""
-    return quiet and _COLLECTED.get() is None
+    if collected is not None:
+        collected.content = content
+    return collected is not None
 
 
 def wants_json() -> bool:
     """Return whether ``--format json`` was given."""
-    collected = _COLLECTED.get()
-    return collected is not None and collected.form == "json"
+    return _COLLECTED.get() is not None
 
 
-def _written(collected: Collected) -> str:
-    """Return tables as text in a form; the second column of a name is ``name (2)``."""
-    if collected.form == "md":
-        from posttrain.evals.tables import to_markdown
-
-        return "\n".join(map(to_markdown, collected.tables))
-    parts: list[str] = []
-    content: list[dict[str, Any]] = []
-    for table in collected.tables:
-        seen = [list(table.header[: index + 1]).count(label) for index, label in enumerate(table.header)]
-        header = [f"{label} ({n})" if n > 1 else label for label, n in zip(table.header, seen, strict=True)]
-        part = io.StringIO()
-        csv.writer(part, lineterminator="\n").writerows([header, *table.lines])
-        parts.append(part.getvalue())
-        content.append({"title": table.title, "rows": [dict(zip(header, line, strict=True)) for line in table.lines]})
-    if collected.form == "csv":
-        return "\n".join(parts)
-    whole = content if collected.content is None else collected.content
-    return harmless_json(json.dumps(sayable(whole), indent=1, default=str, allow_nan=False)) + "\n"
+def leaves_out_tables(quiet: bool) -> bool:
+    """Return whether ``--quiet`` holds for tables, too: not where ``--format json`` asks for them."""
+    return quiet and not wants_json()
 
 
-def read_table(table: Table) -> TextTable:
-    """Return the texts of a table of rich, without their styles."""
-
-    from posttrain.evals.tables import TextTable
+def read_table(table: Table) -> dict[str, Any]:
+    """Return the texts of a table of rich by column; the second column of a name is ``name (2)``."""
 
     def text_of(cell: Any) -> str:
         return harmless(cell.plain if isinstance(cell, rich.text.Text) else str(cell)).replace("\n", " ").strip()
 
-    labels = [column.justify != "right" for column in table.columns]
+    labels = [text_of(column.header) for column in table.columns]
+    seen = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
+    names = [f"{label} ({n})" if n > 1 else label for label, n in zip(labels, seen, strict=True)]
     lines = zip(*([text_of(cell) for cell in column.cells] for column in table.columns), strict=True)
-    num_labels = labels.index(False) if False in labels else len(labels)
-    header = [text_of(column.header) for column in table.columns]
-    return TextTable(text_of(table.title or ""), header, [list(line) for line in lines], num_labels)
+    return {"title": text_of(table.title or ""), "rows": [dict(zip(names, line, strict=True)) for line in lines]}
 
 
 def open_console() -> OutputConsole:

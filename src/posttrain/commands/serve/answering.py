@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.base import Sampling, check_prompts, check_sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.models import OpenedModel
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.stream import stream
@@ -110,7 +110,6 @@ class Answerer:
 
     def __init__(self, opened: OpenedModel) -> None:
         self.opened, self.context = opened, opened.context_tokens
-        self.vocab_size = int(opened.model.get_input_embeddings().weight.shape[0])
         self._thread = ThreadPoolExecutor(1, "engine")
         self._waiting: list[tuple[Job, asyncio.Future[list[Answer]]]] = []
         self._work: asyncio.Task[None] | None = None
@@ -118,15 +117,6 @@ class Answerer:
     def close(self) -> None:
         """Take no more work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def check(self, job: Job) -> None:
-        """Refuse what cannot be sampled before it delays others.
-
-        Raises:
-            UsageError: an option or a prompt that the model cannot take.
-        """
-        check_sampling(job.sampling)
-        check_prompts(job.prompts, self.context, self.vocab_size)
 
     def begin(self, job: Job) -> list[Answer]:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""

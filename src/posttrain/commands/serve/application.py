@@ -26,7 +26,7 @@ from posttrain.commands.serve import requests
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest, OpenAIOptions
-from posttrain.engines.base import Sampling, num_tokens_of
+from posttrain.engines.base import Sampling, check_prompts, check_sampling, num_tokens_of
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.render import Piece, stop_ids
 from posttrain.render.assistant import opening_of
@@ -92,10 +92,11 @@ class Api:
         self.tokenizer, self.template = answerer.opened.tokenizer, answerer.opened.grader.template
         self.conversations = Conversations(answerer.opened)
         self.started, self._num_tokens = int(time.time()), num_tokens_of(self.tokenizer)
+        self.vocab_size = int(answerer.opened.model.get_input_embeddings().weight.shape[0])
         self._reader = ThreadPoolExecutor(1, "reader")  # one: how a tokenizer reads markers is a state of it
 
     def application(self) -> Starlette:
-        """Return them as an ASGI application."""
+        """Return the endpoints as an ASGI application."""
         routes = [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -237,7 +238,8 @@ class Api:
             with_usage = (asked.stream_options or {}).get("include_usage", False)
             ids, as_names = asked.return_token_ids, asked.return_tokens_as_token_ids
             job = replace(job, with_ids=ids, ids_as_names=as_names, with_usage=with_usage)
-        self.answerer.check(job)
+        check_sampling(sampling)
+        check_prompts(job.prompts, context, self.vocab_size)
         return job
 
     async def _respond(self, request: Request, job: Job, stream: bool) -> Response:

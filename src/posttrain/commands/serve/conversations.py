@@ -74,7 +74,8 @@ class Conversations:
         """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
         opening, tools = self.template.opening, answer.job.tools
         text = answer.text.removeprefix(opening)
-        calls, outside, at = [], [opening], 0
+        calls: list[dict[str, Any]] = []
+        outside, at = [opening], 0
         for request in read_calls(text, self.form) if answer.finish == "stop" and tools else []:
             if (arguments := _arguments(request, tools)) is not None:
                 outside.append(text[at : request.place[0]])
