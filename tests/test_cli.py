@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, _how_to_go_on, build_parser, main, parse, split_overrides
+from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
 
 
@@ -119,21 +119,6 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("posttrain.commands.train.run_train", interrupt)
     assert main(["train", "tiny/grpo"]) == 130
     assert "continue with the same command and --resume" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "advice"),
-    [
-        ("train tiny/grpo", "; continue with the same command and --resume"),
-        ("train tiny/grpo --dry-run", ""),
-        ("sae train tiny/sae", "; continue with the same command and --resume"),
-        ("runs resume a", "; continue with the same command"),
-        ("generate train --sae diff", ""),
-        ("evaluate tiny --task.split train", "; continue with the same command"),
-    ],
-)
-def test_how_to_go_on_command_without_resume_advises_none(command: str, advice: str) -> None:
-    assert _how_to_go_on(command.split()) == advice
 
 
 @pytest.mark.parametrize(

@@ -263,12 +263,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-# What continues a command that was interrupted, besides being given again.
-_CONTINUING = dict.fromkeys(("sweep", "evaluate", "activations", "sae diff", "runs resume"), "") | dict.fromkeys(
-    ("train", "sae train"), " and --resume"
-)
-
-
 def split_overrides(
     arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
@@ -412,17 +406,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"posttrain: {shown(str(error.filename))}: {error.strerror}; give another place or name", file=sys.stderr)
         return UsageError.exit_code
     except KeyboardInterrupt:
-        print(f"\nposttrain: interrupted{_how_to_go_on(arguments)}", file=sys.stderr)
+        is_resumable = arguments[:1] == ["train"] or arguments[:2] == ["sae", "train"]
+        advice = "; continue with the same command and --resume" if is_resumable else ""
+        print(f"\nposttrain: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
-
-
-def _how_to_go_on(arguments: Sequence[str]) -> str:
-    """Return what continues a command that was interrupted; nothing for one that begins anew or has done nothing."""
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    command = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else "".join(words[:1])
-    if "--dry-run" in arguments or command not in _CONTINUING:
-        return ""
-    return f"; continue with the same command{'' if '--resume' in arguments else _CONTINUING[command]}"
 
 
 if __name__ == "__main__":

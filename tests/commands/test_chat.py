@@ -30,7 +30,7 @@ def conversation(sampler) -> Conversation:
 
 
 def said(conversation: Conversation, content: str) -> str:
-    return "".join(token.text for token in conversation.reply(content))
+    return "".join(conversation.reply(content))
 
 
 def test_a_reply_is_a_function_of_what_was_said_and_the_seed(sampler) -> None:
@@ -73,7 +73,7 @@ def test_later_turns_see_the_answer_without_its_reasoning(conversation) -> None:
 
 def test_a_reply_that_is_stopped_is_kept_as_far_as_it_came(conversation) -> None:
     tokens = conversation.reply(QUESTION)
-    first = [next(tokens).text, next(tokens).text]
+    first = [next(tokens), next(tokens)]
     tokens.close()
     assert conversation.messages[-1].content.strip() == "".join(first).strip()
 
@@ -92,7 +92,7 @@ def test_ctrl_c_keeps_what_was_said_wherever_it_strikes(conversation) -> None:
     heard = []
     try:
         with pytest.raises(KeyboardInterrupt):
-            heard.extend(token.text for token in conversation.reply(QUESTION))
+            heard.extend(conversation.reply(QUESTION))
     finally:
         hook.remove()
     assert len(heard) == 3

@@ -57,13 +57,14 @@ def last(library: Library, sides: Sequence[Side] | None, models: list[str], judg
 
 def test_two_models_answer_in_steps_and_keep_their_conversations(library: Library) -> None:
     greedy = Controls(temperature=0.0, max_tokens=6)
-    lengths = [len(sides[0].tokens) for sides in answer(library, None, QUESTION, ["one", "two"], greedy)]
+    lengths = [len(sides[0].conversation.logprobs) for sides in answer(library, None, QUESTION, ["one", "two"], greedy)]
     assert lengths == sorted(lengths)
     assert len(lengths) >= 2
     sides = last(library, None, ["one", "two"], temperature=0.0, max_tokens=6)
-    assert sides[0].text == sides[1].text
-    assert sides[0].text.startswith("<think>")
-    assert f"{len(sides[0].tokens)} tokens, mean log-probability" in sides[1].facts
+    first, second = (side.conversation for side in sides)
+    assert first.text == second.text
+    assert first.text.startswith("<think>")
+    assert f"{len(first.logprobs)} tokens, mean log-probability" in sides[1].facts
     again = last(library, sides, ["one", "two"], temperature=0.0, max_tokens=6)
     assert again[0] is sides[0]
     assert [m.role for m in again[0].conversation.messages] == ["user", "assistant"] * 2

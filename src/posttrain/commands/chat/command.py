@@ -52,17 +52,14 @@ def speak(console: Console, conversations: Sequence[Conversation], content: str)
         label = conversation.sampler.label
         if len(conversations) > 1:
             console.print(Text(label, style="bold cyan"))
-        count, total = 0, 0.0
-        tokens = conversation.reply(content)
+        texts = conversation.reply(content)
         try:
-            for token in tokens:
-                count, total = count + 1, total + token.logprob
-                console.print(Text(token.text), end="", soft_wrap=True)
+            for text in texts:
+                console.print(Text(text), end="", soft_wrap=True)
         except KeyboardInterrupt:  # the reply is kept as far as it came
-            tokens.close()  # type: ignore[attr-defined]
+            texts.close()  # type: ignore[attr-defined]
         except PosttrainError as error:
             console.print(Text(f"{label}: {error}", style="red"))
             continue
-        mean = f", mean log-probability {total / count:.2f}" if count else ""
         console.print()
-        console.print(Text(f"{count} tokens{mean}", style="dim"))
+        console.print(Text(conversation.facts, style="dim"))

@@ -19,18 +19,6 @@ from posttrain.types import Finish, Message
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenToken:
-    """A token of a reply: the text that it adds (maybe none) and its log-probability.
-
-    ``finish``: how the reply ends if this is its last one.
-    """
-
-    text: str
-    logprob: float
-    finish: Finish = "length"
-
-
-@dataclass(frozen=True, slots=True)
 class Controls:
     """Sampling of replies. ``max_tokens`` None: as long as the run's answers may be."""
 
@@ -45,8 +33,8 @@ class Controls:
 class Conversation:
     """Messages with one model. A reply is a function of the messages, the controls and how many replies there were.
 
-    ``steering``: a change of the model's activations while it replies. ``opening``: of the last reply, the block of
-    thinking that its prompt opened.
+    ``steering``: a change of the model's activations while it replies. ``text``, ``logprobs``, ``finish``: the newest
+    reply so far, with the block of thinking that its prompt opened.
     """
 
     sampler: OpenedModel
@@ -54,7 +42,16 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     num_replies: int = 0
     steering: Steering | None = None
-    opening: str = ""
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish = "length"
+
+    @property
+    def facts(self) -> str:
+        """``12 tokens, mean log-probability -0.52``, of the newest reply."""
+        count = len(self.logprobs)
+        mean = f", mean log-probability {sum(self.logprobs) / count:.2f}" if count else ""
+        return f"{count} tokens{mean}"
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -66,8 +63,8 @@ class Conversation:
         rest = [message for message in self.messages if message.role != "system"]
         self.messages = [Message("system", content), *rest] if content.strip() else rest
 
-    def reply(self, content: str) -> Iterator[SpokenToken]:
-        """Yield the reply to a message token by token.
+    def reply(self, content: str) -> Iterator[str]:
+        """Yield the reply to a message: the text that each token adds, maybe none.
 
         The conversation remembers both once the reply is complete or the iterator is closed; a reply that fails
         leaves it as it was. Between two tokens the model is not steered, and may serve others.
@@ -75,32 +72,31 @@ class Conversation:
         Raises:
             UsageError: a blank message, or a conversation that has no room left in the model's context.
         """
+        self.text, self.logprobs = "", []
         if not content.strip():
             raise UsageError("a message needs some text")
         tokenizer, template = self.sampler.tokenizer, self.sampler.grader.template
         asked = [*self.messages, Message("user", content)]
         prompt = encode_prompt(tokenizer, template, asked)
-        text = TextStream(tokenizer)
+        decoded, sampling = TextStream(tokenizer), self._sampling()
         key = derive_key(self.controls.seed, "chat", self.num_replies)
-        self.opening = opening_of(tokenizer, template, prompt)
-        said: list[str] = [self.opening]
-        sampling = self._sampling()
         tokens = stream(self.sampler.model, prompt, key, sampling)
+        self.text = opening_of(tokenizer, template, prompt)
         try:
             while True:
                 with nullcontext() if self.steering is None else self.steering.applied():
                     token = next(tokens, None)
                 if token is None:
                     break
-                added = "" if token.id in sampling.stop_ids else text.push(token.id)
-                if token.is_last:
-                    added += text.flush()
-                said.append(added)
-                yield SpokenToken(added, token.logprob, token.finish)
+                added = "" if token.id in sampling.stop_ids else decoded.push(token.id)
+                added += decoded.flush() if token.is_last else ""
+                self.text, self.finish = self.text + added, token.finish
+                self.logprobs.append(token.logprob)
+                yield added
         except (GeneratorExit, KeyboardInterrupt):  # Ctrl-C mostly comes while the model computes
-            self._remember(asked, "".join(said))
+            self._remember(asked)
             raise
-        self._remember(asked, "".join(said))
+        self._remember(asked)
 
     def _sampling(self) -> Sampling:
         chosen, tokenizer = self.controls, self.sampler.tokenizer
@@ -113,9 +109,9 @@ class Conversation:
             num_tokens=num_tokens_of(tokenizer),
         )
 
-    def _remember(self, asked: list[Message], text: str) -> None:
+    def _remember(self, asked: list[Message]) -> None:
         """Keep an answer without the reasoning that led to it, as chat templates do."""
-        said = self.answer_of(text)
+        said = self.answer_of(self.text)
         self.num_replies += 1
         if said.strip():
             self.messages = [*asked, Message("assistant", said)]

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
+from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.interpret.steering import has_dictionary, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.engines.models import OpenedModel, open_model
@@ -143,32 +143,28 @@ def check_offered(name: str, offered: Sequence[str], kind: str) -> str:
 
 @dataclass
 class Side:
-    """One side of the chat: a conversation with its replies so far."""
+    """One side of the chat: a conversation with its replies so far, and facts about the newest."""
 
     conversation: Conversation
     history: list[dict[str, str]] = field(default_factory=list)
     facts: str = ""
-    tokens: list[SpokenToken] = field(default_factory=list)
-
-    def speak(self, question: str) -> Iterator[None]:
-        """Extend the reply token by token; a model that cannot reply says why in ``facts``."""
-        self.tokens, self.facts = [], ""
-        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
-        try:
-            for token in self.conversation.reply(question):
-                self.tokens.append(token)
-                self.history[-1]["content"] = self.text
-                yield
-        except PosttrainError as error:
-            self.facts = str(error)
-            return
-        mean = sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
-        self.facts = f"{len(self.tokens)} tokens, mean log-probability {mean:.2f}"
 
     @property
     def text(self) -> str:
         """The newest reply."""
-        return self.conversation.opening + "".join(token.text for token in self.tokens)
+        return self.conversation.text
+
+    def speak(self, question: str) -> Iterator[None]:
+        """Extend the reply token by token; a model that cannot reply says why in ``facts``."""
+        self.facts = ""
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
+        try:
+            for _ in self.conversation.reply(question):
+                self.history[-1]["content"] = self.text
+                yield
+            self.facts = self.conversation.facts
+        except PosttrainError as error:
+            self.facts = str(error)
 
 
 def answer(
@@ -207,9 +203,10 @@ def answer(
         replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
         yield current
     for side in current:
-        if scorer is not None and side.tokens and side.conversation.messages:
+        said = side.conversation
+        if scorer is not None and said.logprobs and said.messages:
             turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
-            (reward,) = scorer.score([Example("chat", turns)], [side.text], [side.tokens[-1].finish])
+            (reward,) = scorer.score([Example("chat", turns)], [side.text], [said.finish])
             side.facts += f", reward {reward:.3f}"
             yield current
 
