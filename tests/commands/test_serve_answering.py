@@ -41,6 +41,12 @@ def order(
     return Job("id", "completions", (prompt,), opened.sampling(limit, temperature), seed)
 
 
+async def answer_to(answerer: Answerer, job: Job) -> Answer:
+    (answer,) = answers = answerer.begin(job)
+    await answerer.complete(answers)
+    return answer
+
+
 @pytest.fixture
 def batches(opened: OpenedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of each call of the engine: prompts, and tokens of the longest completion."""
@@ -61,8 +67,8 @@ def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel, b
     other = order(opened, (50, 51), temperature=0.5)
 
     async def together() -> Any:
-        left = asyncio.create_task(answerer.answer(orders[0]))
-        working = [asyncio.create_task(answerer.answer(one)) for one in [*orders, other]]
+        left = asyncio.create_task(answer_to(answerer, orders[0]))
+        working = [asyncio.create_task(answer_to(answerer, one)) for one in [*orders, other]]
         await asyncio.sleep(0)
         left.cancel()  # who hangs up is not answered
         return await asyncio.gather(*working)
@@ -70,11 +76,8 @@ def test_requests_that_wait_together_are_sampled_together(opened: OpenedModel, b
     whole = run(together)
     assert [size for size, _ in batches] == [5, 1], "those of equal options in one batch"
 
-    async def alone(one: Job) -> Any:
-        return await Answerer(opened).answer(one)
-
-    for (answer,), one in zip(whole, [*orders, other], strict=True):
-        (again,) = run(lambda one=one: alone(one))
+    for answer, one in zip(whole, [*orders, other], strict=True):
+        again = run(lambda one=one: answer_to(Answerer(opened), one))
         assert (answer.ids, answer.text, answer.finish) == (again.ids, again.text, again.finish)
         assert answer.logprobs == pytest.approx(again.logprobs, abs=1e-5)
 
@@ -87,11 +90,11 @@ def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_comple
     jobs = [Job("id", "chat", ((30, 31 + i),), unending if i else opened.sampling(4, 0.0), i) for i in range(3)]
 
     async def work() -> None:
-        left = [asyncio.create_task(answerer.answer(job)) for job in jobs[1:]]
+        left = [asyncio.create_task(answer_to(answerer, job)) for job in jobs[1:]]
         await asyncio.sleep(0.1)
         for task in left:
             task.cancel()
-        (answer,) = await answerer.answer(jobs[0])
+        answer = await answer_to(answerer, jobs[0])
         assert len(answer.ids) == 4
 
     run(work)
@@ -114,11 +117,11 @@ def test_a_failure_reaches_everyone_of_its_batch_and_nobody_else(
     async def work() -> list[Any]:
         warm = [order(opened, (30 + i, 31)) for i in range(2)]
         asked = [*warm, order(opened, (30, 31), temperature=0.0)]
-        return await asyncio.gather(*(answerer.answer(one) for one in asked), return_exceptions=True)
+        return await asyncio.gather(*(answer_to(answerer, one) for one in asked), return_exceptions=True)
 
     first, second, third = run(work)
     assert str(first) == str(second) == "the weights have diverged"
-    assert len(third[0].ids) > 0
+    assert len(third.ids) > 0
 
 
 def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(
@@ -132,11 +135,11 @@ def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(
         stream = answerer.stream(answer)
         async for _ in stream:
             if len(answer.ids) == 3:
-                await answerer.answer(order(opened, (40, 41)))  # a whole answer, in the middle of the stream
+                await answer_to(answerer, order(opened, (40, 41)))  # a whole answer, in the middle of the stream
             if len(answer.ids) == 5:
                 break
         await stream.aclose()
-        await answerer.answer(order(opened, (40, 41)))
+        await answer_to(answerer, order(opened, (40, 41)))
 
     run(work)
     assert (len(answer.ids), len(batches)) == (5, 2)

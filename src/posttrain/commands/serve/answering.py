@@ -111,7 +111,7 @@ class Answerer:
     def __init__(self, opened: OpenedModel) -> None:
         self.opened, self.context = opened, opened.context_tokens
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._waiting: list[tuple[Job, asyncio.Future[list[Answer]]]] = []
+        self._waiting: list[tuple[Sequence[Answer], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -122,52 +122,46 @@ class Answerer:
         """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
         return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in job.keys]
 
-    async def answer(self, job: Job) -> list[Answer]:
-        """Return the answers of ``begin``, whole. Cancelling this ends their sampling.
+    async def complete(self, answers: Sequence[Answer]) -> None:
+        """Draw the answers of one job whole. Cancelling this ends their sampling.
 
         Raises:
             PosttrainError: what the engine raises.
         """
-        answered: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((job, answered))
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((answers, done))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._work_off())
-        return await answered
+        await done
 
     async def _work_off(self) -> None:
         """Sample what waits, jobs of equal options together, until nothing does."""
         await asyncio.sleep(GATHER_SECONDS)
         while self._waiting:
-            sampling = self._waiting[0][0].sampling
-            batch = [one for one in self._waiting if one[0].sampling == sampling and not one[1].done()]
-            self._waiting = [one for one in self._waiting if one[0].sampling != sampling]
-            if not batch:
+            sampling = self._waiting[0][0][0].job.sampling
+            equal = [one for one in self._waiting if one[0][0].job.sampling == sampling]
+            self._waiting = [one for one in self._waiting if one not in equal]
+            rows = [(answer, done) for answers, done in equal if not done.done() for answer in answers]
+            if not rows:
                 continue
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, batch)
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, rows, sampling)
             await asyncio.wait([work])
-            for index, (_, answered) in enumerate(batch):
-                if answered.done():
-                    continue
-                if (error := work.exception()) is not None:
-                    answered.set_exception(error)
-                else:
-                    answered.set_result(work.result()[index])
+            for _, done in equal:
+                if not done.done() and (error := work.exception()) is not None:
+                    done.set_exception(error)
+                elif not done.done():
+                    done.set_result(None)
 
-    def _sample(self, batch: Sequence[tuple[Job, asyncio.Future[list[Answer]]]]) -> list[list[Answer]]:
-        """Return the answers to each job; rows of one that is cancelled meanwhile end at once."""
-        rows = [(job, answered, prompt) for job, answered in batch for prompt in job.prompts]
+    def _sample(self, rows: Sequence[tuple[Answer, asyncio.Future[None]]], sampling: Sampling) -> None:
+        """Draw answers together; one whose job is cancelled meanwhile ends at once."""
         engine = self.opened.engine
         if isinstance(engine, NativeEngine):
             engine.is_abandoned = lambda row: rows[row][1].cancelled()
-        keys = [job.keys for job, _, _ in rows]
-        groups = engine.generate([prompt for _, _, prompt in rows], keys, batch[0][0].sampling)
-        completions = (completion for group in groups for completion in group)
-        answers = [self.begin(job) for job, _ in batch]
-        for answer, completion in zip((one for own in answers for one in own), completions, strict=True):
+        prompts, keys = [answer.prompt for answer, _ in rows], [[answer.key] for answer, _ in rows]
+        for (answer, _), (completion,) in zip(rows, engine.generate(prompts, keys, sampling), strict=True):
             for i, token in enumerate(completion.ids):
                 if answer.finish is None:
                     answer.push(token, completion.logprobs[i], is_last=i + 1 == len(completion.ids))
-        return answers
 
     async def stream(self, answer: Answer) -> AsyncGenerator[str, None]:
         """Draw an answer token by token; yield the text that each adds.

@@ -245,7 +245,8 @@ class Api:
     async def _respond(self, request: Request, job: Job, stream: bool) -> Response:
         if stream:
             return StreamingResponse(self._events(job), media_type="text/event-stream")
-        answers = await _unless_gone(request, self.answerer.answer(job))
+        answers = self.answerer.begin(job)
+        await _unless_gone(request, self.answerer.complete(answers))
         choices = []
         for index, answer in enumerate(answers):
             choice = {
@@ -355,8 +356,8 @@ def _error_response(error: PosttrainError) -> Response:
     return JSONResponse(_error_body(error), getattr(error, "status", 400 if isinstance(error, UsageError) else 500))
 
 
-async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Return the result of the work; cancel it when the client hangs up.
+async def _unless_gone(request: Request, work: Awaitable[None]) -> None:
+    """Wait for the work; cancel it when the client hangs up.
 
     Raises:
         ClientDisconnect: it has.
@@ -371,7 +372,7 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
-        return working.result()
+        working.result()
     finally:
         working.cancel()
         gone.cancel()

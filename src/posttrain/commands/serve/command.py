@@ -47,12 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_address(parser, 8000)
     add_template(parser)
-    parser.add_argument("--api-key", nargs="?", const="", metavar="KEY",
-                        help="answer only who sends it; needed with --host (without a value: made up)")  # fmt: skip
-    parser.add_argument("--record", type=new_place, metavar="FILE",
-                        help="add every answer to this JSONL file: ids, log-probabilities")  # fmt: skip
-    parser.add_argument("--max-requests", type=positive, default=64, metavar="N",
-                        help="at a time; others get HTTP 503 (default: 64)")  # fmt: skip
+    about = "answer only who sends it; needed with --host (without a value: made up)"
+    parser.add_argument("--api-key", nargs="?", const="", metavar="KEY", help=about)
+    about = "add every answer to this JSONL file: ids, log-probabilities"
+    parser.add_argument("--record", type=new_place, metavar="FILE", help=about)
+    about = "at a time; others get HTTP 503 (default: 64)"
+    parser.add_argument("--max-requests", type=positive, default=64, metavar="N", help=about)
     parser.add_argument("--max-tokens", type=positive, help="longest answer where a request does not say")
 
 
@@ -63,11 +63,10 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_address(parser, 8000)
     parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
-    parser.add_argument("--follows", nargs="?", const="nccl", choices=("nccl", "files", "gloo"),
-                        help="for a run in training, which hands over its weights (engine.url): from GPU to GPU "
-                             "(default), by files of this machine's memory, or by the plug-in of contrib/")  # fmt: skip
-    parser.add_argument("--module", metavar="PYTHON", nargs="?", const="python",
-                        help="start it as a module of this Python, for CPU builds without `vllm serve`")  # fmt: skip
+    about = "for a run in training, which sends its weights (engine.url): nccl (default), files, or gloo of contrib/"
+    parser.add_argument("--follows", nargs="?", const="nccl", choices=("nccl", "files", "gloo"), help=about)
+    about = "start it as a module of this Python, for CPU builds without `vllm serve`"
+    parser.add_argument("--module", metavar="PYTHON", nargs="?", const="python", help=about)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
