@@ -36,12 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NUM_HELD_OUT", 5)
 
 
-@pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time of a demo this small."""
-    monkeypatch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
-
-
 @pytest.mark.usefixtures("small")
 def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--runs-dir", str(tmp_path), "--seed", "3", "--quiet"]) == 0
@@ -62,26 +56,14 @@ def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.Captu
     recipe = RunDirectory(tmp_path / "demo-grpo").read_recipe()
     assert recipe["model"]["name"] == str(tmp_path / "demo-sft")  # GRPO starts from what SFT left
     assert (recipe["train"]["seed"], RunDirectory(tmp_path / "demo-sft").read_recipe()["train"]["seed"]) == (3, 3)
-
-
-@pytest.mark.usefixtures("small", "without_pictures")
-def test_make_plan_continues_an_unfinished_demo_and_else_takes_fresh_names(tmp_path: Path) -> None:
-    arguments = ["demo", "--runs-dir", str(tmp_path), "--quiet"]
-    assert main(arguments) == 0
+    # the next one has fresh names, unless this one is unfinished and of the same seed
     directory = RunDirectory(tmp_path / "demo-grpo")
+    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo-2"
     status = directory.read_status()
     assert status is not None
     directory.write_status(replace(status, state="interrupted"))
-    assert demo.make_plan(tmp_path, 0, REASONING).grpo == tmp_path / "demo-grpo"
-    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
-    directory.write_status(status)
-    assert main(arguments) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-grpo-2", "demo-sft", "demo-sft-2"]
-    first, second = (json.loads((tmp_path / name / "demo.json").read_text()) for name in ("demo-grpo", "demo-grpo-2"))
-    for facts in (first, second):
-        for results in facts["results"].values():
-            results.pop("seconds")
-    assert first["results"] == second["results"]  # the same seed tells the same story
+    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo"
+    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"
 
 
 def test_the_outcome_follows_the_figures() -> None:
@@ -97,7 +79,7 @@ def test_the_outcome_follows_the_figures() -> None:
     assert same.startswith("In this run it found nothing that the intervals could tell from chance")
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "no_curves")
 def test_the_story_of_the_calculator_measures_all_three_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
