@@ -60,7 +60,7 @@ any key of the recipe is an option:
   posttrain train my-recipe.yaml --dry-run
 """
 DATA_EPILOG = """\
-options of the task go behind its name:
+options of the task follow its name:
   posttrain data show stories --n 2000 --model tiny --plot
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
@@ -243,7 +243,7 @@ COMMANDS = {
        for name, body, text in (
            ("list", "show:run_list", "every run: where it stands, what it came from, what it takes up"),
            ("show", "show:run_show", "one run or comparison in full"),
-           ("compare", "show:run_compare", "runs beside one another: where their recipes differ, and what came out"),
+           ("compare", "show:run_compare", "runs side by side: where their recipes differ, and what came out"),
            ("tag", "change:run_tag", "give a run tags, or take them away"),
            ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
            ("delete", "change:run_delete", "delete runs or comparisons"),

@@ -126,6 +126,9 @@ def test_plain_progress_prints_about_twenty_lines() -> None:
         "step 20/401 | reward 0.200 | accuracy 10.0% | tokens/s: generate 12,000 · update 30,000 | 3m 10s left"
     )
     assert "step 401/401" in lines[-2]
+    dropped = start(dropped={"longer than the context": 7, "without an answer": 0}, resumed_from=12)
+    line = "40 steps on 5,000 examples; dropped: 7 longer than the context; resumed after step 12"
+    assert progress.line_of("start", dropped) == line
     assert lines[-1] == "finished after step 401, 3m 20s; steps: generate 60% · update 40%"
 
 

@@ -53,8 +53,8 @@ Results = Mapping[str, float]
 class Story:
     """Three models of one story: ``tiny``, the same after demonstrations, and that after reinforcement learning.
 
-    ``sft``, ``grpo``: recipes; their runs are called ``run`` with ``-sft`` and ``-grpo`` behind it. ``texts`` are said
-    before each of the three, ``descriptions`` stand in the report. ``shares``: results that the line of a model names,
+    ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. ``texts`` are printed before each
+    of the three, ``descriptions`` stand in the report. ``shares``: results that the line of a model names,
     with words for each. ``outcome``: one sentence from the figures before and after reinforcement learning.
     """
 

@@ -91,7 +91,7 @@ class Answer:
             self.finish = "length"
         certain = min(places) if places else len(self._held) - (0 if self.finish else self._open_length())
         if self.job.call_tag and self.finish is None and (place := self._held.find(self.job.call_tag)) >= 0:
-            certain = min(certain, place)  # a call is told with the last token
+            certain = min(certain, place)  # a call is returned with the last token
         added, self._held = self._held[:certain], self._held[certain:]
         self.text += added
         return added

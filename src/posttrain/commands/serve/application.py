@@ -32,6 +32,7 @@ from posttrain.render import Piece, stop_ids
 from posttrain.render.assistant import opening_of
 from posttrain.render.encoding import encode_pieces, markers_of
 
+DISCONNECT_SECONDS = 0.2  # between two looks whether a client is still there
 WILDCARDS = ("0.0.0.0", "::")
 # By endpoint: the beginning of ids, and the name of the form, whole and in a stream.
 FORMS = {
@@ -362,17 +363,11 @@ async def _unless_gone(request: Request, work: Awaitable[None]) -> None:
     Raises:
         ClientDisconnect: it has.
     """
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    working = asyncio.ensure_future(work)
     try:
-        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
+        while not (await asyncio.wait([working], timeout=DISCONNECT_SECONDS))[0]:
+            if await request.is_disconnected():
+                raise ClientDisconnect
         working.result()
     finally:
         working.cancel()
-        gone.cancel()

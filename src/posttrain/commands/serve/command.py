@@ -24,7 +24,7 @@ from posttrain.commands.options import (
 from posttrain.errors import UsageError
 
 EPILOG = """\
-any program that can ask OpenAI can ask this one; give it the address that is printed, with /v1 behind it:
+any program that can ask OpenAI can ask this one; give it the address that is printed:
   posttrain serve runs/tiny-grpo --record asked.jsonl
   posttrain evaluate tiny --engine vllm --engine.url http://127.0.0.1:8000
 for large models on GPUs, the line of a vLLM server:
