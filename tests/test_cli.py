@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, _how_to_go_on, build_parser, main, parse, split_overrides
+from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
 
 
@@ -31,12 +30,9 @@ def test_overrides_are_told_from_the_commands_own_options() -> None:
     assert overrides == [("train.lr", "1e-4"), ("objective", "grpo"), ("rewards.0.weight", "-1")]
 
 
-def test_a_value_may_hold_equals_signs_and_spaces() -> None:
+def test_overrides_hold_anything_and_end_at_two_dashes() -> None:
     _, overrides = split_overrides(["--template.preamble=a = b", "--x.y", "c d"], [], ANY)
     assert overrides == [("template.preamble", "a = b"), ("x.y", "c d")]
-
-
-def test_everything_after_two_dashes_is_the_commands_own() -> None:
     assert split_overrides(["tiny", "--", "--train.lr"], [], ANY) == (["tiny", "--", "--train.lr"], [])
 
 
@@ -66,13 +62,8 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["train", "tiny/grpo", "--resum"], "--resum: this key needs a value. Did you mean --resume?"),
         (["pipeline", "tiny"], "`posttrain pipeline` was removed. Use `posttrain sweep` with the same name or file"),
         (["train", "tiny/gropo"], "no recipe file or shipped recipe 'tiny/gropo'. Did you mean 'tiny/grpo'?"),
-        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
-        (["train", "grpo-gsm8k", "--train.lrr", "1"], "command line: train.lrr: section 'train' has no key 'lrr'."),
-        (["train", "grpo-gsm8k", "--train.lr", "fast"], "command line: train.lr: "),
         (["train", "grpo-gsm8k", "--trian.lr", "1"], "a recipe has no key 'trian'. Did you mean 'train'?"),
         (["train", "grpo-gsm8k", "--objective.clip_hihg", "1"], "no key 'clip_hihg'. Did you mean 'clip_high'?"),
-        (["train", "grpo-gsm8k", "--objective", "gropo"], "no objective named 'gropo'. Did you mean 'grpo'?"),
-        (["recipes", "show", "grpo-gsm8"], "Did you mean 'grpo-gsm8k'?"),
         (["recipes", "show"], "give the recipe's name"),
         (["explain", "gropo"], "nothing is called 'gropo'. Did you mean 'grpo'?"),
         (["explain", "sycophancy"], "'sycophancy' was removed. Use jsonl, with your questions"),
@@ -83,7 +74,6 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
         (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
         (["train", "tiny/grpo", "train.lr=1"], "'train.lr=1' is no option of `posttrain train`, or an argument too "
          "many. Did you mean --train.lr 1? See `posttrain train --help`"),
-        (["sweep", "rl/grpo", "rl/rloo"], "'rl/rloo' is no option of `posttrain sweep`, or an argument too many."),
         (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
         (["evaluate", "tiny", "--task", "rows.jsonl"],
          "Rows of your own are --task jsonl, with the file as --task.path. Known:"),
@@ -107,13 +97,6 @@ def test_what_argparse_refuses_exits_with_2(arguments: list[str], capsys: pytest
     assert "usage: posttrain" in capsys.readouterr().err
 
 
-def test_a_malformed_recipe_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("task: stories\ndata: {batch: 2}\nobjective: cross_entropy\ntrain:\n  stepps: 3\n")
-    message = refused(capsys, "train", str(path))
-    assert message.startswith(f"{path}:5: train.stepps: section 'train' has no key 'stepps'. Did you mean 'steps'?")
-
-
 def test_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError):
         main(["train", "nowhere.yaml", "--traceback"])
@@ -132,35 +115,12 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("command", "advice"),
-    [
-        ("train tiny/grpo", "; continue with the same command and --resume"),
-        ("--traceback train tiny/grpo --resume", "; continue with the same command"),
-        ("train tiny/grpo --dry-run", ""),
-        ("sae train tiny/sae", "; continue with the same command and --resume"),
-        ("sae diff a b", "; continue with the same command"),
-        ("runs resume a", "; continue with the same command"),
-        ("runs show train", ""),
-        ("data show gsm8k --task.split train", ""),
-        ("generate train --sae diff", ""),
-        ("evaluate tiny --task.split train", "; continue with the same command"),
-        ("quantize train", ""),
-    ],
-)
-def test_how_to_go_on_command_without_resume_advises_none(command: str, advice: str) -> None:
-    assert _how_to_go_on(command.split()) == advice
-
-
-@pytest.mark.parametrize(
     ("arguments", "key"),
     [
         (["preference/dpo", "--aggregate", "token_mean"], "aggregate: 'token_mean' weighs tokens"),
         (["tiny/grpo", "--train.minibatches", "5"], "train.minibatches=5 does not divide rollout.prompts=16"),
-        (["rl/grpo", "--rollout.top_p", "0.9"], "rollout.top_p: objective 'grpo' weighs tokens"),
         (["tiny/grpo", "--prompt.template", "boxed"], "rewards.1: xml_format looks at the tags of the prompt template"),
-        (["tiny/grpo", "--rollout.uniform_by", "corect"], "rollout.uniform_by: there is no reward part 'corect'. Did"),
         (["tiny/grpo-calculator", "--rewards", "[environment]"], "rewards: 'calculator' has no get_reward"),
-        (["sft-math", "--task.split", "validation"], "task.split: training on 'validation' leaves nothing"),
     ],
 )
 def test_dry_run_refuses_words_that_do_not_fit(
@@ -225,7 +185,6 @@ def test_dry_run_says_which_models_are_not_there(
     assert said("train", "tiny/grpo", "--model.name", "runs/mine") == [missing]
     assert said("train", "distillation/reverse-kl") == [f"teacher.name: there is no folder runs/tiny-grpo{behind}"]
     assert said("train", "grpo-hh-gpt2") == [f"rewards.0.run: there is no folder runs/rm-hh-gpt2{behind}"]
-    assert said("train", "tiny/grpo", "--model.name", "~nobody-by-this-name/it")[0].startswith("model.name: ")
     assert said("train", "grpo-gsm8k") == said("sweep", "tiny") == [], "a model of the hub, and what is made"
     sweep = tmp_path / "mine.yaml"
     sweep.write_text("base: {recipe: tiny/grpo, model: {name: runs/mine}}\nrows: {grpo: rl/grpo}\nseeds: 2\n")
@@ -237,50 +196,38 @@ def test_dry_run_says_which_models_are_not_there(
 def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
-    for name in ("grpo-gsm8k", "grpo-math", "sft-math", "tiny/grpo", "tiny/sft"):
-        assert name in out
+    assert all(name in out for name in ("grpo-gsm8k", "sft-math", "tiny/grpo"))
     lines = out.splitlines()
-    assert lines.count("policy gradients: posttrain train NAME") == 1
     (line,) = (line for line in lines if line.startswith("rl/dr-grpo "))
     assert "Dr. GRPO (Liu et al. 2025): no division" in line
     assert lines.index("policy gradients: posttrain train NAME") < lines.index(line)
-    assert lines.index(line) < lines.index("preferences: posttrain train NAME")
     assert main(["recipes", "show", "grpo-gsm8k"]) == 0
     assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
 
 
-def test_explain_shows_equation_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "grpo"]) == 0
-    out = capsys.readouterr().out
-    assert "min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)" in out
-    assert "clip_high" in out
-    assert main(["explain", "regularize"]) == 0
-    section = capsys.readouterr().out
+def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def explained(*name: str) -> str:
+        assert main(["explain", *name]) == 0
+        return capsys.readouterr().out
+
+    grpo = explained("grpo")
+    wanted = (
+        "min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)",
+        "clip_high",
+        "recipes that use it: grpo-gsm8k, grpo-gsm8k-q",
+    )
+    assert all(text in grpo for text in wanted)
+    assert "max_grad_norm" in explained("train")
+    section = explained("regularize")
     assert "one of k1, k2, k3" in section
     assert "--regularize.kl VALUE" in section
-    assert "recipes that use it: grpo-gsm8k, grpo-gsm8k-qwen3-0.6b, " in out
-
-
-def test_explain_knows_sections_kinds_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "train"]) == 0
-    assert "max_grad_norm" in capsys.readouterr().out
     for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl", "regularize")):
-        assert main(["explain", name]) == 0
-        assert capsys.readouterr().out.startswith(f"{section}  section of a recipe")
-    assert main(["explain", "preferences"]) == 0  # a default that is a line's end is one word of the table
-    assert 'step_separator    str                              "\\n"' in capsys.readouterr().out
-    assert main(["explain", "rewards"]) == 0
-    assert "xml_format" in capsys.readouterr().out
-    assert main(["explain"]) == 0
-    out = capsys.readouterr().out
-    for word in ("grpo", "correct", "r1_zero", "stories", "muon", "token_mean", "leave_one_out", "native", "rollout"):
-        assert word in out
-
-
-def test_runs_of_an_empty_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--runs-dir", str(tmp_path)]) == 0
-    assert "no runs in" in capsys.readouterr().out
-    assert "no run 'x' in" in refused(capsys, "runs", "show", "x", "--runs-dir", str(tmp_path))
+        assert explained(name).startswith(f"{section}  section of a recipe")
+    # a default that is a line's end is one word of the table
+    assert 'step_separator    str                              "\\n"' in explained("preferences")
+    assert "xml_format" in explained("rewards")
+    everything = explained()
+    assert all(word in everything for word in ("grpo", "correct", "r1_zero", "stories", "muon", "native", "rollout"))
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,22 +248,3 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch's threads are another library's there")
-@pytest.mark.parametrize(
-    ("variable", "spins"),
-    [
-        ({}, "3000"),
-        ({"GOMP_SPINCOUNT": "77"}, "77"),
-        ({"OMP_WAIT_POLICY": "passive"}, "0"),
-    ],
-)
-def test_torchs_threads_are_told_to_sleep_early_unless_the_environment_says_how(
-    variable: dict[str, str], spins: str
-) -> None:
-    clean = {key: word for key, word in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    environment = clean | {"OMP_DISPLAY_ENV": "VERBOSE"} | variable  # the library tells what it has read
-    command = [sys.executable, "-m", "posttrain", "train", "tiny/sft", "--dry-run"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

@@ -1,12 +1,11 @@
 """The command line: ``posttrain demo | train | sweep | evaluate | generate | data | recipes | explain | runs``.
 
-Only the standard library is imported here, so that ``posttrain --help`` answers at once; the body of
-each command lives in ``commands`` and is imported when it runs, and so are options that stand in a module of their own.
+Only the standard library is imported here, so that ``posttrain --help`` answers at once. The body of each command lives
+in ``commands`` and is imported when it runs, and so are options that stand in a module of their own.
 
-Whatever option a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the
-recipe itself. A user's mistake ends in one message on stderr and exit code 2, a failure of the work
-in exit code 1, Ctrl-C in 130; a traceback is shown only with ``--traceback`` or when the environment
-variable ``POSTTRAIN_TRACEBACK`` is set.
+An option that a command does not know is a key of the recipe (``--train.lr 1e-5``), checked by the recipe. A user's
+mistake ends in one message on stderr and exit code 2, a failure of the work in exit code 1, Ctrl-C in 130; a traceback
+is shown only with ``--traceback`` or when the environment variable ``POSTTRAIN_TRACEBACK`` is set.
 """
 
 from __future__ import annotations
@@ -25,21 +24,24 @@ from posttrain import __version__
 from posttrain.commands.options import (
     ACCEPT_HELP,
     Parser,
+    add_address,
     add_consent,
+    add_max_tokens,
+    add_model,
     add_runs_dir,
+    add_seed,
+    add_template,
     natural,
     new_place,
     nonnegative_float,
-    port,
     positive,
-    seed,
     share,
     shown,
 )
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
 from posttrain.untrusted import declare_from_command_line, guard_output
 
-# What a file system says of a path that cannot be: too long a name, a circle of links, a file in the place of a folder.
+# Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
 NO_SUCH_PLACE = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 DESCRIPTION = "The laboratory for language-model post-training: pure words, one loop."
@@ -51,13 +53,21 @@ start here:
   posttrain train tiny/grpo --train.lr 1e-4   train; any key of the recipe is an option
   posttrain runs                              what has been trained
 """
+TRAIN_EPILOG = """\
+any key of the recipe is an option:
+  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group 16 --objective.clip_high 0.28
+  posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
+  posttrain train my-recipe.yaml --dry-run
+"""
+DATA_EPILOG = """\
+options of the task follow its name:
+  posttrain data show stories --n 2000 --model tiny --plot
+  posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
+"""
 
-
-# How often a thread of torch's looks whether there is more work before it sleeps: read when torch is imported. By the
-# library's own 300,000 it looks for 10 ms, the slice of a core that the other threads needed: beside one computing
-# process two threads were then 3 to 4 times as slow as one; with this 1.4 times, and on idle cores 5 % slower.
+# How often a waiting thread of torch's looks for work before it sleeps: read when torch is imported. With the library's
+# 300,000, two threads next to another computing process are 3 to 4 times as slow as one; with this 1.4 times.
 SPINS = "3000"
-FORMATS = ("table", "json", "csv", "md")
 HOME = "posttrain.commands."
 ANY = ("",)
 
@@ -66,11 +76,11 @@ ANY = ("",)
 class Command:
     """A command, or an action of one.
 
-    ``help``: what ``--help`` says of it. ``body``: its module below ``HOME`` and the function that takes the namespace;
-    None: its actions have them. ``options``: who gives it its options, a function here or one named likewise; by
-    default ``add_options`` of the body's module. ``keys``: sections whose keys are options, too; ANY: all that a recipe
-    has; None: those are no options. ``models``: options that name models or runs whose weights are read: what is not
-    there is refused before a library is imported. ``tables``: they can be had in other forms. ``runs``: it opens runs.
+    ``body``: its module below ``HOME`` and the function that takes the namespace; None: its actions have them.
+    ``options``: the function that adds its options, or the place of one; by default ``add_options`` of the body's
+    module. ``keys``: sections whose keys are options, too (ANY: all of a recipe; None: none). ``models``: options that
+    name models or runs: a name that is nowhere is refused before a library is imported. ``tables``: it takes
+    ``--format``. ``runs``: it opens runs.
     """
 
     help: str
@@ -83,29 +93,27 @@ class Command:
 
 
 def imported(place: str) -> Callable[..., Any]:
-    """The function ``module:name`` below ``HOME``."""
+    """Return the function ``module:name`` below ``HOME``."""
     module, _, name = place.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"{HOME}{module}"), name)
     return function
 
 
 def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name.
+    """Return the parser of the whole command line, and those of its commands (and of actions, ``sae train``) by name.
 
     ``wanted``: the one command that gets its options (``""``: none does); by default every command.
     """
-    common: argparse.ArgumentParser = Parser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument(
         "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error arose"
     )
     form = Parser(add_help=False)
-    form.add_argument("--format", choices=FORMATS, default="table", help="of the tables (default: table)")
+    form.add_argument("--format", choices=("table", "json"), default="table", help="of the tables (default: table)")
     how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser: argparse.ArgumentParser = Parser(
-        "posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how
-    )
+    parser = Parser("posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how)
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
-    groups = {"": parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")}
+    groups: dict[str, Any] = {"": parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")}
     made: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
         group, _, own = name.rpartition(" ")
@@ -127,28 +135,10 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     return parser, made
 
 
-TRAIN_EPILOG = """\
-any key of the recipe is an option:
-  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group 16 --objective.clip_high 0.28
-  posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
-  posttrain train my-recipe.yaml --dry-run
-"""
-
-DATA_EPILOG = """\
-options of the task go behind its name:
-  posttrain data show stories --n 2000 --model tiny --plot
-  posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
-"""
-
-
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--story",
-        choices=("reasoning", "tools"),
-        default="reasoning",
-        help="what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)",
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="seed of both training runs (default: 0)")
+    about = "what is learnt: that writing the steps pays, or when a calculator does (default: reasoning)"
+    parser.add_argument("--story", choices=("reasoning", "tools"), default="reasoning", help=about)
+    add_seed(parser, "seed of both training runs")
     parser.add_argument("--quiet", action="store_true", help="no live progress")
 
 
@@ -166,43 +156,36 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain generate MODEL_OR_RUN [PROMPT] [options] [--task.key value ...] [--template.key ...]"
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, or a hub name")
+    add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)")
     parser.add_argument("--task", help="whose example is asked (default: the run's, and stories for tiny)")
-    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    add_template(parser)
     parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
-    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+    add_max_tokens(parser)
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling, and which example (default: 0)")
+    add_seed(parser, "seed of the sampling, and which example")
     imported("interpret.steering:add_steering_options")(parser)
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain chat MODEL_OR_RUN [MODEL_OR_RUN ...] [options] [--template.key value ...]"
-    help_line = "tiny, a model directory, a run, or a hub name"
-    parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="+", help=help_line)
-    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+    add_model(parser, "models", "+")
+    add_template(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message above the conversation")
     parser.add_argument("--temperature", type=nonnegative_float, default=0.7, help="0 is greedy (default: 0.7)")
     parser.add_argument("--top-p", type=share, default=1.0, help="only the likeliest tokens of this mass (default: 1)")
     parser.add_argument("--top-k", type=positive, help="only so many of the likeliest tokens (default: all)")
-    parser.add_argument("--max-tokens", type=positive, help="longest reply (default: the run's, else 256)")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
+    add_max_tokens(parser)
+    add_seed(parser)
 
 
 def _add_studio_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="MODEL_OR_RUN", nargs="*", help="who speaks (default: the first run)")
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=port, default=7860, help="default: 7860")
-    parser.add_argument(
-        "--token",
-        nargs="?",
-        const="",
-        help="admit only who has it in the link; needed with --host (default: made up)",
-    )
-    parser.add_argument(
-        "--sae", metavar="FOLDER", action="append", default=[], help="a dictionary to steer by, besides those of runs"
-    )
+    add_address(parser, 7860)
+    about = "admit only who logs in with it; needed with --host (without a value: made up)"
+    parser.add_argument("--token", nargs="?", const="", help=about)
+    about = "a dictionary to steer by, besides those of runs"
+    parser.add_argument("--sae", metavar="FOLDER", action="append", default=[], help=about)
     parser.add_argument("--browser", action="store_true", help="open it in the browser")
 
 
@@ -224,10 +207,9 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
     parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
-    parser.add_argument("--seed", type=seed, default=0, help="which examples are shown (default: 0)")
-    parser.add_argument(
-        "--plot", type=new_place, metavar="FILE", nargs="?", const="", help="draw lengths and labels as a PNG"
-    )
+    add_seed(parser, "which examples are shown")
+    about = "draw lengths and labels as a PNG"
+    parser.add_argument("--plot", type=new_place, metavar="FILE", nargs="?", const="", help=about)
 
 
 _ASKED = ("task", "template")
@@ -261,7 +243,7 @@ COMMANDS = {
        for name, body, text in (
            ("list", "show:run_list", "every run: where it stands, what it came from, what it takes up"),
            ("show", "show:run_show", "one run or comparison in full"),
-           ("compare", "show:run_compare", "runs beside one another: where their recipes differ, and what came out"),
+           ("compare", "show:run_compare", "runs side by side: where their recipes differ, and what came out"),
            ("tag", "change:run_tag", "give a run tags, or take them away"),
            ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
            ("delete", "change:run_delete", "delete runs or comparisons"),
@@ -281,14 +263,10 @@ COMMANDS = {
 }  # fmt: skip
 
 
-_RESUMABLE = ("train", "sae train")
-_CONTINUING = ("sweep", "evaluate", "feedback", "activations", "sae diff", "runs resume")
-
-
 def split_overrides(
     arguments: Sequence[str], own_options: Sequence[str], sections: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """(arguments of the command itself, dotted keys with their values).
+    """Return the arguments of the command itself, and dotted keys with their values.
 
     Every ``--key value`` or ``--key=value`` whose key is no option of the command is an override.
 
@@ -296,36 +274,28 @@ def split_overrides(
         UsageError: a key without a value, or outside ``sections`` (ANY: the recipe will judge).
     """
     own: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    keys: set[str] = set()
+    overrides: dict[str, str] = {}
     tokens = iter(arguments)
     for token in tokens:
         name, equals, value = token.partition("=")
+        key = name.removeprefix("--")
         if token == "--":
             own += [token, *tokens]
-        elif not token.startswith("--") or name in own_options:
+            continue
+        if not token.startswith("--") or name in own_options:
             own.append(token)
-        else:
-            _check_section(name, own_options, sections)
-            following = value if equals else next(tokens, None)
-            if following is None or (not equals and following.startswith("--")):
-                raise UsageError(f"{shown(name)[1:-1]}: this key needs a value.{_suggest(name, own_options)}")
-            if name in keys:
-                raise UsageError(f"{shown(name)[1:-1]}: given twice; give it once")
-            keys.add(name)
-            overrides.append((name.removeprefix("--"), following))
-    return own, overrides
-
-
-def _check_section(name: str, own_options: Sequence[str], sections: Sequence[str]) -> None:
-    if sections == ANY:
-        return
-    section, dot, _ = name.removeprefix("--").partition(".")
-    if section not in sections or not dot:
-        known = [o for o in own_options if o.startswith("--")] + [f"--{s}.KEY" for s in sections]
-        raise UsageError(
-            f"there is no option {shown(name)[1:-1]}.{_suggest(name, own_options)} Known: {', '.join(known)}"
-        )
+            continue
+        quoted = shown(name)[1:-1]
+        if sections != ANY and not ("." in key and key.partition(".")[0] in sections):
+            known = [option for option in own_options if option.startswith("--")] + [f"--{s}.KEY" for s in sections]
+            raise UsageError(f"there is no option {quoted}.{_suggest(name, own_options)} Known: {', '.join(known)}")
+        following = value if equals else next(tokens, None)
+        if following is None or (not equals and following.startswith("--")):
+            raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, own_options)}")
+        if key in overrides:
+            raise UsageError(f"{quoted}: given twice; give it once")
+        overrides[key] = following
+    return own, list(overrides.items())
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
@@ -334,7 +304,7 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The namespace of a command line; ``overrides`` holds the keys of the recipe.
+    """Return the namespace of a command line; ``overrides`` holds the keys of the recipe.
 
     Raises:
         UsageError: an unknown command (with a suggestion) or a key without a value.
@@ -352,7 +322,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         command, known = rest[start], [name for name in choices if " " not in name]
         if command == "runs":
             rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
-        actions = (f"posttrain {command}", " ".join(["posttrain", *rest[start : start + 2]]))
+        name = " ".join(rest[start : start + 2])
+        actions = (f"posttrain {command}", f"posttrain {name}")
         options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
         for gone in (*actions, *options):
             if gone in GONE:
@@ -360,7 +331,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if command not in known:
             hint = _suggest(command, known)
             raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
-        name = " ".join(rest[start : start + 2])
         name, end = (name, start + 2) if name in choices else (command, start + 1)
         if (keys := COMMANDS[name].keys) is not None:
             own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)
@@ -369,7 +339,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         key, equals, value = unknown[0].partition("=")
         hint = f" Did you mean --{key} {value}?" if equals and keys is not None else ""
-        if getattr(namespace, "action", None) == "resume" and key.startswith("--"):
+        if name == "runs resume" and key.startswith("--"):
             hint = " A run goes on by its own recipe, but for its length: --steps N."
         called = f"posttrain {name}".rstrip()
         raise UsageError(
@@ -381,28 +351,38 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return namespace
 
 
-def refuse_absent_models(namespace: argparse.Namespace) -> None:
-    """Refuse the first model or run that is nowhere.
-
-    Raises:
-        UsageError: with its name.
-    """
-    if getattr(namespace, "export_pt", None) or getattr(namespace, "import_pt", None):
-        return  # there the first argument is a folder of activations, which says itself what it is not
-    for option in COMMANDS[namespace.command].models:
-        named = getattr(namespace, option)
-        for name in [named] if isinstance(named, str) else named or ():
-            importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse a command line and run its command; return the exit code."""
+    namespace = parse(arguments)
+    if namespace.command is None:
+        return 0
+    declare_from_command_line(
+        arguments,
+        getattr(namespace, "allow_code", ()),
+        trust_remote_code=getattr(namespace, "trust_remote_code", False),
+    )
+    command = COMMANDS[namespace.command]
+    if not getattr(namespace, "export_pt", None) and not getattr(namespace, "import_pt", None):
+        for option in command.models:  # with these two, the first argument is a folder of activations
+            named = getattr(namespace, option)
+            for name in [named] if isinstance(named, str) else named or ():
+                importlib.import_module("posttrain.runs.paths").refuse_absent(namespace.runs_dir, name)
+    body = command.body or COMMANDS[f"{namespace.command} {namespace.action}"].body
+    assert body is not None, "actions have bodies"
+    if getattr(namespace, "format", "table") == "table":
+        return int(imported(body)(namespace))
+    with imported("console:tables_as_json")():
+        return int(imported(body)(namespace))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     guard_output()
-    os.environ.setdefault("PYTHON_COLORS", "0")  # of argparse and tracebacks, which would pass for text of strangers
+    os.environ.setdefault("PYTHON_COLORS", "0")  # of argparse and tracebacks, which would pass for foreign text
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    if not sys.warnoptions:  # what other packages plan for their next release is not our user's business
+    if not sys.warnoptions:  # plans of other packages for their next release
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or bool(os.environ.get("POSTTRAIN_TRACEBACK"))
@@ -411,22 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["__follow"]:  # one of several processes that train a run
             return int(importlib.import_module("posttrain.runs.launch").follow())
-        namespace = parse(arguments)
-        if namespace.command is None:
-            return 0
-        declare_from_command_line(
-            arguments,
-            getattr(namespace, "allow_code", ()),
-            trust_remote_code=getattr(namespace, "trust_remote_code", False),
-        )
-        command = namespace.command
-        refuse_absent_models(namespace)
-        body = COMMANDS[command].body or COMMANDS[f"{command} {namespace.action}"].body
-        assert body is not None, "actions have bodies"
-        if (form := getattr(namespace, "format", "table")) == "table":
-            return int(imported(body)(namespace))
-        with imported("console:tables_as")(form):
-            return int(imported(body)(namespace))
+        return run_command(arguments)
     except PosttrainError as error:
         if show_traceback:
             raise
@@ -441,19 +406,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"posttrain: {shown(str(error.filename))}: {error.strerror}; give another place or name", file=sys.stderr)
         return UsageError.exit_code
     except KeyboardInterrupt:
-        print(f"\nposttrain: interrupted{_how_to_go_on(arguments)}", file=sys.stderr)
+        is_resumable = arguments[:1] == ["train"] or arguments[:2] == ["sae", "train"]
+        advice = "; continue with the same command and --resume" if is_resumable else ""
+        print(f"\nposttrain: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
-
-
-def _how_to_go_on(arguments: Sequence[str]) -> str:
-    """What continues a command that was interrupted; nothing of one that begins anew or has done nothing yet."""
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    command = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else "".join(words[:1])
-    if "--dry-run" in arguments:
-        return ""
-    if command in _RESUMABLE:
-        return f"; continue with the same command{'' if '--resume' in arguments else ' and --resume'}"
-    return "; continue with the same command" if command in _CONTINUING else ""
 
 
 if __name__ == "__main__":

@@ -227,10 +227,7 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_model_says_in_a_chat(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.commands.chat.conversation import SpokenToken
-
-    spoken = [SpokenToken(HOSTILE, -0.1)]
-    monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter(spoken))
+    monkeypatch.setattr("posttrain.commands.chat.conversation.Conversation.reply", lambda *_: iter([HOSTILE]))
     assert show(["chat", "tiny", "--max-tokens", "2"]).count(SEEN) >= 2
 
 

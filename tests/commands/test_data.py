@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import registry
 from posttrain.cli import main
 
 ROWS = [
@@ -49,12 +48,6 @@ def test_tokens_of_a_model_and_a_choice_of_examples(capsys: pytest.CaptureFixtur
     assert "stories/train: 50,000 examples, the first 40 of which were read" in out
     assert "tokens of tiny" in out
     assert "stories/train/" not in out.replace("stories/train:", "")
-
-
-def test_the_list_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in registry.entries("task"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from posttrain.cli import build_parser, main
 from posttrain.commands import demo
 from posttrain.commands.demo import STORIES
-from posttrain.evals.generation import Evaluation
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 
@@ -37,30 +36,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NUM_HELD_OUT", 5)
 
 
-@pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time of a demo this small."""
-    monkeypatch.setattr("posttrain.commands.summary.draw_png", lambda panels, title, path: path)
-
-
-def measured(label: str, accuracy: float, low: float, high: float, worked: float) -> demo.Measured:
-    results = {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
-    return demo.Measured(label, "", Evaluation("stories/test", results, []))
-
-
 @pytest.mark.usefixtures("small")
 def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--runs-dir", str(tmp_path), "--seed", "3", "--quiet"]) == 0
     shown = capsys.readouterr().out
-    order = [
-        "1. The base model",
-        "base: ",
-        "2. Demonstrations",
-        "after SFT: ",
-        "3. Reinforcement",
-        "after GRPO: ",
-        "4. ",
-    ]
+    order = ["1. The base", "base: ", "2. Demonstrations", "after SFT: ", "3. Reinforcement", "after GRPO: ", "4. "]
     places = [shown.index(text) for text in order]
     assert places == sorted(places)
     assert shown.rstrip().endswith(f"posttrain generate {tmp_path / 'demo-grpo'}")
@@ -76,42 +56,30 @@ def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.Captu
     recipe = RunDirectory(tmp_path / "demo-grpo").read_recipe()
     assert recipe["model"]["name"] == str(tmp_path / "demo-sft")  # GRPO starts from what SFT left
     assert (recipe["train"]["seed"], RunDirectory(tmp_path / "demo-sft").read_recipe()["train"]["seed"]) == (3, 3)
-
-
-@pytest.mark.usefixtures("small", "without_pictures")
-def test_make_plan_continues_an_unfinished_demo_and_else_takes_fresh_names(tmp_path: Path) -> None:
-    arguments = ["demo", "--runs-dir", str(tmp_path), "--quiet"]
-    assert main(arguments) == 0
+    # the next one has fresh names, unless this one is unfinished and of the same seed
     directory = RunDirectory(tmp_path / "demo-grpo")
+    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo-2"
     status = directory.read_status()
     assert status is not None
     directory.write_status(replace(status, state="interrupted"))
-    assert demo.make_plan(tmp_path, 0, REASONING).grpo == tmp_path / "demo-grpo"
-    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"  # another seed is another story
-    directory.write_status(status)
-    assert main(arguments) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-grpo", "demo-grpo-2", "demo-sft", "demo-sft-2"]
-    first, second = (json.loads((tmp_path / name / "demo.json").read_text()) for name in ("demo-grpo", "demo-grpo-2"))
-    for facts in (first, second):
-        for results in facts["results"].values():
-            results.pop("seconds")
-    assert first["results"] == second["results"]  # the same seed tells the same story
+    assert demo.make_plan(tmp_path, 3, REASONING).grpo == tmp_path / "demo-grpo"
+    assert demo.make_plan(tmp_path, 1, REASONING).grpo == tmp_path / "demo-grpo-2"
 
 
 def test_the_outcome_follows_the_figures() -> None:
-    before = measured("after SFT", 0.10, 0.08, 0.13, 0.1)
-    better = measured("after GRPO", 0.97, 0.95, 0.98, 0.99)
-    assert demo.outcome(REASONING, [before, better]) == (
+    def figures(accuracy: float, low: float, high: float, worked: float) -> dict[str, float]:
+        return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
+
+    before = figures(0.10, 0.08, 0.13, 0.1)
+    assert REASONING.outcome(before, figures(0.97, 0.95, 0.98, 0.99)) == (
         "It discovered that working step by step pays: right answers went from 10% to 97%, "
         "answers that show their working from 10% to 99%."
     )
-    same = measured("after GRPO", 0.12, 0.09, 0.15, 0.1)
-    assert demo.outcome(REASONING, [before, same]).startswith(
-        "In this run it found nothing that the intervals could tell from chance"
-    )
+    same = REASONING.outcome(before, figures(0.12, 0.09, 0.15, 0.1))
+    assert same.startswith("In this run it found nothing that the intervals could tell from chance")
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "no_curves")
 def test_the_story_of_the_calculator_measures_all_three_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

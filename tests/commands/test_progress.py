@@ -17,7 +17,6 @@ from posttrain.commands.progress import (
     show_duration,
     show_evaluation,
     show_number,
-    show_parts,
     sparkline,
 )
 from posttrain.store.headline import ACCURACY, REWARD
@@ -49,22 +48,24 @@ def drive(progress: Progress, clock: Clock, steps: int = 40) -> None:
     progress("finish", {"step": steps, "reason": "finished"})
 
 
-def test_sparkline_scales_between_lowest_and_highest() -> None:
-    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0, 2.0]) == "▁▁▁"
-    assert sparkline([]) == ""
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 32, "▁▂▃▄▅▆▇█"),
+        ([2.0, 2.0, 2.0], 32, "▁▁▁"),
+        ([], 32, ""),
+        ([1e308, -1e308, 0.0], 32, "█▁▅"),
+        ([1.7e308] * 40, 2, "▁▁"),
+        ([0.0, 0.0, 10.0, 10.0], 2, "▁█"),  # means of equal stretches
+        ([0.0, math.nan, 8.0, math.inf], 32, "▁█"),
+    ],
+)
+def test_sparkline_scales_means_of_stretches(values: list[float], width: int, drawn: str) -> None:
+    assert sparkline(values, width) == drawn
 
 
-def test_sparkline_largest_floats_are_drawn() -> None:
-    assert sparkline([1e308, -1e308, 0.0]) == "█▁▅"
-    assert sparkline([1.7e308] * 40, width=2) == "▁▁"
+def test_show_number_very_large_value_takes_three_digits() -> None:
     assert (show_number(1e308, ".3f"), show_number(-1234.5, ".3f")) == ("1e+308", "-1234.500")
-
-
-def test_sparkline_averages_equal_stretches_and_leaves_out_what_is_not_finite() -> None:
-    assert sparkline([0.0, 0.0, 10.0, 10.0], width=2) == "▁█"
-    assert sparkline([0.0, math.nan, 8.0, math.inf]) == "▁█"
-    assert len(sparkline([float(i) for i in range(1000)])) == 32
 
 
 @pytest.mark.parametrize(
@@ -74,21 +75,12 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert show_duration(seconds) == text
 
 
-def test_remaining_time_counts_only_the_steps_of_this_process() -> None:
-    clock = Clock()
-    history = History(clock)
-    history.start(start(100, resumed_from=60))
-    assert history.remaining() is None
-    clock.now += 20.0
-    history.add(step(70))
-    assert history.remaining() == pytest.approx(20.0 / 10 * 30)
-
-
-def test_remaining_time_leaves_out_what_comes_before_the_first_step() -> None:
+def test_remaining_time_counts_the_steps_of_this_process_alone() -> None:
     clock = Clock()
     history = History(clock)
     history.start(start(13, resumed_from=2))
-    clock.now += 52.0  # an evaluation of the start, or one that a killed run owed
+    assert history.remaining() is None
+    clock.now += 52.0  # an evaluation before the first step
     history.add(step(3, seconds=2.0))
     assert history.remaining() == pytest.approx(20.0)
     assert history.elapsed() == pytest.approx(52.0)
@@ -104,66 +96,40 @@ def test_phases_are_shares_of_the_time_so_far() -> None:
     assert history.phases() == "generate 75% · update 25%"
 
 
-def test_evaluation_line_has_the_interval() -> None:
-    results = {
-        "n": 256.0,
-        "accuracy": 0.5,
-        "accuracy_low": 0.439,
-        "accuracy_high": 0.561,
-        "format": 1.0,
-        "num_tokens": 31.6,
-    }
-    line = show_evaluation({"step": 20, "name": "stories/validation", "headline": ACCURACY, "results": results})
-    assert line == (
-        "held-out stories/validation after 20 steps: 50.0% right [43.9%, 56.1%] · format 100% · length 32 (n = 256)"
-    )
+INTERVAL = {"n": 256.0, "accuracy": 0.5, "accuracy_low": 0.439, "accuracy_high": 0.561, "format": 1.0}
+REWARDED = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862, "kl_from_start": 2.31, "format": 1.0}
 
 
-def test_an_evaluation_without_gold_answers_is_told_by_what_is_optimized() -> None:
-    results = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862, "kl_from_start": 2.31}
-    results |= {"format": 1.0}
-    line = show_evaluation({"step": 20, "name": "hh/test", "headline": REWARD, "results": results})
-    assert line == (
-        "held-out hh/test after 20 steps: reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"
-    )
-    line = show_evaluation({"step": 20, "name": "hh/test", "headline": None, "results": {"num_tokens": 9.0}})
-    assert line == "held-out hh/test after 20 steps: length 9"
-    both = {"accuracy": 0.5, "loss": 1.25}
-    line = show_evaluation({"step": 1, "name": "sums/test", "headline": ACCURACY, "results": both})
-    assert line == "held-out sums/test after 1 steps: 50.0% right · loss 1.250"
+@pytest.mark.parametrize(
+    ("headline", "results", "line"),
+    [
+        (ACCURACY, INTERVAL, "50.0% right [43.9%, 56.1%] · format 100% (n = 256)"),
+        (REWARD, REWARDED, "reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"),
+        (None, {"num_tokens": 9.0}, "length 9"),
+        (ACCURACY, {"accuracy": 0.5, "loss": 1.25}, "50.0% right · loss 1.250"),
+    ],
+)
+def test_evaluation_line_has_the_primary_metric(headline: Any, results: dict[str, float], line: str) -> None:
+    payload = {"step": 20, "name": "x/test", "headline": headline, "results": results}
+    assert show_evaluation(payload) == f"held-out x/test after 20 steps: {line}"
 
 
 def test_plain_progress_prints_about_twenty_lines() -> None:
     out, clock = io.StringIO(), Clock()
     progress = PlainProgress(Console(file=out, width=80), clock)
-    drive(progress, clock, steps=400)
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 1 + 20 + 1
-    assert lines[0] == "400 steps on 5,000 examples"
+    progress("notice", {"message": "[bold]x[/bold]"})  # no markup
+    drive(progress, clock, steps=401)
+    note, *lines = out.getvalue().splitlines()
+    assert (note, len(lines)) == ("note: [bold]x[/bold]", 1 + 21 + 1)
+    assert lines[0] == "401 steps on 5,000 examples"
     assert lines[1] == (
-        "step 20/400 | reward 0.200 | accuracy 10.0% | tokens/s: generate 12,000 · update 30,000 | 3m 10s left"
+        "step 20/401 | reward 0.200 | accuracy 10.0% | tokens/s: generate 12,000 · update 30,000 | 3m 10s left"
     )
-    assert lines[-1] == "finished after step 400, 3m 20s; steps: generate 60% · update 40%"
-
-
-def test_plain_progress_always_shows_the_last_step() -> None:
-    out, clock = io.StringIO(), Clock()
-    drive(PlainProgress(Console(file=out, width=80), clock), clock, steps=41)
-    assert "step 41/41" in out.getvalue()
-
-
-def test_what_was_dropped_is_shown() -> None:
-    out = io.StringIO()
-    progress = PlainProgress(Console(file=out, width=80))
-    progress("start", start(dropped={"longer than the context": 7, "without an answer": 0}, resumed_from=12))
-    assert out.getvalue() == ("40 steps on 5,000 examples; dropped: 7 longer than the context; resumed after step 12\n")
-
-
-def test_model_text_in_a_notice_is_no_markup() -> None:
-    out = io.StringIO()
-    progress = PlainProgress(Console(file=out, width=80))
-    progress("notice", {"message": "[bold]x[/bold]"})
-    assert out.getvalue() == "note: [bold]x[/bold]\n"
+    assert "step 401/401" in lines[-2]
+    dropped = start(dropped={"longer than the context": 7, "without an answer": 0}, resumed_from=12)
+    line = "40 steps on 5,000 examples; dropped: 7 longer than the context; resumed after step 12"
+    assert progress.line_of("start", dropped) == line
+    assert lines[-1] == "finished after step 401, 3m 20s; steps: generate 60% · update 40%"
 
 
 def test_live_progress_shows_numbers_courses_and_where_the_time_goes() -> None:
@@ -190,21 +156,10 @@ def test_quiet_progress_passes_on_notices_only(capsys: pytest.CaptureFixture[str
     progress = choose_progress("x", quiet=True)
     drive(progress, clock, steps=3)
     progress("notice", {"message": "checkpoint step 2 does not verify"})
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "note: checkpoint step 2 does not verify\n"
-    assert progress.notices == ["checkpoint step 2 does not verify"]
+    assert capsys.readouterr() == ("", "note: checkpoint step 2 does not verify\n")
 
 
 def test_view_follows_the_terminal() -> None:
     assert isinstance(choose_progress("x", False, Console(file=io.StringIO())), PlainProgress)
     assert isinstance(choose_progress("x", False, Console(file=io.StringIO(), force_terminal=True)), LiveProgress)
     assert type(choose_progress("x", True)) is Progress
-
-
-def test_the_parts_of_a_mixture_stand_in_the_lines() -> None:
-    metrics = {"accuracy": 0.5, "easy:accuracy": 0.75, "easy:accuracy_low": 0.6, "hard:pair_accuracy": 0.25}
-    assert show_parts(metrics | {"easy:prompts": 3.0, "reward/mine:accuracy": 0.1}) == "easy 75%, hard 25%"
-    assert show_parts({"accuracy": 0.5}) == ""
-    told = show_evaluation({"name": "mixture/test", "step": 2, "results": metrics | {"n": 9.0}, "headline": None})
-    assert told.endswith("steps: by part: easy 75%, hard 25% (n = 9)")

@@ -20,42 +20,33 @@ from posttrain.types import Message
 pytestmark = pytest.mark.usefixtures("no_curves")
 
 
-def test_the_test_split_is_measured_unless_another_is_given() -> None:
-    assert choose_task(None, "tiny", None).options["split"] == "test"
-    given = Word(name="gsm8k", path="x.jsonl")
-    assert choose_task(given, "tiny", None).options == {"path": "x.jsonl", "split": "test"}
-    assert choose_task(Word(name="stories", split="validation"), "tiny", None).options["split"] == "validation"
-
-
-def test_a_run_is_measured_on_its_own_task() -> None:
-    recipe = load_recipe("tiny/grpo", [("task.max_steps", "2")])
-    word = choose_task(None, "runs/x", recipe)
-    assert (word.name, word.options["max_steps"], word.options["split"]) == ("stories", 2, "test")
-
-
-def test_a_runs_own_file_is_never_measured_on_what_was_trained() -> None:
-    recipe = load_recipe("grpo-gsm8k", [("task.path", "train.jsonl")])
-    assert choose_task(None, "runs/x", recipe).options["split"] == "validation"
-    other = choose_task(Word(name="", path="test.jsonl"), "runs/x", recipe)
-    assert other.options["path"] == "test.jsonl"
-    assert other.options["split"] == "test"
-
-
-def test_a_run_that_learnt_from_test_prompts_is_measured_on_what_was_held_out() -> None:
-    recipe = load_recipe("grpo-hh-gpt2")
-    assert recipe.task.options["test_share"] == 0.5
-    assert choose_task(None, "runs/x", recipe).options["split"] == "validation"
-    assert choose_task(None, "runs/x", load_recipe("dpo-hh-gpt2")).options["split"] == "test"
+@pytest.mark.parametrize(
+    ("task", "recipe", "options"),
+    [
+        (None, None, {"split": "test"}),
+        (Word(name="gsm8k", path="x.jsonl"), None, {"path": "x.jsonl", "split": "test"}),
+        (Word(name="stories", split="validation"), None, {"split": "validation"}),
+        (None, ("tiny/grpo", [("task.max_steps", "2")]), {"max_steps": 2, "split": "test"}),
+        (None, ("grpo-gsm8k", [("task.path", "train.jsonl")]), {"split": "validation"}),  # was trained on in part
+        (
+            Word(name="", path="test.jsonl"),
+            ("grpo-gsm8k", [("task.path", "train.jsonl")]),
+            {"path": "test.jsonl", "split": "test"},
+        ),
+        (None, ("grpo-hh-gpt2", []), {"test_share": 0.5, "split": "validation"}),  # learnt from test prompts
+        (None, ("dpo-hh-gpt2", []), {"split": "test"}),
+    ],
+)
+def test_choose_task_measures_what_was_not_trained_on(
+    task: Word | None, recipe: tuple[str, list[tuple[str, str]]] | None, options: dict[str, object]
+) -> None:
+    chosen = choose_task(task, "tiny" if recipe is None else "runs/x", load_recipe(*recipe) if recipe else None)
+    assert {key: chosen.options.get(key) for key in options} == options
 
 
 def test_a_policy_can_be_asked_where_its_judge_is_gone() -> None:
     source = ModelSource("runs/x", "x", "runs/x", Path("runs/x"), load_recipe("grpo-hh-gpt2"))
     assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct"]
-
-
-def test_a_model_that_is_no_run_needs_a_task() -> None:
-    with pytest.raises(UsageError, match="--task is needed"):
-        choose_task(None, "some/model", None)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +63,12 @@ def test_bad_words_are_refused(arguments: list[str], message: str, capsys: pytes
 
 
 def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", "tiny", "-n", "2", "--max-tokens", "8", "--seed"]
-    assert main([*arguments, "1"]) == 0
-    first = capsys.readouterr().out
-    assert main([*arguments, "1"]) == 0
-    assert capsys.readouterr().out == first
-    assert main([*arguments, "2"]) == 0
-    assert capsys.readouterr().out != first
-    assert first.count("mean log-prob") == 2
+    shown = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", "tiny", "-n", "2", "--max-tokens", "8", "--seed", seed]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]
+    assert shown[0].count("mean log-prob") == 2
 
 
 def test_generation_answers_the_prompt_that_is_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,9 +39,8 @@ def test_the_command_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_options_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    words, hint = printed(capsys, "tiny", "--gpus", "1", "--gpu-memory-utilization", "0.4", "--host", "0.0.0.0")
+    words, hint = printed(capsys, "tiny", "--gpus", "1", "--host", "0.0.0.0")
     assert words[:3] == ["CUDA_VISIBLE_DEVICES=1", "vllm", "serve"]
-    assert words[words.index("--gpu-memory-utilization") + 1] == "0.4"
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "http://127.0.0.1:8000" in hint
 
@@ -56,17 +55,13 @@ def test_a_run_and_its_checkpoint_by_name_and_path(tmp_path: Path, capsys: pytes
     assert by_name[by_name.index("--dtype") + 1] == "bfloat16", "as the run was trained"
     assert by_name[by_name.index("--served-model-name") + 1].startswith("mine-step-000010-")
     assert str(run) in hint
-    given, _ = printed(capsys, str(run), "--dtype", "float32", "--max-model-len", "99")
-    assert given[given.index("--dtype") + 1] == "float32"
-    assert given[given.index("--max-model-len") + 1] == "99"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["./nowhere"], "there is no folder './nowhere'"),
-        (["tiny", "--gpu-memory-utilization", "1.5"], "a number above 0 and at most 1 is needed"),
-        (["tiny", "--gpu-memory", "0.5"], "--gpu-memory` was removed. Use --gpu-memory-utilization"),
+        (["tiny", "--gpu-memory-utilization", "0.5"], "was removed. Use the printed line"),
         (["tiny", "--gpus", "one"], "a whole number of at least 0 is needed"),
     ],
 )

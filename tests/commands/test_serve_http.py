@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,9 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 QUESTION = "Eva starts with 19 shells. She finds 12 at the beach. How many does she have?"
 TURNS = [{"role": "user", "content": QUESTION}]
+DEEP_TOOL = b'{"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]}' % (
+    b"[" * 900 + b"]" * 900
+)
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 
 
@@ -58,15 +60,6 @@ def chat_prompt(opened: OpenedModel) -> list[int]:
     return encode_prompt(opened.tokenizer, opened.grader.template, [Message("user", QUESTION)])
 
 
-def test_the_model_has_the_name_of_its_weights(served: Served) -> None:
-    status, answer = served.ask("/v1/models")
-    assert status == 200
-    (card,) = answer["data"]
-    assert card["id"] == served_names("tiny")[0]
-    assert card["max_model_len"] == 1024
-    assert card["id"] in served.first_line
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temperature: float) -> None:
     prompt = chat_prompt(opened)
@@ -74,6 +67,10 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
     asked = {"messages": TURNS, "temperature": temperature, "seed": 7, "max_tokens": 40, "n": 2, "logprobs": True}
     status, answer = served.ask(CHAT, asked | {"return_token_ids": True, "model": "tiny"})
     assert status == 200
+    (card,) = served.ask("/v1/models")[1]["data"]
+    assert (card["id"], card["max_model_len"]) == (answer["model"], 1024)
+    assert card["id"] == served_names("tiny")[0]
+    assert card["id"] in served.first_line
     template = opened.grader.template
     for choice, own in zip(answer["choices"], wanted, strict=True):
         assert choice["message"]["content"] == decode_response(opened.tokenizer, template, own.ids)
@@ -82,11 +79,8 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
         told = [token["logprob"] for token in choice["logprobs"]["content"]]
         assert told == pytest.approx(list(own.logprobs), abs=1e-5)
     num_sampled = sum(len(own.ids) for own in wanted)
-    assert answer["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": num_sampled,
-        "total_tokens": len(prompt) + num_sampled,
-    }
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": num_sampled}
+    assert answer["usage"] == counts | {"total_tokens": len(prompt) + num_sampled}
 
 
 def test_an_evaluation_over_http_equals_one_in_process(served: Served, folder: Path) -> None:
@@ -117,7 +111,7 @@ def test_token_ids_in_and_out_with_log_probabilities_of_a_forward_pass(served: S
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"stop": ["</think>", " the"]}, {"stop": "9", "temperature": 0}, {"logprobs": True, "top_logprobs": 3}]
+    "more", [{}, {"stop": ["</think>", " the"]}, {"stop": "9", "temperature": 0}, {"logprobs": True}]
 )
 def test_a_stream_says_what_a_whole_answer_says(served: Served, more: dict[str, Any]) -> None:
     asked = {"messages": TURNS, "temperature": 1.5, "seed": 11, "max_tokens": 60, "n": 2, "return_token_ids": True}
@@ -137,33 +131,6 @@ def test_a_stream_says_what_a_whole_answer_says(served: Served, more: dict[str, 
             pieces = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             for told, wanted in zip(pieces, choice["logprobs"]["content"], strict=True):
                 assert told["logprob"] == pytest.approx(wanted["logprob"], abs=1e-5)
-                assert [top["token"] for top in told["top_logprobs"]] == [t["token"] for t in wanted["top_logprobs"]]
-
-
-def test_streams_of_texts_and_of_ids(served: Served) -> None:
-    asked = {"prompt": "Eva has", "seed": 5, "max_tokens": 9}
-    whole = served.ask(COMPLETE, asked)[1]["choices"][0]
-    assert "".join(event["choices"][0]["text"] for event in served.events(COMPLETE, asked)) == whole["text"]
-    ids = served.ask("/tokenize", {"prompt": "Eva has"})[1]["tokens"]
-    events = served.events(GENERATE, {"token_ids": ids, "sampling_params": {"seed": 5, "max_tokens": 9}})
-    drawn = [i for event in events if event["choices"] for i in event["choices"][0]["token_ids"]]
-    again = served.ask(GENERATE, {"token_ids": ids, "sampling_params": {"seed": 5, "max_tokens": 9}})[1]
-    assert drawn == again["choices"][0]["token_ids"]
-
-
-def test_an_answer_does_not_depend_on_who_else_asks(served: Served) -> None:
-    asked = [{"prompt": f"Eva has {i} shells.", "seed": i, "max_tokens": 30} for i in range(12)]
-
-    def text(body: dict[str, Any]) -> str:
-        return str(served.ask(COMPLETE, body)[1]["choices"][0]["text"])
-
-    alone = [text(body) for body in asked]
-    with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(text, asked))
-    assert together == alone
-    listed = served.ask(COMPLETE, {"prompt": [asked[3]["prompt"], asked[4]["prompt"]], "seed": 3, "max_tokens": 30})[1]
-    assert listed["choices"][0]["text"] == alone[3]
-    assert len({text({"prompt": "Eva has", "max_tokens": 30, "temperature": 2}) for _ in range(4)}) > 1, "no seed"
 
 
 def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> None:
@@ -176,11 +143,8 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
     messages = [Message("system", "Be brief."), Message("user", "What is 2 + 3?")]
     messages += [Message("assistant", "5"), Message("user", "<answer> And 4?")]
     wanted = encode_prompt(opened.tokenizer, opened.grader.template, messages)
-    assert served.ask("/tokenize", {"messages": turns})[1] == {
-        "count": len(wanted),
-        "max_model_len": 1024,
-        "tokens": wanted,
-    }
+    told = served.ask("/tokenize", {"messages": turns})[1]
+    assert told == {"count": len(wanted), "max_model_len": 1024, "tokens": wanted}
     answer = served.ask(CHAT, {"messages": turns, "temperature": 0, "max_tokens": 4})[1]
     assert answer["usage"]["prompt_tokens"] == len(wanted)
 
@@ -194,39 +158,24 @@ def test_a_conversation_and_its_tokens(served: Served, opened: OpenedModel) -> N
         (CHAT, {"messages": TURNS, "seed": "x"}, 400, "seed", "valid integer"),
         (CHAT, {"messages": TURNS, "stop": ""}, 400, "stop", "an empty text"),
         (CHAT, {"messages": TURNS, "presence_penalty": 0.5}, 400, "presence_penalty", "leave it out, or give 0"),
-        (COMPLETE, {"prompt": "x", "tools": [{"type": "function"}]}, 400, "tools", "does not do that"),
         (CHAT, {"messages": TURNS, "response_format": {"type": "json_object"}}, 400, "response_format", "does not do"),
         (CHAT, {"messages": TURNS, "model": "gpt-5"}, 404, "model", "there is no model 'gpt-5' here"),
         (CHAT, {"messages": []}, 400, None, "no messages"),
-        (CHAT, {"messages": [{"role": "user", "content": " "}]}, 400, None, "has no text"),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", "'user'"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, None, "surrogate"),
         (CHAT, {"messages": TURNS * 1001}, 400, "messages", "at most 1000 items"),
         (CHAT, {"messages": TURNS, "stop": ["x"] * 17}, 400, "stop", "at most 16 texts"),
-        (CHAT, {"messages": TURNS, "stop": ["x" * 1001]}, 400, "stop", "at most 16 texts of at most 1000 characters"),
         (CHAT, {}, 400, "messages", "required"),
         (CHAT, [1], 400, None, "not an object"),
-        (CHAT, b"{", 400, None, "no JSON"),
         (CHAT, b"[" * 100_000, 400, None, "no JSON"),
         (CHAT, b'"\xff"', 400, None, "no JSON"),
         (CHAT, b'{"metadata": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "messages", "required"),
-        (
-            CHAT,
-            b'{"messages": [], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": '
-            + b"[" * 900
-            + b"]" * 900
-            + b"}}}]}",
-            400,
-            None,
-            "nested too deeply",
-        ),
+        (CHAT, DEEP_TOOL, 400, None, "nested too deeply"),
         (COMPLETE, {"prompt": "x " * 3000}, 400, None, "maximum context length is 1024"),
         (COMPLETE, {"prompt": [9_999]}, 400, None, "token id 9999"),
-        (COMPLETE, {"prompt": [-1]}, 400, None, "token id -1"),
         (COMPLETE, {"prompt": []}, 400, None, "is empty"),
-        (COMPLETE, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         (COMPLETE, {"prompt": "x", "echo": True}, 400, "echo", "does not do that"),
-        (COMPLETE, {"prompt": "x" * 900_000}, 400, None, "900,000 characters"),
+        (CHAT, {"messages": TURNS, "logprobs": True, "top_logprobs": 3}, 400, "top_logprobs", "give 0"),
         (COMPLETE, {"prompt": ["x"] * 9, "n": 99}, 400, "n", "at most 256"),
         (GENERATE, {"token_ids": [5], "sampling_params": {"min_tokens": 3}}, 400, "min_tokens", "does not do that"),
         ("/tokenize", {}, 400, "prompt", "one of prompt and messages"),
@@ -251,9 +200,9 @@ def test_answers_are_recorded_with_ids_and_log_probabilities(served: Served, fol
         "prompt": "Eva \u001b[2J has",
         "seed": 21,
         "max_tokens": 8,
+        "n": 2,
         "return_token_ids": True,
         "logprobs": 0,
-        "n": 2,
     }
     _, whole = served.ask(COMPLETE, asked)
     served.events(COMPLETE, asked | {"n": 1})

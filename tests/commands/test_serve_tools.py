@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from calling_model import make_player, make_shown, play, questions
 from posttrain import registry
 from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Episode
 from posttrain.engines.episodes import Episodes, Stage, build_stage
 from posttrain.engines.models import open_model
 from posttrain.engines.scripted import ScriptedEngine
@@ -31,7 +30,7 @@ from serving import Served, serving
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
-from posttrain.commands.serve.answering import Answer, Job, Token
+from posttrain.commands.serve.answering import Answer, Job
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import BadRequest, ChatRequest, read_request
 
@@ -57,10 +56,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(runs: Path) -> Iterator[Served]:
     with serving(runs.parent, str(runs / "silent"), "--record", "asked.jsonl") as server:
         yield server
-
-
-def played(runs: Path, name: str, question: str) -> Episode:
-    return play(runs / name, question)
 
 
 def answered(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,7 +85,7 @@ def conversed(served: Served, question: str, **more: Any) -> tuple[list[dict[str
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_served_conversation_is_the_rollout_of_training(served: Served, runs: Path, question: str) -> None:
     """Token for token, all turns and what was told between them."""
-    episode = played(runs, "silent", question)
+    episode = play(runs / "silent", question)
     assert [len(turn.calls) for turn in episode.turns] == [1, 0]
     messages, choices = conversed(served, question)
     assert [choice["finish_reason"] for choice in choices] == ["tool_calls", "stop"]
@@ -104,23 +99,21 @@ def test_a_served_conversation_is_the_rollout_of_training(served: Served, runs: 
     assert messages[1]["content"] == "<think> "
     assert messages[2]["content"] == episode.turns[0].calls[0].result
     assert messages[3]["content"] == episode.turns[1].text
-
-
-def test_a_conversation_that_this_server_did_not_lead_is_written_from_its_text(served: Served, runs: Path) -> None:
-    messages, choices = conversed(served, QUESTIONS[1])
-    renamed = json.loads(json.dumps(messages[:-1]).replace(messages[1]["tool_calls"][0]["id"], "another"))
-    status, answer = served.ask(CHAT, {"messages": renamed, **OFFER, **LIMITS, "return_token_ids": True})
-    assert status == 200
-    for key in ("prompt_token_ids", "token_ids"):
-        assert answer["choices"][0][key] == choices[-1][key]
+    # one that this server did not lead is written from its text
+    renamed = json.loads(json.dumps(messages[:-1]).replace(call["id"], "another"))
+    answer = served.ask(CHAT, {"messages": renamed, **OFFER, **LIMITS, "return_token_ids": True})[1]["choices"][0]
+    assert (answer["prompt_token_ids"], answer["token_ids"]) == (
+        choices[1]["prompt_token_ids"],
+        choices[1]["token_ids"],
+    )
 
 
 def test_the_prompt_says_which_tools_there_are_unless_the_run_did_not(served: Served, runs: Path) -> None:
     body = {"messages": ASKED, **OFFER}
-    silent = list(played(runs, "silent", QUESTIONS[0]).prompt)
+    silent = list(play(runs / "silent", QUESTIONS[0]).prompt)
     assert served.ask("/tokenize", body)[1]["tokens"] == silent
     assert "tools of a request are not shown to the model" in str(served.process.stdout.readline())
-    wanted = list(played(runs, "telling", QUESTIONS[0]).prompt)
+    wanted = list(play(runs / "telling", QUESTIONS[0]).prompt)
     assert len(wanted) > len(silent)
     for name in ("telling", "shown"):
         conversations = Conversations(open_model(find_source(str(runs / name), str(runs))))
@@ -163,16 +156,6 @@ def test_a_stream_with_tools_says_what_a_whole_answer_says(served: Served, more:
             assert "<tool>" not in text
 
 
-def test_calls_of_a_stream_are_remembered_too(served: Served) -> None:
-    events = served.events(CHAT, {"messages": ASKED, **OFFER, **LIMITS, "return_token_ids": True})
-    drawn = [i for event in events for i in event["choices"][0].get("token_ids", [])]
-    calls = events[-1]["choices"][0]["delta"]["tool_calls"]
-    said = {"role": "assistant", "content": "<think> ", "tool_calls": calls}
-    told = served.ask("/tokenize", {"messages": [*ASKED, said, *answered(calls)], **OFFER})[1]["tokens"]
-    start = served.ask("/tokenize", {"messages": ASKED, **OFFER})[1]["tokens"]
-    assert told[: len(start) + len(drawn)] == [*start, *drawn]
-
-
 def test_a_question_behind_an_answer_with_tools(served: Served) -> None:
     messages, choices = conversed(served, QUESTIONS[2])
     body = {"messages": [*messages, {"role": "user", "content": QUESTIONS[3]}], **OFFER, **LIMITS}
@@ -187,34 +170,20 @@ def test_a_question_behind_an_answer_with_tools(served: Served) -> None:
 def test_an_unmodified_client_of_openai_calls_tools(served: Served, runs: Path) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    episode = played(runs, "silent", QUESTIONS[0])
+    episode = play(runs / "silent", QUESTIONS[0])
     asked: dict[str, Any] = {"model": client.models.list().data[0].id, **OFFER, **LIMITS}
-    for way in ("whole", "parts", "helper"):
-        messages: list[Any] = list(ASKED)
-        for turn in episode.turns:
-            if way == "whole":
-                message = client.chat.completions.create(messages=messages, **asked).choices[0].message
-            elif way == "helper":
-                with client.chat.completions.stream(messages=messages, **asked) as stream:
-                    message = stream.get_final_completion().choices[0].message
-            else:
-                message = gathered(list(client.chat.completions.create(messages=messages, **asked, stream=True)))
-            messages.append(message)
-            calls = message["tool_calls"] if isinstance(message, dict) else message.tool_calls or []
-            plain = [call if isinstance(call, dict) else call.model_dump() for call in calls]
-            messages += answered(plain)
-            assert [json.loads(call["function"]["arguments"])["expression"] for call in plain] == [
-                call.stated for call in turn.calls
-            ]
-        content = messages[-1]["content"] if isinstance(messages[-1], dict) else messages[-1].content
-        assert content == episode.turns[-1].text, way
-
-
-def gathered(pieces: list[Any]) -> dict[str, Any]:
-    """The message that the parts of a stream add up to."""
-    deltas = [piece.choices[0].delta for piece in pieces]
-    calls = [call.model_dump() for delta in deltas for call in delta.tool_calls or []]
-    return {"role": "assistant", "content": "".join(d.content or "" for d in deltas), "tool_calls": calls}
+    messages: list[Any] = list(ASKED)
+    for turn in episode.turns:
+        with client.chat.completions.stream(messages=messages, **asked) as stream:
+            message = stream.get_final_completion().choices[0].message
+        whole = client.chat.completions.create(messages=messages, **asked).choices[0].message
+        assert message.content == whole.content
+        messages.append(message)
+        plain = [call.model_dump() for call in message.tool_calls or []]
+        messages += answered(plain)
+        written = [json.loads(call["function"]["arguments"])["expression"] for call in plain]
+        assert written == [call.stated for call in turn.calls]
+    assert messages[-1].content == episode.turns[-1].text
 
 
 CALLED = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}}
@@ -229,28 +198,23 @@ def nested(depth: int) -> dict[str, Any]:
     return {"type": "object", "properties": {"x": schema}}
 
 
+def tool(kind: str = "function", **function: Any) -> dict[str, Any]:
+    return {"type": kind, "function": function}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    return SAID | {"tool_calls": [CALLED | {"function": {"name": "a", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
-        (
-            {"tools": [{"type": "custom", "function": {"name": "a"}}]},
-            "tools",
-            "tools.0.type: Input should be 'function'",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            "tools",
-            "tools.0.function.name: String should",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools", "function.strict"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a"}}] * 2},
-            "tools",
-            "tools.1: there is a tool named 'a'",
-        ),
+        ({"tools": [tool("custom", name="a")]}, "tools", "tools.0.type: Input should be 'function'"),
+        ({"tools": [tool(name="a b")]}, "tools", "tools.0.function.name: String should"),
+        ({"tools": [tool(name="a", strict=True)]}, "tools", "function.strict"),
+        ({"tools": [tool(name="a")] * 2}, "tools", "tools: two of them are named 'a'"),
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "Input should be 'none' or 'auto'"),
-        ({**OFFER, "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", "'none' or 'auto'"),
         ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
         ({"functions": [{"name": "a"}]}, "functions", "does not do that"),
         ({"messages": [*ASKED, TOLD]}, "messages", "messages.1: a result of a tool that was not called"),
@@ -258,26 +222,12 @@ def nested(depth: int) -> dict[str, Any]:
         ({"messages": [*ASKED, SAID, TOLD, TOLD]}, "messages", "messages.3: a result of a tool that was not called"),
         ({"messages": [*ASKED, SAID, TOLD | {"tool_call_id": "b"}]}, "messages", "messages.2: tool_call_id 'b' is no"),
         ({"messages": [*ASKED, SAID | {"tool_calls": [CALLED] * 2}, TOLD]}, "messages", "two of its calls have one id"),
-        ({"messages": [*ASKED, SAID, TOLD, ASKED[0]]}, "messages", "messages.3: behind the results"),
+        ({"messages": [*ASKED, SAID, TOLD, ASKED[0]]}, "messages", "messages.3: after the results"),
         ({"messages": [*ASKED, SAID, TOLD, {"role": "assistant", "content": "2"}]}, "messages", "nothing is left"),
         ({"messages": [*ASKED, {"role": "assistant", "content": None}]}, "messages", "content is required"),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]},
-            "messages",
-            "messages of the assistant",
-        ),
+        ({"messages": [ASKED[0] | {"tool_calls": [CALLED]}]}, "messages", "messages of the assistant"),
         ({"messages": [*ASKED, SAID, {"role": "tool", "content": "2"}]}, "messages", "has a tool_call_id"),
-        (
-            {
-                "messages": [
-                    *ASKED,
-                    SAID | {"tool_calls": [CALLED | {"function": {"name": "a", "arguments": "[1"}}]},
-                    TOLD,
-                ]
-            },
-            "messages",
-            "messages.1.tool_calls.0.function.arguments: they are the text of a JSON object",
-        ),
+        ({"messages": [*ASKED, calling("[1"), TOLD]}, "messages", "messages.1.tool_calls.0.function.arguments: they"),
     ],
 )
 def test_what_cannot_be_done_with_tools_is_told_by_name(
@@ -289,7 +239,7 @@ def test_what_cannot_be_done_with_tools_is_told_by_name(
     assert answer["error"]["param"] == param
 
 
-@pytest.mark.parametrize("depth", [200, 300, 400, 480, 5000])
+@pytest.mark.parametrize("depth", [200, 480, 5000])
 def test_a_deep_schema_is_shown_or_refused(depth: int) -> None:
     """Whatever else, nothing breaks: there are no messages, and that is what is said of one that can be shown."""
     tools = [{"type": "function", "function": {"name": "deep", "parameters": nested(depth)}}]
@@ -345,11 +295,11 @@ def call_text(conversations: Conversations, expression: str, *, bare: bool = Tru
 
 def answer_of(conversations: Conversations, ids: list[int]) -> Answer:
     ends = stop_ids(conversations.tokenizer, conversations.template)
-    opening, tag, tools = conversations.template.opening, conversations.call_tag, [dict(TOOL.schema)]
+    opening, tag, tools = conversations.template.opening, conversations.form.tag, [dict(TOOL.schema)]
     job = Job("", "chat", (), Sampling(900, stop_ids=ends), 0, opening=opening, call_tag=tag, tools=tools)
     answer = Answer(conversations.tokenizer, job)
     for i, token in enumerate(ids, start=1):
-        answer.push(Token(token, -1.0), is_last=i == len(ids))
+        answer.push(token, -1.0, is_last=i == len(ids))
     return answer
 
 
@@ -387,13 +337,12 @@ def test_every_template_writes_what_an_episode_holds(name: str, thought: str) ->
         answer = answer_of(conversations, ids)
         assert answer.text == turn.text
         said = conversations.read(answer)
-        assert [json.loads(call["function"]["arguments"])["expression"] for call in said.tool_calls] == [
+        messages.append(said)
+        calls = said.get("tool_calls", [])
+        assert [json.loads(call["function"]["arguments"])["expression"] for call in calls] == [
             json.loads(call.stated)["expression"] if call.stated.startswith("{") else call.stated for call in turn.calls
         ]
-        messages.append(
-            {"role": "assistant", "content": said.content} | ({"tool_calls": said.tool_calls} if said.calls else {})
-        )
-        results = zip(said.tool_calls, turn.calls, strict=True)
+        results = zip(calls, turn.calls, strict=True)
         told = [{"role": "tool", "tool_call_id": one["id"], "content": call.result} for one, call in results]
         messages += reversed(told)  # in any order
 
@@ -402,18 +351,18 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
     conversations = made("r1_zero")
     ids = [i for c in " <tool>calculator: 2 + 3</tool>" for i in conversations.tokenizer.encode(c)] + [0]
     said = conversations.read(answer_of(conversations, ids))
+    (call,) = said["tool_calls"]
     start = conversations.encode(read_request(ChatRequest, {"messages": ASKED}).messages, [])
 
     def after(**changes: Any) -> list[int]:
-        message = {"role": "assistant", "content": said.content, "tool_calls": said.tool_calls} | changes
-        told = {"role": "tool", "tool_call_id": said.calls[0][0], "content": "5"}
-        asked = read_request(ChatRequest, {"messages": [*ASKED, message, told]})
+        told = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+        asked = read_request(ChatRequest, {"messages": [*ASKED, said | changes, told]})
         return conversations.encode(asked.messages, [])
 
     assert after()[: len(start) + len(ids)] == [*start, *ids]
-    assert after(content=[{"type": "text", "text": said.content}])[: len(start) + len(ids)] == [*start, *ids]
+    assert after(content=[{"type": "text", "text": said["content"]}])[: len(start) + len(ids)] == [*start, *ids]
     function = {"name": "calculator", "arguments": '{"expression": "2 + 4"}'}
-    for changes in ({"content": "<think> Hm. "}, {"tool_calls": [said.tool_calls[0] | {"function": function}]}):
+    for changes in ({"content": "<think> Hm. "}, {"tool_calls": [call | {"function": function}]}):
         changed = after(**changes)
         assert changed[: len(start)] == start
         assert changed[: len(start) + len(ids)] != [*start, *ids]
@@ -445,9 +394,10 @@ def test_what_is_no_call_stays_text(text: str, content: str | None, calls: list[
     conversations = made("plain")
     ids = [*conversations.tokenizer.encode(text, add_special_tokens=False), 0]
     said = conversations.read(answer_of(conversations, ids))
-    assert said.content == content
-    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in said.tool_calls] == calls
-    assert len({c["id"] for c in said.tool_calls}) == len(calls)
+    found = said.get("tool_calls", [])
+    assert said["content"] == content
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in found] == calls
+    assert len({c["id"] for c in found}) == len(calls)
 
 
 def test_a_description_can_become_no_special_token() -> None:

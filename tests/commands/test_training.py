@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import answer_of, chapter_of, note_on, seconds_of, write_summary
+from posttrain.commands.summary import answer_of, chapter_of, note_on, write_summary
 from posttrain.recipes.recipe import load_recipe
 from posttrain.render.template import build_template
 from posttrain.store.headline import ACCURACY
-from posttrain.store.metrics import EvaluationPoint, MetricsRow
+from posttrain.store.metrics import EvaluationPoint
 from posttrain.store.rollouts import RecordedRollout
 
 RECIPE = """\
@@ -55,9 +55,6 @@ def test_a_run_leaves_records_curves_results_and_report(place: Path) -> None:
     assert report.count("before training</span>") == 5
     assert f"posttrain generate {run}" in report
     assert "Held-out problems, never trained on. Before the first update and after the last." in report
-
-
-def test_what_was_trained_on_is_not_called_unseen() -> None:
     points = [EvaluationPoint(step, f"nim/{split}", {}) for step in (0, 2) for split in ("validation", "train")]
     assert note_on(points, ACCURACY).startswith("Held-out problems, but nim/train: of the split that was trained on.")
 
@@ -88,21 +85,6 @@ def test_runs_are_listed_and_shown(place: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "12 in 3 steps" in shown  # 2 prompts × 2 answers × 3 steps
     assert "held-out stories/validation after 3 steps" in shown
-
-
-def test_a_missing_data_file_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = place / "nowhere"
-    arguments = ["train", "grpo-gsm8k", "--model.name", "tiny", "--task.path", "no/such.jsonl", "--runs-dir", str(runs)]
-    assert main([*arguments, "--model.adapter", "null"]) == 2
-    assert "no/such.jsonl" in capsys.readouterr().err
-
-
-def test_time_is_that_of_steps_and_evaluations() -> None:
-    rows = [
-        MetricsRow(0, {"eval/x/n": 1.0}, {"evaluation_seconds": 2.0}),
-        MetricsRow(1, {"loss": 1.0}, {"step_seconds": 3.0, "update_seconds": 1.0}),
-    ]
-    assert seconds_of(rows) == 5.0
 
 
 def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:

@@ -1,15 +1,12 @@
-"""``posttrain data``: which data there are, and what is in them."""
+"""``posttrain data``: the data sets, and the contents of one."""
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
 
 from posttrain import registry
 from posttrain.commands.console import Text, open_console, plain_table
@@ -17,7 +14,6 @@ from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_words
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.sections import Word
 from posttrain.render import encode_plain
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
@@ -31,7 +27,7 @@ WHOLE_TASK = 10**9
 
 
 def run_data(arguments: argparse.Namespace) -> int:
-    """List the tasks, or show what one of them holds."""
+    """List the tasks, or show the contents of one."""
     console = open_console()
     if arguments.action == "list":
         _print_tasks(console)
@@ -42,16 +38,21 @@ def run_data(arguments: argparse.Namespace) -> int:
     arguments.task = arguments.name
     word = chosen_words(arguments)["task"]
     task = build_task(word, "task")
-    measure, unit = _choose_measure(arguments.model)
+    tokenizer = None if arguments.model is None else load_tokenizer(arguments.model)
+    unit = "characters" if tokenizer is None else f"tokens of {arguments.model}"
+
+    def measure(text: str) -> int:
+        return len(text if tokenizer is None else encode_plain(tokenizer, text))
+
     stats = describe_task(task, measure, n=arguments.n or WHOLE_TASK)
     if stats.num_read == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
-    print_description(console, task, stats, unit, arguments.max_tokens)
+    _print_description(console, task, stats, unit, arguments.max_tokens)
     for example in random_examples(task, arguments.examples, arguments.seed):
-        print_example(console, example)
+        _print_example(console, example)
     if arguments.plot is not None:
         title = f"{task.name}/{task.split}: {stats.num_read:,} examples"
-        target = Path(arguments.plot or _picture_name(word))
+        target = Path(arguments.plot or f"data-{word.name.replace(':', '-')}.png")
         if target.suffix and target.suffix.lower() not in PICTURES:
             kinds = ", ".join(PICTURES)
             raise UsageError(f"--plot: {target}: no picture can be written as {target.suffix}; use {kinds}")
@@ -59,17 +60,6 @@ def run_data(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--plot: {target}: no file can be written there; give one in a folder that is there")
         print(f"picture: {draw_png(data_panels(stats, unit), title, target, columns=2)}")
     return 0
-
-
-def _picture_name(word: Word) -> str:
-    return f"data-{word.name.replace(':', '-')}.png"
-
-
-def _choose_measure(model: str | None) -> tuple[Callable[[str], int], str]:
-    if model is None:
-        return len, "characters"
-    tokenizer = load_tokenizer(model)
-    return lambda text: len(encode_plain(tokenizer, text)), f"tokens of {model}"
 
 
 def _print_tasks(console: Console) -> None:
@@ -82,24 +72,31 @@ def _print_tasks(console: Console) -> None:
     console.print("\nLook into one: posttrain data show NAME    Its options: posttrain explain NAME")
 
 
-def print_description(console: Console, task: Task, stats: Description, unit: str, limit: int | None) -> None:
-    """Counts, lengths and balances as tables."""
+def _print_description(console: Console, task: Task, stats: Description, unit: str, limit: int | None) -> None:
+    """Print counts, lengths and balances as tables."""
     read = "" if stats.num_read == stats.num_examples else f", the first {stats.num_read:,} of which were read"
     console.print(Text.assemble((f"{task.name}/{task.split}", "bold"), f": {stats.num_examples:,} examples{read}"))
-    for reason, count in task.dropped.items():
-        console.print(Text(f"  left out: {count:,} × {reason}"))
-    for line in _facts(stats, unit, limit):
+    left_out = [f"left out: {count:,} × {reason}" for reason, count in task.dropped.items()]
+    for line in (*left_out, *_facts(stats, unit, limit), *task.notices):
         console.print(Text(f"  {line}"))
-    for line in task.notices:
-        console.print(Text(f"  {line}"))
+    tables = []
     if task.keys:
+        tables.append(plain_table("key of the rows", "what was done with it", right=("rows",)))
+        for (key, done), count in sorted(task.keys.items()):
+            tables[0].add_row(Text(key), Text(done), f"{count:,}")
+    names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
+    tables.append(plain_table(unit, right=("texts", *names, "mean")))
+    for part, values in stats.lengths.items():
+        cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
+        tables[-1].add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
+    labels = {f"labels of {name}": counts for name, counts in stats.labels.items()}
+    for name, counts in (labels | stats.kinds).items():
+        tables.append(plain_table(name, right=("count", "share")))
+        for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+            tables[-1].add_row(Text(value), f"{count:,}", f"{count / counts.total():.1%}")
+    for table in tables:
         console.print()
-        console.print(_key_table(task.keys))
-    console.print()
-    console.print(_length_table(stats, unit))
-    for name, counts in _counted(stats):
-        console.print()
-        console.print(_count_table(name, counts))
+        console.print(table)
 
 
 def _facts(stats: Description, unit: str, limit: int | None) -> list[str]:
@@ -126,58 +123,21 @@ def _facts(stats: Description, unit: str, limit: int | None) -> list[str]:
     return lines
 
 
-def _counted(stats: Description) -> list[tuple[str, Counter[str]]]:
-    return [(f"labels of {name}", counts) for name, counts in stats.labels.items()] + list(stats.kinds.items())
-
-
-def _key_table(keys: Mapping[tuple[str, str], int]) -> Table:
-    """Keys of the rows, those inside of messages too, each with its use."""
-    table = plain_table("key of the rows", "what was done with it", right=("rows",))
-    for (key, done), count in sorted(keys.items()):
-        table.add_row(Text(key), Text(done), f"{count:,}")
-    return table
-
-
-def _length_table(stats: Description, unit: str) -> Table:
-    names = [{0.0: "least", 0.5: "median", 1.0: "most"}.get(share, f"{share:.0%}") for share in PERCENTILES]
-    table = plain_table(unit, right=("texts", *names, "mean"))
-    for part, values in stats.lengths.items():
-        cells = [f"{percentile(values, share):,.0f}" for share in PERCENTILES]
-        table.add_row(part, f"{len(values):,}", *cells, f"{sum(values) / len(values):,.1f}")
-    return table
-
-
-def _count_table(name: str, counts: Counter[str]) -> Table:
-    table = plain_table(name, right=("count", "share"))
-    for value, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(Text(value), f"{count:,}", f"{count / counts.total():.1%}")
-    return table
-
-
-def print_example(console: Console, example: Example) -> None:
-    """One example in full."""
+def _print_example(console: Console, example: Example) -> None:
+    """Print one example in full."""
+    parts: list[tuple[str, str | None]] = [(message.role, message.content) for message in example.messages]
+    parts += [("solution", example.solution), ("response", example.demonstration)]
+    parts.append((f"answer (grader {example.grader})", example.answer))
+    for response in example.responses:
+        steps = zip(response.steps, response.step_labels, strict=True)
+        lines = [f"  [{label}] {step.strip()}" for step, label in steps] or [response.text]
+        lines += [response.answer] if response.answer is not None else []
+        parts.append((f"response, score {response.score:g}", "\n".join(lines)))
+    shown = {key: value for key, value in example.meta.items() if isinstance(value, str | int | float | list | tuple)}
+    parts.append(("meta", ", ".join(f"{key} {value}" for key, value in shown.items()) or None))
     console.print()
     console.print(Rule(Text(example.id), align="left"))
-    for message in example.messages:
-        _print_part(console, message.role, message.content)
-    if example.solution is not None:
-        _print_part(console, "solution", example.solution)
-    if example.demonstration is not None:
-        _print_part(console, "response", example.demonstration)
-    if example.answer is not None:
-        _print_part(console, f"answer (grader {example.grader})", example.answer)
-    for response in example.responses:
-        _print_part(console, f"response, score {response.score:g}", "" if response.steps else response.text)
-        for step, label in zip(response.steps, response.step_labels, strict=True):
-            console.print(Text(f"  [{label}] {step.strip()}"))
-        if response.answer is not None:
-            console.print(Text(response.answer))
-    shown = {key: value for key, value in example.meta.items() if isinstance(value, str | int | float | list | tuple)}
-    if shown:
-        _print_part(console, "meta", ", ".join(f"{key} {value}" for key, value in shown.items()))
-
-
-def _print_part(console: Console, name: str, text: str) -> None:
-    console.print(Text(name, style="cyan"))
-    if text:
-        console.print(Text(text))
+    for name, text in parts:
+        if text is not None:
+            console.print(Text(name, style="cyan"))
+            console.print(Text(text), end="\n" if text else "")

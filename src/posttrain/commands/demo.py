@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -46,20 +46,16 @@ NUM_TRANSCRIPTS = 6
 NUM_SHOWN = 2
 LABELS = ("base", "after SFT", "after GRPO")
 
-# The stories: which recipes, what is said of them, and what became of it.
-
-StoryName = Literal["reasoning", "tools"]
 Results = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Story:
-    """Three models of one story: ``tiny``, what demonstrations made of it, and what reward made of that.
+    """Three models of one story: ``tiny``, the same after demonstrations, and that after reinforcement learning.
 
-    ``sft``, ``grpo``: recipes; their runs are called ``run`` with ``-sft`` and ``-grpo`` behind it. ``texts`` are said
-    before each of the three, ``descriptions`` stand beside their figures; ``told``: which results of the evaluation are
-    told as well, and what is said of each share. ``outcome`` tells in one sentence, from the
-    figures before and after reinforcement learning, what it changed.
+    ``sft``, ``grpo``: recipes; their runs are called ``run``-sft and ``run``-grpo. ``texts`` are printed before each
+    of the three, ``descriptions`` stand in the report. ``shares``: results that the line of a model names,
+    with words for each. ``outcome``: one sentence from the figures before and after reinforcement learning.
     """
 
     run: str
@@ -70,11 +66,11 @@ class Story:
     texts: tuple[str, str, str]
     descriptions: tuple[str, str, str]
     outcome: Callable[[Results, Results], str]
-    told: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, str] = field(default_factory=dict)
 
 
 def reasoning_outcome(before: Results, after: Results) -> str:
-    """Whether working step by step was discovered."""
+    """Say whether working step by step was discovered."""
     change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
     if "worked" in before and "worked" in after:
         change += f", answers that show their working from {before['worked']:.0%} to {after['worked']:.0%}"
@@ -84,7 +80,7 @@ def reasoning_outcome(before: Results, after: Results) -> str:
 
 
 def tools_outcome(before: Results, after: Results) -> str:
-    """Whether it was discovered when a call pays."""
+    """Say whether it was discovered when a call pays."""
     large, small = (f"{size}:accuracy" for size in ("large", "small"))
     change = (
         f"of the large sums {before[large]:.0%} were right before and {after[large]:.0%} after, with "
@@ -96,7 +92,7 @@ def tools_outcome(before: Results, after: Results) -> str:
     return f"In this run it did not find out when a tool pays, as far as the intervals tell: {change}."
 
 
-STORIES: Mapping[StoryName, Story] = {
+STORIES: Mapping[str, Story] = {
     "reasoning": Story(
         run="demo",
         sft="tiny/sft",
@@ -147,7 +143,7 @@ STORIES: Mapping[StoryName, Story] = {
             "was told right or wrong; a call costs a little",
         ),
         outcome=tools_outcome,
-        told={
+        shares={
             "small:accuracy": "of the small sums",
             "small:called": "of these by a call",
             "large:accuracy": "of the large ones",
@@ -167,29 +163,25 @@ class Plan:
     sft_recipe: Recipe
     grpo_recipe: Recipe
 
-
-@dataclass(frozen=True)
-class Measured:
-    """A model of the story with its held-out evaluation."""
-
-    label: str
-    description: str
-    evaluation: Evaluation
+    @property
+    def problems(self) -> str:
+        """The seed of the problems in brackets, where their task has one: under another they are other problems."""
+        seed = self.grpo_recipe.task.options.get("seed")
+        return "" if seed is None else f" (task.seed {seed})"
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Tell the story: measure, train, measure, train, measure, show."""
-    started = time.monotonic()
-    console = open_console()
+    """Measure, train, measure, train, measure, show."""
+    started, console = time.monotonic(), open_console()
     root, story = Path(arguments.runs_dir), STORIES[arguments.story]
     plan = make_plan(root, arguments.seed, story)
     word = plan.grpo_recipe.task
     task = build_task(Word(name=word.name, **(word.options | {"split": "test"})))
-    stages: list[Measured] = []
-    for title, text, folder, recipe in (
-        ("1. The base model", story.texts[0], None, plan.sft_recipe),
-        ("2. Demonstrations (SFT)", story.texts[1], plan.sft, plan.sft_recipe),
-        ("3. Reinforcement learning (GRPO)", story.texts[2], plan.grpo, plan.grpo_recipe),
+    stages: dict[str, Evaluation] = {}
+    for label, title, text, folder, recipe in (
+        (LABELS[0], "1. The base model", story.texts[0], None, plan.sft_recipe),
+        (LABELS[1], "2. Demonstrations (SFT)", story.texts[1], plan.sft, plan.sft_recipe),
+        (LABELS[2], "3. Reinforcement learning (GRPO)", story.texts[2], plan.grpo, plan.grpo_recipe),
     ):
         _say(console, title, text)
         if folder is not None and _train(recipe, folder, arguments.quiet).reason != "finished":
@@ -198,16 +190,21 @@ def run_demo(arguments: argparse.Namespace) -> int:
             console.print(Text(what, style="yellow"))
             return INTERRUPTED
         source = find_source(recipe.model.name if folder is None else str(folder), root)
-        stages.append(_measure(console, replace(source, recipe=plan.grpo_recipe), task, plan, LABELS[len(stages)]))
+        stages[label] = _measure(replace(source, recipe=plan.grpo_recipe), task, label)
+        console.print(Text(_line(label, stages[label].results, story), style="bold"))
     seconds = time.monotonic() - started
     transcripts = side_by_side(stages, plan.grpo_recipe)
     report = write_story(plan, stages, transcripts, arguments.seed, seconds)
-    _show_end(console, plan, stages, transcripts, report, seconds)
+    _show_end(console, plan, stages, transcripts)
+    console.print(Text(f"\n{outcome(story, stages)} {show_duration(seconds)} in all."))
+    # What is to be opened or typed stays on one line, however narrow the terminal.
+    console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
+    console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
     return 0
 
 
 def make_plan(root: Path, seed: int, story: Story) -> Plan:
-    """Fresh names, or those of the newest demo of the same recipes that did not finish."""
+    """Choose fresh names, or those of the newest demo of the same recipes that did not finish."""
     for count in itertools.count(1):
         suffix = "" if count == 1 else f"-{count}"
         sft, grpo = root / f"{story.run}-sft{suffix}", root / f"{story.run}-grpo{suffix}"
@@ -231,104 +228,95 @@ def _can_continue(folder: Path, recipe: Recipe) -> bool:
 
 def _train(recipe: Recipe, folder: Path, quiet: bool) -> RunResult:
     is_there = (folder / "recipe.yaml").is_file()
-    with choose_progress(folder.name, quiet) as progress:
-        result = launch(
-            recipe, root=folder.parent, name=folder.name, recipe_name=folder.name, resume=is_there, observer=progress
-        )
+    name = folder.name
+    with choose_progress(name, quiet) as progress:
+        result = launch(recipe, root=folder.parent, name=name, recipe_name=name, resume=is_there, observer=progress)
     write_summary(folder)
     return result
 
 
-def _measure(console: Console, source: ModelSource, task: Task, plan: Plan, label: str) -> Measured:
-    """A model on the task as reinforcement learning asks it, with its environment where it has one."""
-    max_tokens = plan.grpo_recipe.rollout.max_tokens if plan.grpo_recipe.rollout is not None else None
+def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
+    """Evaluate a model on the task as reinforcement learning asks it, with its environment where it has one."""
+    assert source.recipe is not None
+    assert source.recipe.rollout is not None
+    max_tokens = source.recipe.rollout.max_tokens
     model = open_model(source).on_stage(None)
     evaluation = measure(model, task, Drawing(n=NUM_HELD_OUT, max_tokens=max_tokens))
-    if model.source.run is not None:
-        settings = {
-            "model": model.label,
-            "label": label,
-            "split": task.split,
-            "temperature": 0.0,
-            "max_tokens": max_tokens,
-        }
-        folder = model.source.run / "evaluation" / f"{task.name}-{task.split}"
+    if source.run is not None:
+        settings: dict[str, Any] = {"model": model.label, "label": label, "split": task.split}
+        settings |= {"temperature": 0.0, "max_tokens": max_tokens}
+        folder = source.run / "evaluation" / f"{task.name}-{task.split}"
         EvaluationStore(folder, settings).finish(evaluation, write_page)
-    r = evaluation.results
-    parts = [f"{r[key]:.0%} {said}" for key, said in plan.story.told.items() if key in r]
+    return evaluation
+
+
+def _line(label: str, r: Results, story: Story) -> str:
+    parts = [f"{r[key]:.0%} {said}" for key, said in story.shares.items() if key in r]
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
-    line = (
+    return (
         f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right (95 % interval {r['accuracy_low']:.1%} "
         f"to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."
     )
-    console.print(Text(line, style="bold"))
-    return Measured(label, plan.story.descriptions[LABELS.index(label)], evaluation)
 
 
-def side_by_side(stages: Sequence[Measured], recipe: Recipe) -> list[Transcript]:
-    """The first held-out problems, answered by every model; nothing is picked."""
+def side_by_side(stages: Mapping[str, Evaluation], recipe: Recipe) -> list[Transcript]:
+    """Return the first held-out problems with the answers of every model."""
     extract = build_template(recipe.prompt.template).extract
-    by_id = [{r.example.id: r for r in stage.evaluation.rollouts} for stage in stages]
-    shared = [key for key in by_id[-1] if all(key in rollouts for rollouts in by_id)]
+    by_id = {label: {r.example.id: r for r in evaluation.rollouts} for label, evaluation in stages.items()}
+    shared = [key for key in by_id[LABELS[-1]] if all(key in rollouts for rollouts in by_id.values())]
     transcripts = []
     for key in shared[:NUM_TRANSCRIPTS]:
-        rollouts = [rows[key] for rows in by_id]
-        answers = [
-            Answer(
-                label=stage.label,
+        answers = []
+        for label, rollouts in by_id.items():
+            rollout = rollouts[key]
+            answer = Answer(
+                label=label,
                 text=show_turns(rollout.turns, rollout.failures) or rollout.text,
                 is_right=rollout.parts["correct"] == 1.0,
                 extracted=extract(rollout.text),
                 num_tokens=rollout.completion.num_own,
                 is_cut=rollout.completion.finish == "length",
             )
-            for stage, rollout in zip(stages, rollouts, strict=True)
-        ]
-        example = rollouts[0].example
-        transcripts.append(Transcript(example.messages[-1].content, example.answer, answers))
+            answers.append(answer)
+        transcripts.append(Transcript(rollout.example.messages[-1].content, rollout.example.answer, answers))
     return transcripts
 
 
 def write_story(
-    plan: Plan, stages: Sequence[Measured], transcripts: Sequence[Transcript], seed: int, seconds: float
+    plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript], seed: int, seconds: float
 ) -> Path:
-    """``report.html`` and ``demo.json`` in the folder of the GRPO run; returns the report's path."""
-    results = {stage.label: stage.evaluation.results for stage in stages}
-    content = {"seed": seed, "seconds": seconds, "evaluation": stages[0].evaluation.name, "results": results}
+    """Write ``report.html`` and ``demo.json`` into the folder of the GRPO run; return the report's path."""
+    story, name = plan.story, stages[LABELS[0]].name
+    results = {label: evaluation.results for label, evaluation in stages.items()}
+    content = {"seed": seed, "seconds": seconds, "evaluation": name, "results": results}
     replace_file(plan.grpo / "demo.json", json.dumps(content, indent=1).encode() + b"\n", durable=False)
-    about = f"{stages[0].evaluation.results['n']:.0f} problems of the test split{_asked(plan)}"
+    about = f"{results[LABELS[0]]['n']:.0f} problems of the test split{plan.problems}"
     report = Report(
-        title=plan.story.title,
-        lead=plan.story.lead + outcome(plan.story, stages),
-        stages=[Stage(stage.label, stage.description, stage.evaluation.results) for stage in stages],
+        title=story.title,
+        lead=story.lead + outcome(story, stages),
+        stages=[Stage(label, text, results[label]) for label, text in zip(LABELS, story.descriptions, strict=True)],
         stages_note=f"{about}, the same for all; greedy decoding.",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
         chapters=[
-            chapter_of(plan.grpo, "Reinforcement learning, step by step", plan.story.texts[2]),
-            chapter_of(plan.sft, "The demonstrations before it", plan.story.texts[1]),
+            chapter_of(plan.grpo, "Reinforcement learning, step by step", story.texts[2]),
+            chapter_of(plan.sft, "The demonstrations before it", story.texts[1]),
         ],
         environment=last_start(RunDirectory(plan.grpo)),
         commands=[
             ("ask the trained model", f"posttrain generate {plan.grpo}"),
             ("ask the one that guesses", f"posttrain generate {plan.sft}"),
             ("read the equation", "posttrain explain grpo"),
-            ("change something", f"posttrain train {plan.story.grpo} --model.name {plan.sft} --rollout.group 16"),
+            ("change something", f"posttrain train {story.grpo} --model.name {plan.sft} --rollout.group 16"),
             ("see all runs", "posttrain runs"),
         ],
     )
     return write_html(render_report(report), plan.grpo / "report.html")
 
 
-def outcome(story: Story, stages: Sequence[Measured]) -> str:
-    """What reinforcement learning changed, in one sentence that follows the figures."""
-    return story.outcome(stages[-2].evaluation.results, stages[-1].evaluation.results)
-
-
-def _asked(plan: Plan) -> str:
-    """From which seed the problems follow, where their task has one: under another they are other problems."""
-    seed = plan.grpo_recipe.task.options.get("seed")
-    return "" if seed is None else f" (task.seed {seed})"
+def outcome(story: Story, stages: Mapping[str, Evaluation]) -> str:
+    """Return the effect of reinforcement learning in one sentence that follows the figures."""
+    return story.outcome(stages[LABELS[1]].results, stages[LABELS[2]].results)
 
 
 def _say(console: Console, title: str, text: str) -> None:
@@ -337,14 +325,9 @@ def _say(console: Console, title: str, text: str) -> None:
 
 
 def _show_end(
-    console: Console,
-    plan: Plan,
-    stages: Sequence[Measured],
-    transcripts: Sequence[Transcript],
-    report: Path,
-    seconds: float,
+    console: Console, plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript]
 ) -> None:
-    what = f"The same problems{_asked(plan)}, none of which was trained on. Greedy decoding."
+    what = f"The same problems{plan.problems}, none of which was trained on. Greedy decoding."
     _say(console, "4. The three, side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")
@@ -354,8 +337,5 @@ def _show_end(
             table.add_column(Text.assemble(f"{answer.label}: ", verdict), ratio=1)
         table.add_row(*(Text(answer.text + (" …" if answer.is_cut else "")) for answer in transcript.answers))
         console.print(table)
-    print_table(console, results_table([Row(s.label, None, s.evaluation.name, s.evaluation.results) for s in stages]))
-    console.print(Text(f"\n{outcome(plan.story, stages)} {show_duration(seconds)} in all."))
-    # What is to be opened or typed stays on one line, however narrow the terminal.
-    console.print(Text(f"report: {report}\ncurves: {plan.grpo / 'curves.png'}"), soft_wrap=True)
-    console.print(Text("Now ask it yourself:  ").append(f"posttrain generate {plan.grpo}", "bold cyan"), soft_wrap=True)
+    rows = [Row(label, None, evaluation.name, evaluation.results) for label, evaluation in stages.items()]
+    print_table(console, results_table(rows))

@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from posttrain.recipes.sections import Section, Word, task_words
 from posttrain.registry import HOMES, Entry, entries, find, kinds_of, suggest
 from posttrain.sweeps.file import training_recipe_names
 
-# What a kind is for and where it stands in a recipe.
+# By kind: its key in a recipe, and its purpose.
 KINDS: dict[str, tuple[str, str]] = {
     "objective": ("objective", "a loss: one value per token (or pair, or row), never reduced"),
     "advantage": ("advantage", "what a completion's reward is worth beside its group"),
@@ -59,7 +59,7 @@ class Option:
 
 
 def show_type(annotation: Any) -> str:
-    """An annotation as a reader would say it: ``one of 'k1', 'k2'``, ``float or none``."""
+    """Return an annotation in words: ``one of 'k1', 'k2'``, ``float or none``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation is type(None):
@@ -82,23 +82,21 @@ def show_type(annotation: Any) -> str:
 
 
 def show_default(value: Any) -> str:
-    """A default as it would stand in a recipe."""
+    """Return a default as it would stand in a recipe."""
     if isinstance(value, Word):
         return value.name
     if isinstance(value, BaseModel):
         return "see below"
     if value is None:
         return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return str(list(value))
     is_odd = isinstance(value, str) and not (value.strip() and value.isprintable())
-    return json.dumps(value) if is_odd else str(value)
+    return json.dumps(value) if is_odd or isinstance(value, bool) else str(value)
 
 
 def word_options(entry: Entry) -> list[Option]:
-    """The keyword-only parameters of a word's function: its YAML keys."""
+    """Return the keyword-only parameters of a component's function: its YAML keys."""
     options = []
     for parameter in inspect.signature(entry.function, eval_str=True).parameters.values():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -109,13 +107,11 @@ def word_options(entry: Entry) -> list[Option]:
 
 
 def section_options(section: type[BaseModel]) -> list[Option]:
-    """The keys of a section of the recipe."""
+    """Return the keys of a section of the recipe."""
     options = []
     for name, field in section.model_fields.items():
-        if field.is_required():
-            default = "required"
-        else:
-            default = show_default(field.get_default(call_default_factory=True))
+        required = field.is_required()
+        default = "required" if required else show_default(field.get_default(call_default_factory=True))
         options.append(Option(name, show_type(field.annotation) + _show_bounds(field.metadata), default))
     return options
 
@@ -132,52 +128,49 @@ def _show_bounds(metadata: Iterable[Any]) -> str:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """Every section by its dotted path: ``train``, ``model.adapter``, ...; ``recipe`` is the whole."""
-    return {"recipe": Recipe, **dict(_walk_sections(Recipe, ""))}
+    """Return every section by its dotted path: ``train``, ``model.adapter``, ...; ``recipe`` is the whole."""
+    found: dict[str, type[BaseModel]] = {"recipe": Recipe}
 
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            for candidate in (field.annotation, *typing.get_args(field.annotation)):
+                if isinstance(candidate, type) and issubclass(candidate, Section):
+                    found[f"{prefix}{name}"] = candidate
+                    walk(candidate, f"{prefix}{name}.")
 
-def _walk_sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, field in model.model_fields.items():
-        for candidate in (field.annotation, *typing.get_args(field.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, Section):
-                yield f"{prefix}{name}", candidate
-                yield from _walk_sections(candidate, f"{prefix}{name}.")
+    walk(Recipe, "")
+    return found
 
 
 def sections_with(name: str) -> list[str]:
-    """The sections with a key called so (``kl``, ``regularize.kl``), or with one whose value it may be (``lora``)."""
-    found: dict[str, None] = {}
-    for section, model in sections().items():
-        for key, field in model.model_fields.items():
-            if name in (key, f"{section}.{key}", *_choices(field.annotation)):
-                found[section] = None
-    return [*found]
-
-
-def words_with(name: str) -> list[tuple[Entry, Option]]:
-    """The components with an option called so: alone, or after the component or the key where it stands."""
-    place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
+    """Return the sections with a key ``kl`` or ``regularize.kl``, or with one whose value may be ``lora``."""
     return [
-        (entry, option)
-        for entry in _all_entries()
-        if place in ("", entry.kind, KINDS[entry.kind][0], entry.name)
-        for option in word_options(entry)
-        if option.name == key
+        section
+        for section, model in sections().items()
+        if any(
+            name in (key, f"{section}.{key}", *_choices(field.annotation)) for key, field in model.model_fields.items()
+        )
     ]
 
 
+def words_with(name: str) -> list[tuple[Entry, Option]]:
+    """Return the components with an option: named alone, or after the component or the key where it stands."""
+    place, _, key = re.sub(r"\.\d+(?=\.|$)", "", name).rpartition(".")
+    every = (entry for group in all_words().values() for entry in group.values())
+    placed = (entry for entry in every if place in ("", entry.kind, KINDS[entry.kind][0], entry.name))
+    return [(entry, option) for entry in placed for option in word_options(entry) if option.name == key]
+
+
 def all_names() -> set[str]:
-    """Everything that ``explain`` knows: words, kinds, sections, keys of both, values of keys, and recipes."""
-    fields = [(key, field) for section in sections().values() for key, field in section.model_fields.items()]
-    return {
-        *(entry.name for entry in _all_entries()),
-        *(option.name for entry in _all_entries() for option in word_options(entry)),
-        *(key for key, _ in fields),
-        *(choice for _, field in fields for choice in _choices(field.annotation) if isinstance(choice, str)),
-        *sections(),
-        *KINDS,
-        *(recipe.rpartition("/")[2] for recipe in training_recipe_names()),
-    }
+    """Return all names that ``explain`` knows: components, kinds, sections, keys, values of keys, and recipes."""
+    known = {*sections(), *KINDS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
+    for section in sections().values():
+        for key, field in section.model_fields.items():
+            known |= {key, *(choice for choice in _choices(field.annotation) if isinstance(choice, str))}
+    for group in all_words().values():
+        for entry in group.values():
+            known |= {entry.name, *(option.name for option in word_options(entry))}
+    return known
 
 
 def _choices(annotation: Any) -> list[Any]:
@@ -187,42 +180,40 @@ def _choices(annotation: Any) -> list[Any]:
     return [choice for one in inner for choice in _choices(one)]
 
 
-def words_of(recipe: Recipe) -> set[tuple[str, str]]:
-    """(kind, name) of every component that a resolved recipe uses, its defaults included."""
-    used = {("task", part.name) for task in (recipe.task, *recipe.eval.tasks) for part in (task, *task_words(task))}
-    for path, kind in WORD_KINDS.items():
-        above, _, key = path.rpartition(".")
-        value = getattr(getattr(recipe, above) if above else recipe, key, None)
-        used |= {(kind, word.name) for word in (value if isinstance(value, list) else [value]) if word is not None}
-    return used
-
-
 def recipes_by_word() -> dict[tuple[str, str], list[str]]:
-    """The shipped recipes that use each word."""
+    """Return the shipped recipes that use each component, by (kind, name)."""
     from posttrain.train import checks  # torch, which a list of the recipes does without
 
-    by_word: dict[tuple[str, str], list[str]] = {}
+    users: dict[tuple[str, str], list[str]] = {}
     for name in training_recipe_names():
         recipe = load_recipe(name).resolve()
-        for word in words_of(recipe) | {("stream", stream) for stream in checks.words_of(recipe).needs}:
-            by_word.setdefault(word, []).append(name)
+        tasks = (recipe.task, *recipe.eval.tasks)
+        used = {("task", part.name) for task in tasks for part in (task, *task_words(task))}
+        for path, kind in WORD_KINDS.items():
+            above, _, key = path.rpartition(".")
+            value = getattr(getattr(recipe, above) if above else recipe, key, None)
+            used |= {(kind, word.name) for word in (value if isinstance(value, list) else [value]) if word is not None}
+        for word in used | {("stream", stream) for stream in checks.words_of(recipe).needs}:
+            users.setdefault(word, []).append(name)
     for name in interpretation_names("dictionary"):
-        by_word.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
-    return by_word
+        users.setdefault(("dictionary", load_sae_recipe(name).dictionary.name), []).append(name)
+    return users
 
 
 def all_words() -> dict[str, dict[str, Entry]]:
-    """Every registered word, by kind."""
+    """Return every registered component, by kind."""
     return {kind: entries(kind) for kind in HOMES}
 
 
-def _all_entries() -> list[Entry]:
-    return [entry for group in all_words().values() for entry in group.values()]
-
-
 def summary(doc: str) -> str:
-    """The first sentence of a docstring, on one line."""
+    """Return the first sentence of a docstring, on one line."""
     return " ".join(doc.strip().split("\n\n")[0].split())
+
+
+def recipes_called(name: str) -> list[str]:
+    """Return shipped recipes of this name, with or without their folder: many methods are components put together."""
+    wanted = name.replace("_", "-")
+    return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -239,14 +230,14 @@ def run_explain(arguments: argparse.Namespace) -> int:
     named = [find("reward", name)] if ":" in name else kinds_of(name)
     recipes, shown = recipes_called(name), [name] if name in sections() else []
     having: list[tuple[Entry, Option]] = []
-    if not named and not kinds and not recipes and not shown:
-        shown, having = sections_with(name), words_with(name)
-        if not shown and not having:
-            if name in GONE:
-                raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
-            raise UnknownWord(
-                f"nothing is called {name!r}.{suggest(name, all_names())} `posttrain explain` lists everything"
-            )
+    if not (named or kinds or recipes or shown):
+        shown = sections_with(name)
+        having = words_with(name)
+    if not (named or kinds or recipes or shown or having):
+        if name in GONE:
+            raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
+        hint = suggest(name, all_names())
+        raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     for entry in named:
         _print_entry(console, entry)
     for kind in sorted(kinds):
@@ -265,12 +256,6 @@ def run_explain(arguments: argparse.Namespace) -> int:
     for recipe in recipes:
         _print_recipe(console, recipe)
     return 0
-
-
-def recipes_called(name: str) -> list[str]:
-    """Shipped recipes of this name, with or without their folder: many a method is components put together."""
-    wanted = name.replace("_", "-")
-    return [r for r in training_recipe_names() if wanted in (r, r.rpartition("/")[2])]
 
 
 def _print_heading(console: Console, name: str, what: str, doc: str | None = None) -> None:
@@ -305,10 +290,10 @@ def _print_entry(console: Console, entry: Entry) -> None:
 def _print_recipe(console: Console, name: str) -> None:
     recipe = load_recipe(name).resolve()
     _print_heading(console, name, "recipe", recipe.description.strip())
-    words = [(kind, getattr(recipe, key)) for key, kind in WORD_KINDS.items() if kind in _IN_A_METHOD]
-    words += [("selection", recipe.rollout.select)] if recipe.rollout is not None else []
+    words = {kind: getattr(recipe, key) for key, kind in WORD_KINDS.items() if kind in _IN_A_METHOD}
+    words |= {"selection": recipe.rollout.select} if recipe.rollout is not None else {}
     table = plain_table("key", "word", "what it is", show_header=False)
-    for kind, word in words:
+    for kind, word in words.items():
         if word is not None and word.name != "every":
             options = ", ".join(f"{option} {value}" for option, value in word.options.items())
             what = f"{summary(find(kind, word.name).doc)} {options}".strip()

@@ -1,11 +1,12 @@
 """Options of the command line: their types, those of ``posttrain runs``, and components (``--task NAME``).
 
-What cannot be read is refused with what would work. Only the standard library is imported here, as in ``cli``.
+A value that cannot be read is refused with one that works. Only the standard library is imported here, as in ``cli``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -19,15 +20,14 @@ if TYPE_CHECKING:  # only the standard library is imported with this module
     from posttrain.recipes.sections import Word
 
 LARGEST = 10**9
-LARGEST_PORT = 65_535
-MOST_SEEDS = 1000
+MAY_BE_EMPTY = ("system",)  # options for which an empty text means nothing
 ACCEPT_HELP = "resume although recipe or records are others than when the checkpoint was saved"
 _SHOWN_CHARS = 60
 _LONGEST_NAME = 255  # bytes, of a file or folder on any common file system
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options are given once and not empty, unless they say otherwise (``nargs``, ``may_be_empty``)."""
+    """A parser whose options are given once and not empty, unless they say otherwise (``nargs``, ``MAY_BE_EMPTY``)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -49,25 +49,14 @@ class Parser(argparse.ArgumentParser):
         super().error(message if len(message) < 2000 else f"{message[:1000]} ... {message[-500:]}")
 
 
-# Where nothing is something, such as no system message.
-MAY_BE_EMPTY = ("system",)
-
-
 class _StoreOnce(argparse._StoreAction):
-    """Keeps a value, once: of two, one would be lost without a word."""
+    """Stores a value and refuses a second one, which would replace it silently."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if option_string is not None:
-            seen: set[str] = namespace.__dict__.setdefault("_given", set())
-            if self.dest in seen:
-                raise argparse.ArgumentError(self, "given twice; give it once")
-            seen.add(self.dest)
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        seen: set[str] = namespace.__dict__.setdefault("_given", set())
+        if option_string is not None and self.dest in seen:
+            raise argparse.ArgumentError(self, "given twice; give it once")
+        seen.add(self.dest)
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -102,26 +91,52 @@ def folder_of_runs(text: str) -> str:
 
 
 def add_runs_dir(parser: argparse.ArgumentParser, default: str = "runs") -> None:
-    """Give a parser the option that says where runs are."""
     help_line = "where run directories are (default: runs)"
     parser.add_argument("--runs-dir", type=folder_of_runs, default=default, metavar="DIR", help=help_line)
 
 
 def add_consent(parser: argparse.ArgumentParser) -> None:
-    """Code that a stored recipe names, and the Python of a model: neither runs without being asked for here."""
-    parser.add_argument(
-        ALLOW_CODE,
-        metavar="MODULE:FUNCTION[@FOLDER]",
-        action="append",
-        default=argparse.SUPPRESS,
-        help="a function that a run's recipe names, and that may be imported (again for another)",
-    )
-    parser.add_argument(
-        TRUST_REMOTE_CODE,
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="run the Python that comes with a model (no recipe can ask for it)",
-    )
+    """Add the options that allow code of a stored recipe, and the Python of a model."""
+    own: dict[str, Any] = {"metavar": "MODULE:FUNCTION[@FOLDER]", "action": "append", "default": argparse.SUPPRESS}
+    parser.add_argument(ALLOW_CODE, help="a function that a run's recipe names, and that may be imported", **own)
+    remote = "run the Python that comes with a model (no recipe can ask for it)"
+    parser.add_argument(TRUST_REMOTE_CODE, action="store_true", default=argparse.SUPPRESS, help=remote)
+
+
+def add_model(parser: argparse.ArgumentParser, name: str = "model", nargs: str | None = None) -> None:
+    about = "tiny, a model directory, a run, one of its checkpoints, or a hub name"
+    parser.add_argument(name, metavar="MODEL_OR_RUN", nargs=nargs, help=about)
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--template", help="prompt template (default: the run's, else r1_zero)")
+
+
+def add_seed(parser: argparse.ArgumentParser, what: str = "seed of the sampling") -> None:
+    parser.add_argument("--seed", type=seed, default=0, help=f"{what} (default: 0)")
+
+
+def add_max_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+
+
+def add_address(parser: argparse.ArgumentParser, default_port: int) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=port, default=default_port, help=f"default: {default_port}")
+
+
+def refuse_open_host(host: str, is_guarded: bool, option: str) -> None:
+    """Refuse to serve others than this machine without a key.
+
+    Raises:
+        UsageError: with the option that sets one.
+    """
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if not host or not (is_local or is_guarded):
+        raise UsageError(f"--host {host!r}: others than this machine could ask; add {option}, or leave --host out")
 
 
 def names(text: str) -> list[str]:
@@ -130,8 +145,6 @@ def names(text: str) -> list[str]:
 
 
 def _whole(least: int, most: int | None) -> Callable[[str], int]:
-    """A type of option: a whole number within bounds."""
-
     def read(text: str) -> int:
         value = int(text) if text.isascii() and text.strip().isdigit() and len(text) < 4000 else -1
         if value < least:
@@ -146,8 +159,8 @@ def _whole(least: int, most: int | None) -> Callable[[str], int]:
 seed = _whole(0, None)
 natural = _whole(0, LARGEST)
 positive = _whole(1, LARGEST)
-repetitions = _whole(1, MOST_SEEDS)
-port = _whole(1, LARGEST_PORT)
+repetitions = _whole(1, 1000)
+port = _whole(1, 65_535)
 
 
 def positives(text: str) -> list[int]:
@@ -180,12 +193,12 @@ def share(text: str) -> float:
 
 
 def chosen_words(arguments: argparse.Namespace) -> dict[str, Word]:
-    """The components ``task`` and ``template`` of a command that takes one of each."""
+    """Return the components ``task`` and ``template`` of a command that takes one of each."""
     return {section: words[0] for section, words in words_of(arguments).items() if words}
 
 
 def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "template")) -> dict[str, list[Word]]:
-    """The components of some kinds that the command line names (``--task``, ``--template``), each with its options.
+    """Return the components that the command line names (``--task``, ``--template``), each with its options.
 
     ``--task.key`` belongs to the only task, or to the model's own where none is named; with several it is
     ``--task.NAME.key``.
@@ -201,24 +214,19 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
     data = {section: {name: {"name": name} for name in names or [""]} for section, names in named.items()}
     for key, value in arguments.overrides:
         section, _, rest = key.partition(".")
-        owner, own_key = _owner(section, rest, named[section])
+        own = sorted(named[section], key=len, reverse=True)
+        owner = next((name for name in own if rest.startswith(f"{name}.")), None)
+        if owner is None and len(own) > 1:
+            options = ", ".join(f"--{section}.{name}.{rest}" for name in named[section])
+            raise UsageError(f"--{section}.{rest}: several are named, so say whose option this is: {options}")
+        rest = rest if owner is None else rest.removeprefix(f"{owner}.")
+        owner = owner or (own[0] if own else "")
         wrapped: dict[str, Any] = {section: data[section][owner]}
-        apply_override(wrapped, f"{section}.{own_key}", value)
+        apply_override(wrapped, f"{section}.{rest}", value)
     words = {section: [read_word(word, f"--{section}") for word in own.values()] for section, own in data.items()}
     return {  # a name that is empty was given, and is refused where it is looked up
         section: [word for word in own if word.name or word.options or named[section]] for section, own in words.items()
     }
-
-
-def _owner(section: str, key: str, names: Sequence[str]) -> tuple[str, str]:
-    """The named component that an option belongs to, and its key there."""
-    for name in sorted(names, key=len, reverse=True):
-        if key.startswith(f"{name}."):
-            return name, key.removeprefix(f"{name}.")
-    if len(names) <= 1:
-        return (names[0] if names else ""), key
-    options = ", ".join(f"--{section}.{name}.{key}" for name in names)
-    raise UsageError(f"--{section}.{key}: several are named, so say whose option this is: {options}")
 
 
 RUNS_EPILOG = """\
@@ -234,7 +242,7 @@ a run is named by its folder under --runs-dir; one of a comparison as sweep-ppo/
 
 
 def add_runs_options(parser: argparse.ArgumentParser) -> None:
-    """Of ``runs`` itself; its actions have options of their own."""
+    """Set the text of ``runs`` itself; its actions have options of their own."""
     parser.epilog = RUNS_EPILOG
 
 
@@ -242,16 +250,9 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
     parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
-    parser.add_argument(
-        "--sort",
-        default="created",
-        metavar="KEY",
-        help="created, updated, name, state, step, accuracy, headline, size, or a metric of the last step "
-        "(default: created)",
-    )
-    parser.add_argument(
-        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
-    )
+    keys = "created (the default), updated, name, state, step, accuracy, headline, size, or a metric of the last step"
+    parser.add_argument("--sort", default="created", metavar="KEY", help=keys)
+    parser.add_argument("--limit", type=natural, metavar="N", help="the last N of a table; 0: all (default: 50)")
     parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
 
 
@@ -264,55 +265,43 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tag_options(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    parser.add_argument("name", metavar="NAME", help="the run")
     parser.add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
 
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
     parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")
-    parser.add_argument(
-        "--keep",
-        default="best,last",
-        metavar="WHICH",
-        help="best (kept in any case), last, a number of newest ones (default: best,last)",
-    )
+    which = "best (kept in any case), last, a number of newest ones (default: best,last)"
+    parser.add_argument("--keep", default="best,last", metavar="WHICH", help=which)
 
 
 def add_delete_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
-    parser.add_argument(
-        "--step", type=natural, metavar="N", action="append", help="only this checkpoint of one run; may be repeated"
-    )
+    which = "only this checkpoint of one run; may be repeated"
+    parser.add_argument("--step", type=natural, metavar="N", action="append", help=which)
     parser.add_argument("--force", action="store_true", help="even if other runs were trained from it or with it")
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
-    parser.add_argument(
-        "--to", type=new_place, metavar="PLACE", required=True, help="a new folder, or a file that ends in .tar.gz"
-    )
-    parser.add_argument(
-        "--weights", choices=("best", "last", "none"), help="which checkpoint (default: best, else last)"
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="add a LoRA adapter to its base: a model that stands alone"
-    )
+    parser.add_argument("name", metavar="NAME", help="the run")
+    place = "a new folder, or a file that ends in .tar.gz"
+    parser.add_argument("--to", type=new_place, metavar="PLACE", required=True, help=place)
+    which = "which checkpoint (default: best, else last)"
+    parser.add_argument("--weights", choices=("best", "last", "none"), help=which)
+    merged = "add a LoRA adapter to its base: a model that stands alone"
+    parser.add_argument("--merge", action="store_true", help=merged)
 
 
 def add_resume_options(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    parser.add_argument("name", metavar="NAME", help="the run")
     parser.add_argument("--steps", type=positive, metavar="N", help="go on to this step (train.steps)")
     parser.add_argument("--accept-changes", action="store_true", help=ACCEPT_HELP)
     parser.add_argument("--quiet", action="store_true", help="no progress, only notices and the result")
 
 
 def add_manage_options(parser: argparse.ArgumentParser) -> None:
-    """None: it asks."""
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the run")
+    """Add nothing: it asks."""
 
 
 def _add_removal(parser: argparse.ArgumentParser) -> None:
@@ -322,9 +311,9 @@ def _add_removal(parser: argparse.ArgumentParser) -> None:
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:
-    """The words behind ``runs`` as argparse is to read them.
+    """Return the words after ``runs`` as argparse is to read them.
 
-    Without an action, ``list`` is meant. Behind ``tag NAME``, ``-good`` is a tag to take away and no option.
+    Without an action, ``list`` is meant. After ``tag NAME``, ``-good`` is a tag to take away and no option.
     """
     words = list(arguments)
     start = 0

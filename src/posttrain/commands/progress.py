@@ -1,7 +1,7 @@
-"""What a person sees while a run trains: a live panel, plain lines, or nothing.
+"""Progress of a training run: a live panel, plain lines, or nothing.
 
-A progress is an observer (``train/files.py``): the loop calls it with an event and its facts. It
-decides nothing and a run without it is the same run.
+A progress is an observer (``train/files.py``): the loop calls it with an event and its payload. A run without it is the
+same run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -61,9 +61,9 @@ PHASES = ("generate", "score", "fill", "update")
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The course of a number in ``width`` characters at most: means of equal stretches, scaled to min and max.
+    """Draw a series in at most ``width`` characters: means of equal stretches, scaled to min and max.
 
-    Non-finite values are left out; a constant course is drawn at the lowest bar.
+    Non-finite values are left out; a constant series is drawn at the lowest bar.
     """
     finite = [v for v in values if math.isfinite(v)]
     count = min(width, len(finite))
@@ -76,7 +76,7 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 
 def show_number(value: float, form: str) -> str:
-    """A number in its format; a very large one in three digits, which would fill several lines."""
+    """Format a number; a very large one in three digits."""
     return f"{value:{form}}" if abs(value) < 1e12 else f"{value:.3g}"
 
 
@@ -90,14 +90,8 @@ def show_duration(seconds: float) -> str:
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
 
 
-def show_parts(metrics: Mapping[str, float]) -> str:
-    """``easy 83%, hard 12%``: what was right of each part of a mixture; nothing without one."""
-    names = [name for name in metrics if "/" not in name and ":" in name and name.endswith("accuracy")]
-    return ", ".join(f"{name.partition(':')[0]} {metrics[name]:.0%}" for name in names)
-
-
 def show_evaluation(payload: dict[str, Any]) -> str:
-    """One line for an evaluation: the run's headline with its 95 % interval, format, length."""
+    """Return one line for an evaluation: the primary metric with its 95 % interval, format, length."""
     results, headline = payload["results"], payload["headline"]
     parts = [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
     further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
@@ -105,22 +99,17 @@ def show_evaluation(payload: dict[str, Any]) -> str:
     for key, label, form in further:
         if results.get(key) is not None:
             parts.append(f"{label} {show_number(results[key], form)}")
-    if of_parts := show_parts(results):
-        parts.append(f"by part: {of_parts}")
     of = f" (n = {results['n']:.0f})" if "n" in results else ""
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
 
 
 class History:
-    """What a run has reported so far, and when: the state behind every view."""
+    """Metrics and times of a run so far: the state behind every view."""
 
-    def __init__(self, clock: Any = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.steps = 0
-        self.step = 0
-        self.first_step = 0
-        self.started = clock()
-        self.pace_started = self.started  # the first step, without loading and what was evaluated before it
+        self.steps = self.step = self.first_step = 0
+        self.started = self.pace_started = clock()
         self.series: dict[str, list[float]] = defaultdict(list)
         self.timing: dict[str, float] = {}
         self.seconds: dict[str, float] = defaultdict(float)
@@ -131,23 +120,21 @@ class History:
         self.started = self.pace_started = self._clock()
 
     def add(self, payload: dict[str, Any]) -> None:
-        self.step = int(payload["step"])
-        self.timing = dict(payload["timing"])
-        if self.step == self.first_step + 1:
+        self.step, self.timing = int(payload["step"]), dict(payload["timing"])
+        if self.step == self.first_step + 1:  # the pace leaves out loading and evaluations before the first step
             self.pace_started = self._clock() - self.timing.get("step_seconds", 0.0)
         for name, value in payload["metrics"].items():
             self.series[name].append(float(value))
         for name, value in self.timing.items():
-            if name.endswith("_seconds"):
-                self.seconds[name] += value
+            self.seconds[name] += value
 
     def elapsed(self) -> float:
-        return float(self._clock() - self.started)
+        return self._clock() - self.started
 
     def remaining(self) -> float | None:
-        """Seconds to the last step at the pace so far; None before the first step."""
+        """Return the seconds to the last step at the pace so far; None before the first step."""
         done = self.step - self.first_step
-        return float(self._clock() - self.pace_started) / done * (self.steps - self.step) if done else None
+        return (self._clock() - self.pace_started) / done * (self.steps - self.step) if done else None
 
     def phases(self) -> str:
         """``generate 62% · score 1% · update 37%`` of all step time so far; of both where a server samples ahead."""
@@ -156,7 +143,7 @@ class History:
         return " · ".join(f"{name} {used / total:.0%}" for name, used in spent.items() if used >= 0.005 * total)
 
     def rates(self) -> str:
-        """Tokens per second of the last step: generated, updated."""
+        """Return the tokens per second of the last step: generated, updated."""
         rates = {name: self.timing.get(f"{name}_tokens_per_second") for name in ("generate", "update")}
         parts = [f"{name} {rate:,.0f}" for name, rate in rates.items() if rate]
         if not parts and self.timing.get("tokens_per_second"):
@@ -167,23 +154,20 @@ class History:
 class Progress:
     """The quiet view, and the base of the others: notices reach stderr, nothing else is shown."""
 
-    def __init__(self, clock: Any = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.history = History(clock)
-        self.notices: list[str] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        """Nothing to put away."""
 
     def __call__(self, event: str, payload: dict[str, Any]) -> None:
         if event == "start":
             self.history.start(payload)
         elif event == "step":
             self.history.add(payload)
-        elif event == "notice":
-            self.notices.append(payload["message"])
         self.show(event, payload)
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
@@ -191,7 +175,7 @@ class Progress:
             print(self.line_of(event, payload), file=sys.stderr)
 
     def line_of(self, event: str, payload: dict[str, Any]) -> str:
-        """A line for an event of ``STYLES``: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
+        """Return a line for an event: ``finished after step 40, 1m 49s; steps: generate 43% · update 57%``."""
         if event == "start":
             return start_text(payload)
         if event == "evaluation":
@@ -201,51 +185,46 @@ class Progress:
         spent = f"; steps: {phases}" if (phases := self.history.phases()) else ""
         return f"{payload['reason']} after step {payload['step']}, {show_duration(self.history.elapsed())}{spent}"
 
-    def close(self) -> None:
-        """Nothing to put away."""
-
 
 class PlainProgress(Progress):
     """About twenty lines for a whole run: for log files and pipes."""
 
-    def __init__(self, console: Console, clock: Any = time.monotonic) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._console = console
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
-        every = max(1, self.history.steps // NUM_PLAIN_LINES)
-        if event == "step" and (self.history.step % every == 0 or self.history.step == self.history.steps):
-            say(self._console, self._step_line(payload))
+        history = self.history
+        every = max(1, history.steps // NUM_PLAIN_LINES)
+        if event == "step" and (history.step % every == 0 or history.step == history.steps):
+            metrics = payload["metrics"]
+            parts = [f"step {history.step}/{history.steps}"]
+            for name, label, form in SHOWN:
+                if name in PLAIN and name in metrics:
+                    parts.append(f"{label} {show_number(metrics[name], form)}")
+            if rates := history.rates():
+                parts.append(rates)
+            if remaining := history.remaining():
+                parts.append(f"{show_duration(remaining)} left")
+            say(self._console, " | ".join(parts))
         elif event in STYLES:
             say(self._console, self.line_of(event, payload))
-
-    def _step_line(self, payload: dict[str, Any]) -> str:
-        metrics = payload["metrics"]
-        parts = [f"step {payload['step']}/{self.history.steps}"]
-        for name, label, form in SHOWN:
-            if name in PLAIN and name in metrics:
-                parts.append(f"{label} {show_number(metrics[name], form)}")
-        if of_parts := show_parts(metrics):
-            parts.append(f"right by part: {of_parts}")
-        if rates := self.history.rates():
-            parts.append(rates)
-        if remaining := self.history.remaining():
-            parts.append(f"{show_duration(remaining)} left")
-        return " | ".join(parts)
 
 
 class LiveProgress(Progress):
     """A panel that is redrawn in place: numbers, their courses, where the time goes."""
 
-    def __init__(self, console: Console, title: str, clock: Any = time.monotonic) -> None:
+    def __init__(self, console: Console, title: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        self._console = console
-        self._title = title
+        self._console, self._title = console, title
         self._live = Live(console=console, refresh_per_second=8, transient=False, get_renderable=self.render)
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
 
     def show(self, event: str, payload: dict[str, Any]) -> None:
         if event == "finish":
-            self.close()
+            self._live.stop()
         if event in STYLES:
             self._console.print(Text(self.line_of(event, payload), style=STYLES[event]))
         if event == "start":
@@ -254,11 +233,8 @@ class LiveProgress(Progress):
         elif self._live.is_started:
             self._live.refresh()
 
-    def close(self) -> None:
-        self._live.stop()
-
     def render(self) -> RenderableType:
-        """The panel as it stands."""
+        """Return the panel as it stands."""
         history = self.history
         head = Table.grid(padding=(0, 2))
         remaining = history.remaining()
@@ -270,21 +246,15 @@ class LiveProgress(Progress):
         )
         numbers = Table.grid(padding=(0, 2))
         for name, label, form in SHOWN:
-            series = history.series.get(name)
-            if series:
-                numbers.add_row(
-                    Text(label, style="dim"), Text(show_number(series[-1], form)), Text(sparkline(series), style="cyan")
-                )
-        if of_parts := show_parts({name: series[-1] for name, series in history.series.items()}):
-            numbers.add_row(Text("right by part", style="dim"), Text(of_parts))
-        foot = " — ".join(part for part in (history.rates(), history.phases()) if part)
-        return Panel(
-            Group(head, numbers, Text(foot, style="dim")), title=Text(self._title), title_align="left", expand=False
-        )
+            if series := history.series.get(name):
+                course = Text(sparkline(series), style="cyan")
+                numbers.add_row(Text(label, style="dim"), Text(show_number(series[-1], form)), course)
+        foot = Text(" — ".join(part for part in (history.rates(), history.phases()) if part), style="dim")
+        return Panel(Group(head, numbers, foot), title=Text(self._title), title_align="left", expand=False)
 
 
 def choose_progress(title: str, quiet: bool, console: Console | None = None) -> Progress:
-    """The view that fits: nothing when quiet, a live panel on a terminal, plain lines elsewhere."""
+    """Return the view that fits: nothing when quiet, a live panel on a terminal, plain lines elsewhere."""
     if quiet:
         return Progress()
     target = console or open_console()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from posttrain.commands.options import natural, new_place, positive, seed
+from posttrain.commands.options import add_max_tokens, add_model, add_seed, add_template, natural, new_place
 
 EPILOG = """\
 the folder that it writes is a model like any other:
@@ -17,34 +17,26 @@ the folder that it writes is a model like any other:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is quantized, to what, and by how much of a task the loss is measured."""
+    """Options of ``posttrain quantize``."""
     parser.epilog = EPILOG
     parser.usage = "posttrain quantize MODEL_OR_RUN --bits {8,4} [options] [--task.key value ...]"
-    parser.add_argument(
-        "model", metavar="MODEL_OR_RUN", help="tiny, a model directory, a run, one of its checkpoints, or a hub name"
-    )
-    parser.add_argument(
-        "--bits",
-        type=natural,
-        choices=(8, 4),
-        required=True,
-        help="8: LLM.int8's rows; 4: NF4 with double quantization",
-    )
+    add_model(parser)
+    bits = "8: LLM.int8's rows; 4: NF4 with double quantization"
+    parser.add_argument("--bits", type=natural, choices=(8, 4), required=True, help=bits)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all else (default: the run's, or float32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
-    parser.add_argument("--task", help="what to measure the loss on (default for a run: its own)")
-    parser.add_argument("--template", help="prompt template (default: the run's, or r1_zero)")
+    parser.add_argument("--task", help="data on which the loss is measured (default for a run: its own)")
+    add_template(parser)
     parser.add_argument("--n", type=natural, default=200, help="examples to measure on; 0: none (default: 200)")
-    parser.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument(
-        "--out", type=new_place, metavar="DIR", help="default: quantized_int8 or quantized_int4 in the checkpoint"
-    )
+    add_max_tokens(parser)
+    add_seed(parser)
+    place = "default: quantized_int8 or quantized_int4 in the checkpoint"
+    parser.add_argument("--out", type=new_place, metavar="DIR", help=place)
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the report is in the folder")
 
 
 def run_quantize(arguments: argparse.Namespace) -> int:
-    """Store a model in few bits, measure what was lost, and say so."""
+    """Store a model in few bits, measure the loss, and print both."""
     from pathlib import Path
 
     from posttrain.commands.options import chosen_words
@@ -77,7 +69,8 @@ def _print_report(report: dict[str, Any], place: str) -> None:
     console, lines = open_console(), []
     for kept, label in (("disk", "weights on disk"), ("memory", "weights in memory")):
         before, now = report[f"{kept}_bytes_before"], report[f"{kept}_bytes_after"]
-        lines.append([label, _size(before), _size(now), "–" if not before else f"{now / before:.2f}"])
+        sizes = ["–" if size is None else f"{size / 1e6:,.2f} MB" for size in (before, now)]
+        lines.append([label, *sizes, f"{now / before:.2f}" if before else "–"])
     title = f"{report['model']}, {report['num_parameters']:,} parameters, linear layers in {report['bits']} bits"
     print_table(console, TextTable(title, ["", "before", "after", "ratio"], lines))
     results = report.get("results")
@@ -85,33 +78,25 @@ def _print_report(report: dict[str, Any], place: str) -> None:
         say(console, "what was lost was not measured; name a task: --task NAME")
     else:
         say(console, f"on {report['task']['name']}:")
-        for line in (_scorer_lines if "accuracy_before" in results else _policy_lines)(results):
+        for line in _result_lines(results):
             say(console, f"  {line}")
     say(console, place)
 
 
-def _policy_lines(results: dict[str, float]) -> list[str]:
-    shown = {name: _interval(results, name) for name in ("kl_per_token", "top1_agreement")}
+def _result_lines(results: dict[str, float]) -> list[str]:
+    def interval(name: str) -> str:
+        value, low, high = (results[f"{name}{bound}"] for bound in ("", "_low", "_high"))
+        return f"{value:.4g} (95 % interval {low:.4g} to {high:.4g})"
+
+    if "accuracy_before" in results:  # a reward model's
+        same = f"same verdict on {results['same_verdict']:.1%} of {results['num_items']:.0f}"
+        return [
+            f"accuracy before: {interval('accuracy_before')}",
+            f"accuracy after:  {interval('accuracy_after')}",
+            f"change: {interval('change')}, {same}",
+        ]
     return [
-        f"KL from the original per generated token: {shown['kl_per_token']} nats, at most {results['kl_max']:.4g}",
-        f"same likeliest token: {shown['top1_agreement']}",
+        f"KL from the original per generated token: {interval('kl_per_token')} nats, at most {results['kl_max']:.4g}",
+        f"same likeliest token: {interval('top1_agreement')}",
         f"{results['num_tokens']:.0f} tokens in {results['num_answers']:.0f} answers of the original at temperature 1",
     ]
-
-
-def _scorer_lines(results: dict[str, float]) -> list[str]:
-    return [
-        f"accuracy before: {_interval(results, 'accuracy_before')}",
-        f"accuracy after:  {_interval(results, 'accuracy_after')}",
-        f"change: {_interval(results, 'change')}, same verdict on {results['same_verdict']:.1%} "
-        f"of {results['num_items']:.0f}",
-    ]
-
-
-def _interval(results: dict[str, float], name: str) -> str:
-    value, low, high = (results[f"{name}{bound}"] for bound in ("", "_low", "_high"))
-    return f"{value:.4g} (95 % interval {low:.4g} to {high:.4g})"
-
-
-def _size(count: int | None) -> str:
-    return "–" if count is None else f"{count / 1e6:,.2f} MB"

@@ -64,6 +64,6 @@ def recipe_groups() -> list[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def first_sentence(description: str) -> str:
-    """What a recipe does, in a line."""
+    """Return a recipe's description in a line."""
     text = " ".join(description.partition("What to watch:")[0].split())
     return _END_OF_SENTENCE.split(text, maxsplit=1)[0].rstrip(".")

@@ -1,11 +1,11 @@
-"""What is left for the eye when a run ends: ``curves.png``, ``results.json``, ``report.html``."""
+"""The files that show a finished run: ``curves.png``, ``results.json``, ``report.html``."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ PHASES = ("generate_seconds", "score_seconds", "fill_seconds", "update_seconds",
 
 
 def write_summary(folder: str | Path) -> Path:
-    """Draw and write what a run's records say; returns the report's path. Anything older is replaced.
+    """Draw and write the summary of a run; return the report's path. Anything older is replaced.
 
     Raises:
         DataError: a record of the run is damaged.
@@ -59,7 +59,7 @@ def write_summary(folder: str | Path) -> Path:
         stages=_stages(points, headline),
         stages_note=note_on(points, headline),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
-        transcripts=_before_and_after(run.folder, recipe, points),
+        transcripts=_before_and_after(run.folder, recipe, points, headline),
         transcripts_note=f"The same {headline.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
         commands=[(what, shlex.join(words)) for what, words in commands],
@@ -69,17 +69,15 @@ def write_summary(folder: str | Path) -> Path:
 
 def write_results(
     run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
-) -> Path:
-    """``results.json``: where the run stands and its first, best and last evaluation of each task."""
+) -> None:
+    """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
     headline, evaluations = run.headline(), {}
     for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
-        told = [("first", own[0]), ("last", own[-1])]
-        measured = [(value, point) for point in own if (value := headline.value(point.results)) is not None]
-        if measured:  # what was never measured has no best
-            best = max(measured, key=lambda one: (headline.goodness(one[0]), one[1].step))[1]  # as checkpoints/best
-            told.insert(1, ("best", best))
-        evaluations[task] = {name: {**point.results, "step": point.step} for name, point in told}
+        values = [headline.value(point.results) for point in own]
+        measured = [(headline.goodness(value), n) for n, value in enumerate(values) if value is not None]
+        chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
+        evaluations[task] = {name: {**point.results, "step": point.step} for name, point in chosen.items()}
     status = run.read_status()
     content = {
         "run": run.folder.name,
@@ -90,46 +88,43 @@ def write_results(
         "headline": asdict(headline),
         "evaluations": evaluations,
     }
-    path = run.folder / "results.json"
-    replace_file(path, json.dumps(sayable(content), indent=1, allow_nan=False).encode() + b"\n", durable=False)
-    return path
+    text = json.dumps(sayable(content), indent=1, allow_nan=False) + "\n"
+    replace_file(run.folder / "results.json", text.encode(), durable=False)
 
 
 def seconds_of(rows: Sequence[MetricsRow]) -> float:
-    """Seconds spent in steps and evaluations, over all starts of the run."""
+    """Return the seconds of steps and evaluations, over all starts of the run."""
     return sum(row.timing.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds"))
 
 
 def chapter_of(folder: Path, title: str, text: str) -> Chapter:
-    """A report's chapter on one run: curves, where the time went, recipe."""
+    """Return a report's chapter on one run: curves, times by phase, recipe."""
     rows = MetricsLog(folder / "metrics.jsonl").read()
     totals = {name: sum(row.timing.get(name, 0.0) for row in rows) for name in PHASES}
-    facts = [("steps", str(max((row.step for row in rows), default=0))), ("time", show_duration(seconds_of(rows)))]
-    spent = [
-        f"{name.removesuffix('_seconds')} {show_duration(value)}" for name, value in totals.items() if value >= 0.5
-    ]
-    if spent:
-        facts.append(("of which", ", ".join(spent)))
+    spent = [f"{name.removesuffix('_seconds')} {show_duration(used)}" for name, used in totals.items() if used >= 0.5]
     peak = max((row.timing.get("peak_memory_bytes", 0.0) for row in rows), default=0.0)
-    if peak:
-        facts.append(("peak memory", f"{peak / 2**20:,.0f} MiB"))
+    facts = {
+        "steps": str(max((row.step for row in rows), default=0)),
+        "time": show_duration(seconds_of(rows)),
+        "of which": ", ".join(spent),
+        "peak memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
+    }
     panels = choose_panels(rows, RunDirectory(folder).headline())
-    return Chapter(title, text, panels, read_text(folder / "recipe.yaml"), facts)
+    recipe = read_text(folder / "recipe.yaml")
+    return Chapter(title, text, panels, recipe, [(name, fact) for name, fact in facts.items() if fact])
 
 
 def last_start(run: RunDirectory) -> dict[str, Any]:
-    """Versions and hardware of the run's newest start, as the report shows them."""
+    """Return versions and hardware of the run's newest start, as the report shows them."""
     starts = run.read_environment().get("starts", [])
-    if not starts:
-        return {}
-    newest = starts[-1]
-    shown = {name: newest.get(name) for name in ("started", "versions", "hardware", "git") if newest.get(name)}
+    newest = starts[-1] if starts else {}
     command = newest.get("command")
-    return {"command": shlex.join(map(str, command)), **shown} if command else shown
+    shown = {"command": shlex.join(map(str, command))} if command else {}
+    return shown | {name: newest[name] for name in ("started", "versions", "hardware", "git") if newest.get(name)}
 
 
 def note_on(points: Sequence[EvaluationPoint], headline: Headline) -> str:
-    """Note on the measured examples: a recipe may have its training split measured, too."""
+    """Return a note on the measured examples: a recipe may have its training split measured, too."""
     trained = [name for name in dict.fromkeys(point.name for point in points) if name.endswith("/train")]
     but = f", but {', '.join(trained)}: of the split that was trained on" if trained else ", never trained on"
     return f"Held-out {headline.of}{but}. Before the first update and after the last."
@@ -141,39 +136,44 @@ def _stages(points: Sequence[EvaluationPoint], headline: Headline) -> list[Stage
     for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
         for point in own[:1] + own[1:][-1:]:
-            label = "before training" if point.step == 0 else f"after {point.step} steps"
             count = f", n = {point.results['n']:.0f}" if "n" in point.results else ""
-            stages.append(Stage(label, f"{task}{count}", point.results))
+            stages.append(Stage(_label(point.step), f"{task}{count}", point.results))
     return stages
 
 
-def _before_and_after(folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint]) -> list[Transcript]:
+def _label(step: int) -> str:
+    return "before training" if step == 0 else f"after {step} steps"
+
+
+def _before_and_after(
+    folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint], headline: Headline
+) -> list[Transcript]:
+    """Return the first problems that were answered both at the first evaluation and at the last."""
     if not points:
         return []
-    task, first, last = points[0].name, points[0].step, max(p.step for p in points if p.name == points[0].name)
+    task = points[0].name
+    steps = [point.step for point in points if point.name == task]
     store = RolloutStore(folder / "rollouts.db", read_only=True)
     extract = build_template(recipe.prompt.template).extract
-    columns: list[tuple[str, Mapping[str, RecordedRollout]]] = []
-    for step in dict.fromkeys((first, last)):
-        label = "before training" if step == 0 else f"after {step} steps"
-        columns.append((label, {row.example_id: row for row in store.evaluations(task, step)}))
-    shared = [key for key in columns[0][1] if all(key in rows for _, rows in columns)][:NUM_TRANSCRIPTS]
-    texts = [
-        (row.transcript, row.prompt, row.answer or "") for _, rows in columns for row in map(rows.get, shared) if row
-    ]
-    fit = fitting([text for each in texts for text in each])
-    transcripts, tells_reward = [], RunDirectory(folder).headline().metric == REWARD.metric
+    columns = {
+        _label(step): {row.example_id: row for row in store.evaluations(task, step)}
+        for step in dict.fromkeys((steps[0], max(steps)))
+    }
+    first = columns[_label(steps[0])]
+    shared = [key for key in first if all(key in rows for rows in columns.values())][:NUM_TRANSCRIPTS]
+    shown = [rows[key] for rows in columns.values() for key in shared]
+    fit = fitting([text for row in shown for text in (row.transcript, row.prompt, row.answer or "")])
+    transcripts, by_reward = [], headline.metric == REWARD.metric
     for key in shared:
-        given = [answer_of(label, rows[key], extract, tells_reward) for label, rows in columns]
-        answers = [replace(answer, text=fit(answer.text)) for answer in given]
-        asked = columns[0][1][key]
-        question, gold = fit(asked.prompt), None if asked.answer is None else fit(asked.answer)
-        transcripts.append(Transcript(question, gold, answers, turns_of(question)))
+        answers = [answer_of(label, rows[key], extract, by_reward) for label, rows in columns.items()]
+        answers = [replace(answer, text=fit(answer.text)) for answer in answers]
+        question, gold = fit(first[key].prompt), first[key].answer
+        transcripts.append(Transcript(question, gold if gold is None else fit(gold), answers, turns_of(question)))
     return transcripts
 
 
 def answer_of(label: str, row: RecordedRollout, extract: Any, tells_reward: bool = False) -> Answer:
-    """A recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
+    """Return a recorded completion as a column of a transcript; ``tells_reward`` where there is no gold answer."""
     return Answer(
         label=label,
         text=row.transcript,

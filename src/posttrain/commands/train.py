@@ -21,7 +21,7 @@ from posttrain.untrusted import harmless
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What ``train`` and ``sae train`` are asked for where no command line was read: see their options."""
+    """The options of ``train`` and ``sae train`` where no command line was read."""
 
     recipe: str
     overrides: Sequence[tuple[str, str]]
@@ -43,7 +43,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     for line in lost_options(arguments.recipe, arguments.overrides):
         _note(line)
     if arguments.memory and not arguments.dry_run:
-        raise UsageError("--memory: it is said beside a recipe that is only printed; give --dry-run, too")
+        raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
     if arguments.dry_run:
         check_data(recipe)
         check_tools(recipe)
@@ -55,7 +55,7 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
         return 0
     from posttrain.runs.launch import follow, is_follower, launch
 
-    if is_follower():  # torchrun has started several of this command; the first one tells what is done
+    if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
         result = launch(
@@ -79,10 +79,10 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
 
 
 def refuse_tasks(recipe: Recipe) -> None:
-    """Refuse tasks of which it is on record that they cannot be used so; nothing is read for that.
+    """Call the trait ``refuse`` of tasks, which knows options that cannot be used; nothing is read for that.
 
     Raises:
-        UsageError: a task with a trait ``refuse``, which raised.
+        UsageError: from the trait.
     """
     for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_words(named)):
         refuse = find("task", word.name).traits.get("refuse")
@@ -91,7 +91,7 @@ def refuse_tasks(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Read the files that the recipe's tasks name, as a run does; say on stderr what a run would say of them.
+    """Read the files that the recipe's tasks name, as a run does; print the notes of a run on stderr.
 
     Raises:
         DataError: a file or row that a run would refuse.
@@ -122,17 +122,16 @@ def check_tools(recipe: Recipe) -> None:
     """Make the recipe's environment and tools once, as a run does.
 
     Raises:
-        UsageError: they cannot be used, or do not give what the rewards ask.
+        UsageError: they cannot be used, or give nothing for a reward.
     """
-    if recipe.environment is None and not recipe.tools:
-        return
-    from posttrain.environments.contract import build_toolset, refuse_unpaid
+    if recipe.environment is not None or recipe.tools:
+        from posttrain.environments.contract import build_toolset, refuse_unpaid
 
-    refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
+        refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
 
 
 def tell_missing(recipes: Iterable[Recipe], made: Path | None = None) -> None:
-    """Say on stderr which models and runs are not there: what is only printed may be made before it is trained.
+    """Print on stderr which models and runs are missing: a recipe that is only printed may need some made first.
 
     ``made``: a folder in which these recipes' runs come to be.
     """
@@ -155,7 +154,7 @@ def _note(text: str) -> None:
 
 
 def _print_memory(recipe: Recipe) -> None:
-    """The parts of the memory on stderr, so that stdout stays a recipe that can be run."""
+    """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
     from posttrain.commands.runs.show import show_bytes
     from posttrain.train.memory import stated_memory  # takes transformers, which a dry run else does without
 

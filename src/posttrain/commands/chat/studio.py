@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from posttrain.commands.chat.conversation import Controls, Conversation, SpokenToken
+from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.interpret.steering import has_dictionary, read_steering
+from posttrain.commands.options import refuse_open_host
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
@@ -31,8 +32,6 @@ COLUMNS = ("step", "prompt", "answer", "reward", "advantage", "finish", "correct
 MAX_ROLLOUTS = 200
 TOKENS_PER_UPDATE = 4  # of each model: to draw the page for every token would take longer than to sample it
 
-Update = tuple[Any, ...]
-
 
 def run_studio(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C.
@@ -42,14 +41,7 @@ def run_studio(arguments: argparse.Namespace) -> int:
         MissingExtra: gradio is not installed.
     """
     host, token = arguments.host, arguments.token
-    try:
-        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if token is None and not is_local:
-        raise UsageError(
-            f"--host {host!r}: others than this machine could read every run; add --token, or leave --host out"
-        )
+    refuse_open_host(host, token is not None, "--token")
     gradio = _import_gradio()
     page = build_studio(arguments.models, arguments.runs_dir, arguments.sae)
     token = secrets.token_urlsafe(16) if token == "" else token
@@ -90,7 +82,7 @@ class Library:
     """The models, reward models, dictionaries and runs that the page offers; no other name is opened.
 
     Args:
-        models, dictionaries: what the studio was started with, besides the runs.
+        models, dictionaries: names that the studio was started with, besides the runs.
     """
 
     def __init__(self, models: Sequence[str], runs_dir: str | Path, dictionaries: Sequence[str] = ()) -> None:
@@ -98,15 +90,13 @@ class Library:
         self.model = cache(self._open_model)
         self.reward_model = cache(self._open_reward_model)
 
-    def runs(self, *, trains_scorer: bool | None = None) -> list[str]:
-        """Return the runs by name; with ``trains_scorer`` those that trained a reward model, or those that did not."""
+    def runs(self, *, trains_scorer: bool) -> list[str]:
+        """Return the runs that trained a reward model, or those that did not."""
         kept = []
         for name in run_names(self.runs_dir):
-            try:
-                if trains_scorer is None or read_run_recipe(self.runs_dir / name).trains_scorer == trains_scorer:
+            with suppress(PosttrainError):  # a recipe that cannot be read
+                if read_run_recipe(self.runs_dir / name).trains_scorer == trains_scorer:
                     kept.append(name)
-            except PosttrainError:  # a recipe that cannot be read
-                continue
         return kept
 
     def models(self) -> list[str]:
@@ -115,12 +105,12 @@ class Library:
 
     def dictionaries(self) -> list[str]:
         """Return the sparse autoencoders."""
-        trained = [name for name in self.runs() if has_dictionary(self.runs_dir / name)]
+        trained = [name for name in run_names(self.runs_dir) if has_dictionary(self.runs_dir / name)]
         return list(dict.fromkeys([*self.named_dictionaries, *trained]))
 
     def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[Any]]:
         """Return the newest rollouts of a run as rows of ``COLUMNS``."""
-        path = self.runs_dir / check_offered(run, self.runs(), "run") / "rollouts.db"
+        path = self.runs_dir / check_offered(run, run_names(self.runs_dir), "run") / "rollouts.db"
         if not path.is_file():
             raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
         wanted: dict[str, Any] = {"text": text or None, "limit": MAX_ROLLOUTS, "newest_first": step is None}
@@ -153,39 +143,28 @@ def check_offered(name: str, offered: Sequence[str], kind: str) -> str:
 
 @dataclass
 class Side:
-    """One side of the chat: a conversation with its replies so far."""
+    """One side of the chat: a conversation with its replies so far, and facts about the newest."""
 
     conversation: Conversation
     history: list[dict[str, str]] = field(default_factory=list)
     facts: str = ""
-    tokens: list[SpokenToken] = field(default_factory=list)
-
-    def speak(self, question: str) -> Iterator[None]:
-        """Extend the reply token by token; a model that cannot reply says why in ``facts``."""
-        self.tokens, self.facts = [], ""
-        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
-        try:
-            for token in self.conversation.reply(question):
-                self.tokens.append(token)
-                self.history[-1]["content"] = self.text
-                yield
-        except PosttrainError as error:
-            self.facts = str(error)
-            return
-        mean = sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
-        self.facts = f"{len(self.tokens)} tokens, mean log-probability {mean:.2f}"
 
     @property
     def text(self) -> str:
         """The newest reply."""
-        return self.conversation.opening + "".join(token.text for token in self.tokens)
+        return self.conversation.text
 
-    def score(self, reward_model: RewardModel) -> None:
-        """Add the reward of the newest reply to ``facts``."""
-        if self.tokens and self.conversation.messages:
-            turns = [Message(one["role"], one["content"]) for one in self.history[:-1]]
-            (reward,) = reward_model.score([Example("chat", tuple(turns))], [self.text], [self.tokens[-1].finish])
-            self.facts += f", reward {reward:.3f}"
+    def speak(self, question: str) -> Iterator[None]:
+        """Extend the reply token by token; a model that cannot reply says why in ``facts``."""
+        self.facts = ""
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
+        try:
+            for _ in self.conversation.reply(question):
+                self.history[-1]["content"] = self.text
+                yield
+            self.facts = self.conversation.facts
+        except PosttrainError as error:
+            self.facts = str(error)
 
 
 def answer(
@@ -213,25 +192,23 @@ def answer(
     dictionary, features, steered = steering
     chosen = "" if dictionary == NOBODY else check_offered(dictionary, library.dictionaries(), "dictionary")
     for n, side in enumerate(current):
-        conversation = side.conversation
+        conversation, model = side.conversation, side.conversation.sampler.model
         conversation.controls = controls
         conversation.set_system(system)
         is_steered = n in SIDES[steered]
-        model = conversation.sampler.model
         conversation.steering = read_steering(features, chosen, model, library.runs_dir) if is_steered else None
+    scorer = None if judge == NOBODY else library.reward_model(judge)
     replies = [side.speak(question) for side in current]
-    while replies:
-        replies = [reply for reply in replies if _advance(reply)]
+    while replies:  # a reply that ends grows by less than it could
+        replies = [r for r in replies if len(list(islice(r, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE]
         yield current
-    if judge != NOBODY:
-        for side in current:
-            side.score(library.reward_model(judge))
-        yield current
-
-
-def _advance(reply: Iterator[None]) -> bool:
-    """Let a reply grow; return whether it goes on."""
-    return len(list(islice(reply, TOKENS_PER_UPDATE))) == TOKENS_PER_UPDATE
+    for side in current:
+        said = side.conversation
+        if scorer is not None and said.logprobs and said.messages:
+            turns = tuple(Message(one["role"], one["content"]) for one in side.history[:-1])
+            (reward,) = scorer.score([Example("chat", turns)], [side.text], [said.finish])
+            side.facts += f", reward {reward:.3f}"
+            yield current
 
 
 def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequence[str] = ()) -> Any:
@@ -247,7 +224,7 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequ
     with gradio.Blocks(title="posttrain studio", analytics_enabled=False) as page:
         gradio.Markdown("# posttrain studio")
         with gradio.Tab("Chat"):
-            _build_chat(gradio, page, library)
+            _build_chat(gradio, library)
         with gradio.Tab("Rollouts"):
             _build_rollouts(gradio, page, library)
     for listener in page.fns.values():
@@ -255,7 +232,7 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequ
     return page.queue(api_open=False, default_concurrency_limit=1)
 
 
-def _build_chat(gradio: Any, page: Any, library: Library) -> None:
+def _build_chat(gradio: Any, library: Library) -> None:
     state = gradio.State(None)
     first, second, *_ = [*(library.named_models or library.models()[:1]), NOBODY, NOBODY]
     with gradio.Row():
@@ -285,7 +262,7 @@ def _build_chat(gradio: Any, page: Any, library: Library) -> None:
         both: list[Side | None] = [*sides, None, None][:2]
         return [*(side and list(side.history) for side in both), *(side.facts if side else "" for side in both)]
 
-    def respond(sides: list[Side] | None, asked: str, *values: Any) -> Iterator[Update]:
+    def respond(sides: list[Side] | None, asked: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         one, other, scorer, instruction, warmth, nucleus, longest, number, *steering = values
         try:
             controls = Controls(warmth, nucleus, None, int(longest) or None, int(number))
@@ -302,17 +279,10 @@ def _build_chat(gradio: Any, page: Any, library: Library) -> None:
     stop.click(None, cancels=events)
     clear.click(lambda: (None, None, None, "", "", ""), None, outputs)
 
-    def read_menus() -> list[Any]:
-        known, scorers = library.models(), library.runs(trains_scorer=True)
-        menus = (known, [NOBODY, *known], [NOBODY, *scorers], [NOBODY, *library.dictionaries()])
-        return [gradio.update(choices=choices) for choices in menus]
-
-    page.load(read_menus, None, [left, right, judge, dictionary])
-
 
 def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
     with gradio.Row():
-        run = gradio.Dropdown(library.runs(), value=None, label="run")
+        run = gradio.Dropdown(run_names(library.runs_dir), value=None, label="run")
         kind = gradio.Radio([TRAINING, "evaluation"], value=TRAINING, label="sampled in")
         step = gradio.Number(value=None, precision=0, minimum=0, label="step (empty: the newest)")
         text = gradio.Textbox(label="containing")
@@ -327,4 +297,4 @@ def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
     wanted = [run, kind, step, text]
     for listen in (run.change, kind.change, step.submit, text.submit):
         listen(read, wanted, table)
-    page.load(lambda: gradio.update(choices=library.runs()), None, run)
+    page.load(lambda: gradio.update(choices=run_names(library.runs_dir)), None, run)

@@ -11,12 +11,11 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.base import Sampling, check_prompts, check_sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.models import OpenedModel
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.stream import stream
@@ -28,22 +27,13 @@ from posttrain.types import Finish
 GATHER_SECONDS = 0.005  # requests that come within it of the first are sampled with it
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A sampled token with its log-probability, and the likeliest tokens at its place with theirs."""
-
-    id: int
-    logprob: float
-    likely: tuple[tuple[int, float], ...] = ()
-
-
 @dataclass(frozen=True)
 class Job:
     """A request: ``n`` answers to each prompt (token ids), drawn as by ``posttrain generate --seed``.
 
     An answer depends neither on other requests nor on whether it is streamed. ``stops``: texts that end an answer.
     ``opening``: the template's beginning of the text. ``call_tag``: the beginning of a call, where ``tools`` are
-    offered. ``num_likely``: how many of the likeliest tokens are returned at each place; None: no log-probabilities.
+    offered.
     """
 
     id: str
@@ -56,10 +46,10 @@ class Job:
     opening: str = ""
     call_tag: str = ""
     tools: Sequence[dict[str, Any]] = ()
-    num_likely: int | None = None
+    with_logprobs: bool = False
     with_ids: bool = False
     ids_as_names: bool = False
-    with_usage: bool = True
+    with_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -71,23 +61,27 @@ class Job:
 class Answer:
     """The tokens of one answer up to its end, and its text; whole or as they come, the text is the same.
 
-    ``text`` begins with the job's opening and ends before a stop text, ``tokens`` with the token that completed it.
+    ``text`` begins with the job's opening and ends before a stop text, ``ids`` with the token that completed it.
     ``finish`` is None while the answer goes on.
     """
 
-    def __init__(self, tokenizer: Any, job: Job) -> None:
-        self.job, self.text, self.tokens = job, job.opening, list[Token]()
+    def __init__(self, tokenizer: Any, job: Job, prompt: Sequence[int] = (), key: int = 0) -> None:
+        self.job, self.prompt, self.key = job, prompt, key
+        self.text = job.opening
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
         self.finish: Finish | None = None
         self._decoded = TextStream(tokenizer)
         self._held = ""  # may be the beginning of a stop text, or a call
         self._awaited = [text for text in (*job.stops, job.call_tag) if text]
 
-    def push(self, token: Token, *, is_last: bool) -> str:
+    def push(self, token: int, logprob: float, *, is_last: bool) -> str:
         """Add a token; return the text that is certain with it, maybe none."""
         assert self.finish is None, "nothing follows the end of an answer"
-        self.tokens.append(token)
-        is_end = token.id in self.job.sampling.stop_ids
-        self._held += "" if is_end else self._decoded.push(token.id)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        is_end = token in self.job.sampling.stop_ids
+        self._held += "" if is_end else self._decoded.push(token)
         if is_end or is_last:
             self._held += self._decoded.flush()
         places = [place for stop in self.job.stops if (place := self._held.find(stop)) >= 0]
@@ -97,7 +91,7 @@ class Answer:
             self.finish = "length"
         certain = min(places) if places else len(self._held) - (0 if self.finish else self._open_length())
         if self.job.call_tag and self.finish is None and (place := self._held.find(self.job.call_tag)) >= 0:
-            certain = min(certain, place)  # a call is told with the last token
+            certain = min(certain, place)  # a call is returned with the last token
         added, self._held = self._held[:certain], self._held[certain:]
         self.text += added
         return added
@@ -111,110 +105,75 @@ class Answer:
         return 0
 
 
-@dataclass
-class _Waiting:
-    job: Job
-    answered: asyncio.Future[list[Answer]]
-
-
 class Answerer:
-    """Answers jobs with one model. ``num_batches``: how many there were; ``largest_batch``: most prompts in one."""
+    """Answers jobs with one model."""
 
     def __init__(self, opened: OpenedModel) -> None:
-        self.opened = opened
-        self.context = opened.context_tokens
-        self.vocab_size = int(opened.model.get_input_embeddings().weight.shape[0])
-        self.num_batches = self.largest_batch = 0
+        self.opened, self.context = opened, opened.context_tokens
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[Sequence[Answer], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Take no more work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def check(self, job: Job) -> None:
-        """Refuse what cannot be sampled before it delays others.
+    def begin(self, job: Job) -> list[Answer]:
+        """Return the answers of a job without their tokens: those to the first prompt, then those to the next."""
+        return [Answer(self.opened.tokenizer, job, prompt, key) for prompt in job.prompts for key in job.keys]
 
-        Raises:
-            UsageError: an option or a prompt that the model cannot take.
-        """
-        check_sampling(job.sampling)
-        check_prompts(job.prompts, self.context, self.vocab_size)
-
-    async def answer(self, job: Job) -> list[Answer]:
-        """Return the answers to the first prompt, then those to the next. Cancelling this ends their sampling.
+    async def complete(self, answers: Sequence[Answer]) -> None:
+        """Draw the answers of one job whole. Cancelling this ends their sampling.
 
         Raises:
             PosttrainError: what the engine raises.
         """
-        if job.num_likely:  # only streams know the likeliest tokens
-            return [await self._streamed(job, prompt, key) for prompt in job.prompts for key in job.keys]
-        answered: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(job, answered))
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((answers, done))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._work_off())
-        return await answered
-
-    async def _streamed(self, job: Job, prompt: Sequence[int], key: int) -> Answer:
-        answer = Answer(self.opened.tokenizer, job)
-        async with aclosing(self.stream(job, prompt, key)) as tokens:
-            async for token, is_last in tokens:
-                answer.push(token, is_last=is_last)
-                if answer.finish is not None:
-                    break
-        return answer
+        await done
 
     async def _work_off(self) -> None:
         """Sample what waits, jobs of equal options together, until nothing does."""
         await asyncio.sleep(GATHER_SECONDS)
         while self._waiting:
-            sampling = self._waiting[0].job.sampling
-            batch = [one for one in self._waiting if one.job.sampling == sampling and not one.answered.done()]
-            self._waiting = [one for one in self._waiting if one.job.sampling != sampling]
-            if not batch:
+            sampling = self._waiting[0][0][0].job.sampling
+            equal = [one for one in self._waiting if one[0][0].job.sampling == sampling]
+            self._waiting = [one for one in self._waiting if one not in equal]
+            rows = [(answer, done) for answers, done in equal if not done.done() for answer in answers]
+            if not rows:
                 continue
-            self.num_batches += 1
-            self.largest_batch = max(self.largest_batch, sum(len(one.job.prompts) for one in batch))
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, batch)
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, rows, sampling)
             await asyncio.wait([work])
-            for index, one in enumerate(batch):
-                if not one.answered.done() and (error := work.exception()) is not None:
-                    one.answered.set_exception(error)
-                elif not one.answered.done():
-                    one.answered.set_result(work.result()[index])
+            for _, done in equal:
+                if not done.done() and (error := work.exception()) is not None:
+                    done.set_exception(error)
+                elif not done.done():
+                    done.set_result(None)
 
-    def _sample(self, batch: Sequence[_Waiting]) -> list[list[Answer]]:
-        """Return the answers to each job; rows of one that is cancelled meanwhile end at once."""
-        owners = [one for one in batch for _ in one.job.prompts]
-        prompts = [prompt for one in batch for prompt in one.job.prompts]
+    def _sample(self, rows: Sequence[tuple[Answer, asyncio.Future[None]]], sampling: Sampling) -> None:
+        """Draw answers together; one whose job is cancelled meanwhile ends at once."""
         engine = self.opened.engine
         if isinstance(engine, NativeEngine):
-            engine.is_abandoned = lambda prompt: owners[prompt].answered.cancelled()
-        completions = engine.generate(prompts, [one.job.keys for one in owners], batch[0].job.sampling)
-        answers: dict[int, list[Answer]] = {id(one): [] for one in batch}
-        for owner, group in zip(owners, completions, strict=True):
-            for completion in group:
-                answer = Answer(self.opened.tokenizer, owner.job)
-                for i, token in enumerate(map(Token, completion.ids, completion.logprobs), start=1):
-                    answer.push(token, is_last=i == len(completion.ids))
-                    if answer.finish is not None:
-                        break
-                answers[id(owner)].append(answer)
-        return [answers[id(one)] for one in batch]
+            engine.is_abandoned = lambda row: rows[row][1].cancelled()
+        prompts, keys = [answer.prompt for answer, _ in rows], [[answer.key] for answer, _ in rows]
+        for (answer, _), (completion,) in zip(rows, engine.generate(prompts, keys, sampling), strict=True):
+            for i, token in enumerate(completion.ids):
+                if answer.finish is None:
+                    answer.push(token, completion.logprobs[i], is_last=i + 1 == len(completion.ids))
 
-    async def stream(self, job: Job, prompt: Sequence[int], key: int) -> AsyncGenerator[tuple[Token, bool], None]:
-        """Yield the tokens of one answer as they are drawn, each with whether it is the last.
+    async def stream(self, answer: Answer) -> AsyncGenerator[str, None]:
+        """Draw an answer token by token; yield the text that each adds.
 
         Raises:
             PosttrainError: what the engine raises.
         """
-        loop = asyncio.get_running_loop()
-        tokens = stream(self.opened.model, prompt, key, job.sampling, num_likely=job.num_likely or 0)
+        tokens = stream(self.opened.model, answer.prompt, answer.key, answer.job.sampling)
         try:
-            while (token := await loop.run_in_executor(self._thread, next, tokens, None)) is not None:
-                likely = dict(token.likely)  # one of the likeliest has exactly their number, so clients can compare
-                yield Token(token.id, likely.get(token.id, token.logprob), token.likely), token.is_last
+            while answer.finish is None:
+                token = await asyncio.get_running_loop().run_in_executor(self._thread, next, tokens)
+                yield answer.push(token.id, token.logprob, is_last=token.is_last)
         finally:
             self._thread.submit(tokens.close)  # after a token that is being computed
 
@@ -233,13 +192,12 @@ class Recorder:
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             cut_torn_line(self._descriptor)
 
-    def add(self, index: int, prompt: Sequence[int], answer: Answer) -> None:
+    def add(self, index: int, answer: Answer) -> None:
         """Record an answer; one that was broken off has the finish null."""
         job, sampling = answer.job, answer.job.sampling
         line = {"id": job.id, "time": round(time.time(), 3), "endpoint": job.endpoint, "model": self.model}
-        line |= {"index": index, "prompt_ids": list(prompt), "ids": [token.id for token in answer.tokens]}
-        line |= {"logprobs": [token.logprob for token in answer.tokens], "text": answer.text, "finish": answer.finish}
-        line |= {"seed": job.seed}
+        line |= {"index": index, "prompt_ids": answer.prompt, "ids": answer.ids, "logprobs": answer.logprobs}
+        line |= {"text": answer.text, "finish": answer.finish, "seed": job.seed}
         line["sampling"] = {key: getattr(sampling, key) for key in ("max_tokens", "temperature", "top_k", "top_p")}
         content = (json.dumps(line) + "\n").encode()
         with storage_errors("records", self.path):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from posttrain.commands.serve.answering import Answer
@@ -29,27 +27,6 @@ MAX_REMEMBERED = 4096  # answers with calls whose ids are kept
 Schemas = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An answer as a message: its text without its calls, and these as (id, tool, arguments as JSON)."""
-
-    text: str
-    calls: tuple[tuple[str, str, str], ...] = ()
-
-    @property
-    def content(self) -> str | None:
-        """The text of the message; None where there are only calls."""
-        return self.text or (None if self.calls else "")
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls in OpenAI's form."""
-        return [
-            {"id": own, "type": "function", "function": {"name": tool, "arguments": arguments}}
-            for own, tool, arguments in self.calls
-        ]
-
-
 class Conversations:
     """Encodes conversations with one model.
 
@@ -64,12 +41,7 @@ class Conversations:
         recipe = opened.source.recipe
         rollout = recipe.rollout if recipe and plays(opened.source, Word(name=self.template.name)) else None
         self.shows = rollout is None or bool(rollout.show_tools)
-        self._sampled: OrderedDict[str, tuple[Reply, list[int]]] = OrderedDict()
-
-    @property
-    def call_tag(self) -> str:
-        """The beginning of a call."""
-        return self.form.tag
+        self._sampled: dict[str, tuple[str, list[dict[str, str]], list[int]]] = {}  # text, functions, ids by first call
 
     def encode(self, messages: Sequence[ChatMessage], tools: Schemas) -> list[int]:
         """Encode a conversation as a prompt, up to where the model continues.
@@ -84,14 +56,13 @@ class Conversations:
         ids = encode_prompt(self.tokenizer, template, [one.message() for one in messages[:at]])
         while at < len(messages):
             message = messages[at]
+            if message.role == "tool":
+                raise BadRequest(f"messages.{at}: a result of a tool that was not called; leave it out", "messages")
             if message.role != "assistant":
-                what = "a result of a tool that was not called"
-                what = what if message.role == "tool" else "behind the results of its calls the assistant speaks"
-                raise BadRequest(f"messages.{at}: {what}; leave it out", "messages")
+                raise BadRequest(f"messages.{at}: after the results of its calls the assistant speaks", "messages")
             ids += self._answer_ids(message, at, ids)
             if message.tool_calls:
-                results = _results(messages, at)
-                frame = reply_frame(self.tokenizer, template)
+                results, frame = _results(messages, at), reply_frame(self.tokenizer, template)
                 ids += frame.encode(self.tokenizer, template, results, self.form.results, ids[-1])
                 at += 1 + len(results)
             else:
@@ -99,26 +70,27 @@ class Conversations:
                 at += 2
         return ids
 
-    def read(self, answer: Answer) -> Reply:
-        """Read the calls in an answer that has ended; what is no call stays text."""
-        text, opening = answer.text.removeprefix(self.template.opening), self.template.opening
-        calls, outside, at = [], [opening], 0
-        for request in read_calls(text, self.form) if answer.finish == "stop" and answer.job.tools else []:
-            arguments = _arguments(request, answer.job.tools)
-            if arguments is not None:
+    def read(self, answer: Answer) -> dict[str, Any]:
+        """Return an answer that has ended as OpenAI's message, its calls apart; what is no call stays text."""
+        opening, tools = self.template.opening, answer.job.tools
+        text = answer.text.removeprefix(opening)
+        calls: list[dict[str, Any]] = []
+        outside, at = [opening], 0
+        for request in read_calls(text, self.form) if answer.finish == "stop" and tools else []:
+            if (arguments := _arguments(request, tools)) is not None:
                 outside.append(text[at : request.place[0]])
                 at = request.place[1]
-                calls.append((f"call_{secrets.token_hex(12)}", request.tool, arguments))
-        reply = Reply("".join([*outside, text[at:]]), tuple(calls)) if calls else Reply(answer.text)
-        if calls and answer.tokens[-1].id in answer.job.sampling.stop_ids:  # and not at a stop text
-            self._remember(reply, [token.id for token in answer.tokens])
-        return reply
-
-    def _remember(self, reply: Reply, ids: list[int]) -> None:
-        self._sampled[reply.calls[0][0]] = (reply, ids)
-        self._sampled.move_to_end(reply.calls[0][0])
-        if len(self._sampled) > MAX_REMEMBERED:
-            self._sampled.popitem(last=False)
+                function = {"name": request.tool, "arguments": arguments}
+                calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if calls:
+            content = "".join([*outside, text[at:]])
+            message |= {"content": content or None, "tool_calls": calls}
+            if answer.ids[-1] in answer.job.sampling.stop_ids:  # and not at a stop text
+                self._sampled[calls[0]["id"]] = (content, [call["function"] for call in calls], answer.ids)
+                if len(self._sampled) > MAX_REMEMBERED:
+                    del self._sampled[next(iter(self._sampled))]
+        return message
 
     def _showing(self, tools: Schemas) -> Template:
         try:
@@ -134,18 +106,21 @@ class Conversations:
         return shown
 
     def _answer_ids(self, message: ChatMessage, at: int, prompt: Sequence[int]) -> list[int]:
-        """Return the ids of a message of the assistant: those that were sampled, or else those of its text."""
-        calls = tuple((call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
-        known, ids = self._sampled.get(calls[0][0] if calls else "", (None, []))
-        if known is not None and known == Reply(message.text, calls):
-            self._remember(known, ids)
+        calls = message.tool_calls or ()
+        functions = [{"name": call.function.name, "arguments": call.function.arguments} for call in calls]
+        text, known, ids = self._sampled.get(calls[0].id if calls else "", ("", [], []))
+        if ids and (text, known) == (message.text, functions):
             return list(ids)
-        for n, (_, _, arguments) in enumerate(calls):
-            if not _is_object(arguments):
+        for n, function in enumerate(functions):
+            try:
+                is_object = isinstance(json.loads(function["arguments"]), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+            if not is_object:
                 place = f"messages.{at}.tool_calls.{n}.function.arguments"
                 raise BadRequest(f"{place}: they are the text of a JSON object", "messages")
         text = message.text.removeprefix(self.template.opening).strip()
-        written = Turn(text, tuple(Call(tool, arguments, "", "ok") for _, tool, arguments in calls))
+        written = Turn(text, tuple(Call(one["name"], one["arguments"], "", "ok") for one in functions))
         return encode_turn(self.tokenizer, self.template, written, self.form, prompt)
 
     def _question_ids(self, messages: Sequence[ChatMessage], at: int, template: Template, last: int) -> list[int]:
@@ -153,7 +128,7 @@ class Conversations:
         if at >= len(messages):
             raise BadRequest("the last message is the assistant's, so nothing is left to answer", "messages")
         if messages[at].role != "user" or not messages[at].text.strip():
-            raise BadRequest(f"messages.{at}: behind an answer comes a text of the user", "messages")
+            raise BadRequest(f"messages.{at}: after an answer comes a text of the user", "messages")
         try:
             frame = reply_frame(self.tokenizer, template, ("user",))
         except UsageError as error:
@@ -171,11 +146,11 @@ def _results(messages: Sequence[ChatMessage], at: int) -> list[str]:
     wanted = [call.id for call in messages[at].tool_calls or ()]
     if len(set(wanted)) < len(wanted):
         raise BadRequest(f"messages.{at}: two of its calls have one id", "messages")
-    results: dict[str, str] = {}
+    results: dict[str | None, str] = {}
     for i, message in enumerate(messages[at + 1 : at + 1 + len(wanted)], start=at + 1):
         if message.role != "tool":
             break
-        if message.tool_call_id is None or message.tool_call_id not in wanted or message.tool_call_id in results:
+        if message.tool_call_id not in wanted or message.tool_call_id in results:
             problem = f"tool_call_id {message.tool_call_id!r:.80} is no call of message {at} without a result"
             raise BadRequest(f"messages.{i}: {problem}", "messages")
         results[message.tool_call_id] = message.text
@@ -190,13 +165,13 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     """Return the arguments of a call as JSON; None if it is no call, or they are no object."""
     if request.wrong or not request.tool:
         return None
-    stated = request.arguments
     nothing: Mapping[str, Any] = {"function": {}}
     schema = next((one for one in tools if one["function"]["name"] == request.tool), nothing)
     texts = {
         name: isinstance(one, Mapping) and one.get("type") == "string" for name, one in properties_of(schema).items()
     }
     try:
+        stated = request.arguments
         by_key = by_name(request.tool, texts, stated) if isinstance(stated, str) else stated
         by_key = {key: read_text(value, texts.get(key, True)) for key, value in by_key.items()}
         written = json.dumps(by_key, ensure_ascii=False, allow_nan=False)
@@ -204,10 +179,3 @@ def _arguments(request: Request, tools: Schemas) -> str | None:
     except (ValueError, RecursionError):
         return None
     return written
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -1,7 +1,7 @@
-"""Requests in the forms of OpenAI and vLLM, as ``posttrain serve`` reads them, and its errors.
+"""Requests of ``posttrain serve`` in the forms of OpenAI and vLLM.
 
-An option that would change an answer and that this server does not have is refused by name, unless it has the value
-that changes nothing. An unknown key is refused with a suggestion.
+An option that this server does not have is refused by name, unless it has the value that changes nothing. An unknown
+key is refused with a suggestion.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from posttrain.errors import PosttrainError, UsageError
+from posttrain.errors import UsageError
 from posttrain.option_types import AnySize, Options, Tokens, check_plain
 from posttrain.registry import suggest
 from posttrain.types import Message
@@ -19,10 +19,9 @@ from posttrain.types import Message
 MAX_BODY_BYTES = 1_000_000
 MAX_ANSWERS = 256  # of one request, over all its prompts
 MAX_MESSAGES = 1000
-TokenIds = list[int]
-# Options of others that this server does not have, each with the value (or null) that changes nothing.
+# Options that this server does not have, each with the value (or null) that changes nothing.
 NEUTRAL: dict[str, Any] = (
-    dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), 0)
+    dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), 0)
     | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), 1)
     | dict.fromkeys(("use_beam_search", "skip_special_tokens", "include_stop_str_in_output", "echo"), False)
     | {"tools": [], "functions": [], "bad_words": [], "logit_bias": {}, "extra_args": {}, "suffix": ""}
@@ -46,14 +45,12 @@ class BadRequest(UsageError):
 
 
 class TextPart(Options):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Options):
-    """The function of a call. ``arguments`` is JSON text; OpenAI's client may add what it parsed from it."""
+    """``arguments`` is JSON text; OpenAI's client may add what it parsed from it."""
 
     name: str
     arguments: str
@@ -61,8 +58,6 @@ class CalledFunction(Options):
 
 
 class ToolCall(Options):
-    """A call in a message of the assistant; ``index`` is there if it came in a stream."""
-
     id: str = Field(min_length=1)
     function: CalledFunction
     type: Literal["function"] = "function"
@@ -104,7 +99,7 @@ class ChatMessage(Options):
 
 
 class Function(Options):
-    """A tool by name; ``parameters`` is a JSON schema. The model is not held to it, so ``strict`` is refused."""
+    """A tool. The model is not held to ``parameters``, a JSON schema, so ``strict`` is refused."""
 
     name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
@@ -113,8 +108,6 @@ class Function(Options):
 
 
 class ToolOffer(Options):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
@@ -137,24 +130,23 @@ class ToolOptions(Options):
             raise BadRequest("parallel_tool_calls: a turn may hold several calls; leave it out", "parallel_tool_calls")
         functions = [tool.function for tool in self.tools or ()]
         names = [function.name for function in functions]
-        for n, name in enumerate(names):
-            if name in names[:n]:
-                raise BadRequest(f"tools.{n}: there is a tool named {name!r} already", "tools")
-        if self.tool_choice == "none":
-            return []
-        return [{"type": "function", "function": one.model_dump(exclude_unset=True)} for one in functions]
+        if len(set(names)) < len(names):
+            raise BadRequest(f"tools: two of them are named {max(names, key=names.count)!r}", "tools")
+        offered = () if self.tool_choice == "none" else functions
+        return [{"type": "function", "function": one.model_dump(exclude_unset=True)} for one in offered]
 
 
 class SamplingOptions(Options):
-    """Sampling options that every endpoint has. ``top_k`` 0 or −1: all tokens."""
+    """Sampling options of every endpoint. ``top_k`` 0 or −1: all tokens."""
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    max_tokens: Tokens | None = None
     seed: Annotated[int | None, Field(ge=0), AnySize()] = None
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
 
     @field_validator("stop")
@@ -182,32 +174,28 @@ class ChatRequest(OpenAIOptions, ToolOptions):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES)
-    max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class CompletionRequest(OpenAIOptions):
     """``POST /v1/completions``: text or token ids to continue, one or several."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: Tokens | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Literal[0] | None = None  # of the sampled tokens; the likeliest are not offered
     add_special_tokens: bool = True
 
 
 class SamplingParams(SamplingOptions):
     """Sampling options of ``/inference/v1/generate``."""
 
-    max_tokens: Tokens | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Literal[0, 1] | None = None
 
 
 class GenerateRequest(Options):
     """``POST /inference/v1/generate``: token ids in, token ids out."""
 
-    token_ids: TokenIds
+    token_ids: list[int]
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
     stream: bool = False
@@ -252,14 +240,3 @@ def read_request(kind: type[Request], body: Any) -> Request:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise BadRequest(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None) from None
-
-
-def error_body(error: PosttrainError) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of an error, and its body in OpenAI's form."""
-    status, param, code = 500, None, None
-    if isinstance(error, BadRequest):
-        status, param, code = error.status, error.param, error.code
-    elif isinstance(error, UsageError):
-        status, code = 400, "invalid_request"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
