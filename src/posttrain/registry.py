@@ -55,7 +55,7 @@ HOMES: dict[str, dict[str, str]] = {
         ),
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
-        "posttrain.engines.judging.reward": "judge",
+        "posttrain.engines.judging": "judge",
         "posttrain.reward_models.reward": "reward_model",
     },
     "grader": {

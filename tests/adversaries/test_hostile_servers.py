@@ -18,10 +18,10 @@ import pytest
 from posttrain.engines import http
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import HttpServer, Unreadable
-from posttrain.engines.judging.asking import Judge, Opinion, rate
+from posttrain.engines.judging import Judge, Opinion, rate
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.engines.vllm.probe import read_scores
-from posttrain.engines.vllm.transfer import WORKERS, ask_all, num_workers
+from posttrain.engines.vllm.transfer import WORKERS, control, read_num_workers
 from posttrain.errors import PosttrainError, RunFailure
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -95,7 +95,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 def sample(url: str, **options: Any) -> Any:
-    engine = VllmEngine([url], **{"retries": 1, "timeout_seconds": 20.0} | options)
+    engine = VllmEngine(url, **{"retries": 1, "timeout_seconds": 20.0} | options)
     return engine.generate([[5, 6]], [[1]], Sampling(4, stop_ids=frozenset([9])))
 
 
@@ -213,7 +213,7 @@ def test_a_server_that_closes_after_every_answer_has_its_time(
 def test_workers_that_nobody_has(answer: Any, serve: Callable[..., str]) -> None:
     url = serve({"/get_world_size": http_answer(answer)})
     with pytest.raises(RunFailure, match="/get_world_size: a"):
-        ask_all([HttpServer(url, timeout_seconds=5, retries=0)], "GET", WORKERS, read=num_workers)
+        control(HttpServer(url, timeout_seconds=5, retries=0), "GET", WORKERS, read=read_num_workers)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from posttrain.cli import main
-from posttrain.engines.judging.asking import Judge, rate
-from posttrain.engines.judging.reward import Opinions
+from posttrain.engines.judging import Judge, Opinions, rate
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.engines.served_names import served_names
 from posttrain.randomness import derive_key

@@ -18,8 +18,20 @@ from fake_vllm import Reply, Reset
 from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines import http
-from posttrain.engines.judging.asking import Judge, Opinion, Question, Unusable, compare, mark_of, rate
-from posttrain.engines.judging.reward import CACHE, Opinions, _opinions, check_failures, describe_bias, match
+from posttrain.engines.judging import (
+    CACHE,
+    Judge,
+    Opinion,
+    Opinions,
+    PairJudge,
+    Question,
+    Unusable,
+    _opinions,
+    check_failures,
+    compare,
+    mark_of,
+    rate,
+)
 from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
@@ -226,7 +238,6 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         assert "no answer within 0.5 seconds" in told[1].reason
         assert "no JSON: 'I like it'" in told[2].reason
         assert "maximum context length" in told[3].reason
-        assert (opinions.num_asked, opinions.num_failed) == (4, 3)
         before = len(server.chats)
         opinions.ask(ratings("fine", "long"))
         assert len(server.chats) == before + 1, "what failed is not kept"
@@ -268,24 +279,24 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
     with FakeJudge(by_length, key="a secret") as server:
         url = server.url
         with pytest.raises(UsageError, match=rf"{url}: the judge refuses.*401.*variable JUDGE_API_KEY"):
-            Judge(url).check()
+            Judge(url).find_model(0)
         monkeypatch.setenv("JUDGE_API_KEY", "a secret")
-        Judge(url).check()
+        Judge(url).find_model(0)
         with pytest.raises(UsageError, match="401") as told:
             Judge(url, key_variable="OTHER_API_KEY").judge(ratings("a"))
         assert "a secret" not in str(told.value)
         assert "a secret" not in repr(Judge(url))
     with pytest.raises(UsageError, match=rf"{url}: no judge answers there \(no connection to .*posttrain serve"):
-        Judge(url).check()
+        Judge(url).find_model(0)
     cards = [{"id": "a"}, {"id": "b"}]
     with FakeJudge(by_length, cards=cards) as server, pytest.raises(UsageError, match=r"judge\.model is needed.*a, b"):
-        Judge(server.url).check()
+        Judge(server.url).find_model(0)
     with pytest.raises(UsageError, match=r"judge.url: 'here' is no server's URL"):
         Judge("here")
     with pytest.raises(UsageError, match=r"judge.url: .*a name, password or key in a URL.*JUDGE_API_KEY"):
         Judge("http://me:secret@127.0.0.1:8000")
     with pytest.raises(UsageError, match=r"JUDGE_API_KEY holds a key.* set JUDGE_API_HOST=judge\.example"):
-        Judge("https://judge.example").check()
+        Judge("https://judge.example").find_model(0)
     monkeypatch.setenv("JUDGE_API_HOST", "other.example")
     with pytest.raises(UsageError, match=r"a recipe alone sends it to no server"):
         Judge("https://judge.example")
@@ -337,24 +348,25 @@ def test_too_many_failures_end_with_one_message() -> None:
 # Two answers
 
 
-def test_pairs_are_asked_in_both_orders_and_biases_are_told() -> None:
+def test_pairs_are_asked_in_both_orders_and_biases_are_measured() -> None:
     pairs = [("Why?", "short", "a longer one"), ("Why?", "the longest of all", "mine"), ("Why?", "same", "size")]
-    with FakeJudge(by_length) as server:
-        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
-    assert [m.value for m in matches] == [0.0, 1.0, 0.5]
-    assert describe_bias(pairs, matches) == {"judge_first": 0.5, "judge_consistent": 1.0, "judge_longer": 1.0}
-    assert len(server.chats) == 6
-    with FakeJudge(lambda body, count: said("first", "winner")) as server:
-        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
-    assert [m.value for m in matches] == [0.5, 0.5, 0.5], "a judge of places decides nothing"
-    assert describe_bias(pairs, matches) == {"judge_first": 1.0, "judge_consistent": 0.0, "judge_longer": 0.5}
+    bias = ("judge_first", "judge_consistent", "judge_longer")
+
+    def meet(reply: Any, some: Any = pairs) -> tuple[list[float], list[float]]:
+        with FakeJudge(reply) as server:
+            judge = PairJudge(Opinions(Judge(server.url, retries=0)), "Be right.", 0.5)
+            values, facts = judge.meet(some)
+            assert len(server.chats) == 2 * len(some)
+        return values, [facts[name] for name in bias if name in facts]
+
+    assert meet(by_length) == ([0.0, 1.0, 0.5], [0.5, 1.0, 1.0])
+    first = meet(lambda body, count: said("first", "winner"))
+    assert first == ([0.5, 0.5, 0.5], [1.0, 0.0, 0.5]), "a judge of places decides nothing"
 
     def half(body: dict[str, Any], count: int) -> str:
         return "?" if quoted(body)["first-answer"] == "short" else by_length(body, count)
 
-    with FakeJudge(half) as server:
-        (one,) = match(Opinions(Judge(server.url, retries=0)), pairs[:1], "Be right.")
-    assert one.value == 0.0, "the order that was judged counts alone"
+    assert meet(half, pairs[:1]) == ([0.0], [1.0]), "the order that was judged counts alone"
 
 
 # The reward
@@ -395,16 +407,6 @@ def test_an_answer_that_was_not_judged_counts_neither_way(tmp_path: Path) -> Non
             grade(server.url, [("i", f"FAIL {k}" if k < 3 else "fine") for k in range(5)], retries=0)
 
 
-def test_a_ring_of_pairs() -> None:
-    with FakeJudge(by_length) as server:
-        grades = grade(server.url, [("i", "a" * n) for n in (1, 4, 3, 2)] + [("k", "ab"), ("k", "a")], pairwise=True)
-        assert [g.reward for g in grades] == [0.0, 1.0, 0.5, 0.5, 1.0, 0.0]
-        assert len(server.chats) == 2 * (4 + 1)
-        assert sum(g.parts["judge_tokens_in"] for g in grades) == 1000
-        with pytest.raises(RecipeError, match=r"rollout\.group 2 or more"):
-            grade(server.url, [("i", "a")], pairwise=True)
-
-
 def test_options_are_checked_before_anything_is_sampled() -> None:
     with pytest.raises(RecipeError, match=r"^rewards\.0\.url: say where a judge answers; .*`posttrain serve MODEL`"):
         build_grader([RewardWord(name="judge", weight=1.0)], plain())
@@ -412,6 +414,8 @@ def test_options_are_checked_before_anything_is_sampled() -> None:
         grade("http://127.0.0.1:9", [])
     with pytest.raises(RecipeError, match=r"template: this key was removed. Use a judge behind a server"):
         build_grader([RewardWord(name="judge", weight=1.0, template="chat")], plain())
+    with pytest.raises(RecipeError, match=r"pairwise: this key was removed. Use posttrain evaluate MODEL --against"):
+        build_grader([RewardWord(name="judge", weight=1.0, pairwise=True)], plain())
     with pytest.raises(RecipeError, match="the lowest score, then the highest"):
         grade("http://127.0.0.1:9", [], scale=[5, 5])
     assert registry.traits_of("reward", "judge")["asks_a_model"]
@@ -543,9 +547,9 @@ def test_an_answer_cannot_write_marks_of_turns(marks: str) -> None:
         rate("What?", forged, rubric="Be right.", scale=(1, 10), gold=forged),
         compare(forged, forged, forged, rubric="Be right."),
     ):
-        sent = Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"]
+        sent = Judge("http://127.0.0.1:9").body("model", question)["messages"][1]["content"]
         assert marks in question.text
         assert not re.search(r"<[|｜]|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>", sent)
     plain = "if a < b || c > d: x[1] <= <b>bold</b> <svg> [insert]"
     question = rate("What?", plain, rubric="Be right.", scale=(1, 10))
-    assert Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"] == question.text
+    assert Judge("http://127.0.0.1:9").body("model", question)["messages"][1]["content"] == question.text

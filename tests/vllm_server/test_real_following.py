@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,6 @@ from posttrain.world import ONE
 from small_runs import end_of, recorded, start, steps_of
 
 pytestmark = pytest.mark.vllm
-PLUG_IN = "import importlib.util as u, sys; sys.exit(u.find_spec('gloo_weight_transfer') is None)"
 NUM_UPDATES = 40
 
 
@@ -45,17 +43,10 @@ def tiny() -> LoadedModel:
     return load_model(ModelSection(), seed=0)
 
 
-@pytest.fixture(scope="module", params=["files", "gloo"])
-def engine(
-    request: pytest.FixtureRequest, tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None
-) -> Iterator[Trained]:
-    """Two servers that read files of this machine's memory; one that receives broadcasts."""
-    transfer, servers = request.param, 2 if request.param == "files" else 1
-    if transfer == "gloo" and subprocess.run([os.environ["POSTTRAIN_VLLM"], "-c", PLUG_IN], check=False).returncode:
-        pytest.skip("the plug-in contrib/gloo_weight_transfer is not installed beside vLLM")
-    engine = vllm(
-        tiny.model, tiny.tokenizer, servers=servers, enforce_eager=True, timeout_seconds=300.0, transfer=transfer
-    )
+@pytest.fixture(scope="module")
+def engine(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory, own_servers: None) -> Iterator[Trained]:
+    """A server that reads files of this machine's memory."""
+    engine = vllm(tiny.model, tiny.tokenizer, enforce_eager=True, timeout_seconds=300.0)
     assert isinstance(engine, Trained)
     engine.settle(tmp_path_factory.mktemp("following"), ONE)
     try:
@@ -66,7 +57,7 @@ def engine(
 
 
 def difference(engine: Trained) -> float:
-    return largest_difference(engine.model, lambda compute: compute(), engine._scores())
+    return largest_difference(engine.model, lambda compute: compute(), engine._session(engine._scores))
 
 
 def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: Trained) -> None:
@@ -81,7 +72,7 @@ def test_clean_updates_are_accepted_and_a_missing_one_would_not_be(engine: Train
         seconds.append(time.perf_counter() - started)
         if is_measured:
             worst = max(worst, difference(engine))
-    print(f"\n{engine.transfer}: {NUM_UPDATES} updates, {sorted(seconds)[len(seconds) // 2]:.2f} s in the middle;")
+    print(f"\n{NUM_UPDATES} updates, {sorted(seconds)[len(seconds) // 2]:.2f} s in the middle;")
     print(f"the same weights differ by at most {worst:.1e} nats, one update that is missing by at least {least:.1e}")
     assert worst < TOLERANCE / 10 < TOLERANCE < least
 
@@ -130,13 +121,13 @@ def one_layer_left_old(engine: Trained, patch: pytest.MonkeyPatch) -> None:
 
 
 def prefix_cache_kept(engine: Trained, patch: pytest.MonkeyPatch) -> None:
-    sound = training.ask_all
+    sound = training.control
 
-    def ask_all(servers: Any, method: Any, path: str, *rest: Any, **options: Any) -> Any:
+    def control(server: Any, method: Any, path: str, *rest: Any, **options: Any) -> Any:
         path = f"{path}&clear_cache=false" if path.startswith("/pause") else path
-        return None if path == "/reset_prefix_cache" else sound(servers, method, path, *rest, **options)
+        return None if path == "/reset_prefix_cache" else sound(server, method, path, *rest, **options)
 
-    patch.setattr(training, "ask_all", ask_all)
+    patch.setattr(training, "control", control)
 
 
 @pytest.mark.parametrize("fault", [one_tensor_scaled, one_layer_left_old, prefix_cache_kept])

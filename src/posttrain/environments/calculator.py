@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from fractions import Fraction
 from typing import Annotated
 
@@ -12,6 +13,14 @@ from pydantic import Field
 from posttrain.registry import register
 
 MAX_CHARS = 200
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 @register("environment")
@@ -19,22 +28,22 @@ def calculator(*, max_digits: Annotated[int, Field(ge=1, le=1000)] = 30) -> Calc
     """A tool ``calculator`` for sums: ``+ - * / // % **``, brackets, whole numbers and decimals, computed exactly.
 
     The expression is parsed, never evaluated. A result that is no whole number is given as a decimal where that ends
-    within ``max_digits``, else as a fraction. What is no sum, or too large, is answered with what is wrong.
+    within ``max_digits``, else as a fraction. Anything else, or too large, is answered with an error.
 
     Args:
-        max_digits: of every number in it, those on the way included.
+        max_digits: of every number in it, intermediate results included.
     """
     return Calculator(max_digits)
 
 
 class Calculator:
-    """The environment; it holds nothing between calls."""
+    """The environment; it has no state."""
 
     def __init__(self, max_digits: int) -> None:
         self._max_digits = max_digits
 
     def reset(self) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def calculator(self, expression: str) -> str:
         """Computes a sum exactly.
@@ -62,32 +71,21 @@ class Calculator:
             return self._bounded(self._combine(node.op, self._value(node.left), self._value(node.right)))
         raise ValueError("only numbers, brackets and + - * / // % ** can stand in a sum")
 
-    def _combine(self, operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-        if isinstance(operator, ast.Add):
-            return left + right
-        if isinstance(operator, ast.Sub):
-            return left - right
-        if isinstance(operator, ast.Mult):
-            return left * right
-        if isinstance(operator, ast.Div | ast.FloorDiv | ast.Mod):
-            if right == 0:
+    def _combine(self, kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+        if isinstance(kind, ast.Pow):
+            if right.denominator != 1:
+                raise ValueError("an exponent is a whole number")
+            if left == 0 and right < 0:
                 raise ValueError("division by zero")
-            if isinstance(operator, ast.Div):
-                return left / right
-            return Fraction(left // right) if isinstance(operator, ast.FloorDiv) else left % right
-        if isinstance(operator, ast.Pow):
-            return self._power(left, right)
-        raise ValueError("only + - * / // % ** can be computed")
-
-    def _power(self, base: Fraction, exponent: Fraction) -> Fraction:
-        if exponent.denominator != 1:
-            raise ValueError("an exponent is a whole number")
-        if base == 0 and exponent < 0:
+            size = max(left.numerator.bit_length(), left.denominator.bit_length()) - 1
+            if size * abs(right.numerator) > 4 * self._max_digits or abs(right.numerator) > 10**6:
+                raise self._too_large()
+            return left**right.numerator
+        if type(kind) not in _OPERATIONS:
+            raise ValueError("only + - * / // % ** can be computed")
+        if isinstance(kind, ast.Div | ast.FloorDiv | ast.Mod) and right == 0:
             raise ValueError("division by zero")
-        size = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
-        if size * abs(exponent.numerator) > 4 * self._max_digits or abs(exponent.numerator) > 10**6:
-            raise self._too_large()
-        return base**exponent.numerator
+        return Fraction(_OPERATIONS[type(kind)](left, right))
 
     def _bounded(self, value: Fraction) -> Fraction:
         if max(abs(value.numerator), value.denominator) >= 10**self._max_digits:
@@ -98,16 +96,8 @@ class Calculator:
         return ValueError(f"a number has more than {self._max_digits} digits")
 
     def _show(self, value: Fraction) -> str:
-        rest, places = value.denominator, 0
-        while rest % 10 == 0:
-            rest, places = rest // 10, places + 1
-        twos = fives = 0
-        while rest % 2 == 0:
-            rest, twos = rest // 2, twos + 1
-        while rest % 5 == 0:
-            rest, fives = rest // 5, fives + 1
-        places += max(twos, fives)
-        if value.denominator == 1 or rest != 1 or places > self._max_digits:
+        places = next((n for n in range(1, self._max_digits + 1) if 10**n % value.denominator == 0), None)
+        if value.denominator == 1 or places is None:
             return str(value)
         digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
         return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"

@@ -14,9 +14,9 @@ from posttrain.registry import register
 
 
 class TextGame(ABC):
-    """A game of turns: what is drawn follows from the seed, moves are tools, ``score`` is paid at its end.
+    """A game of turns: draws follow from the seed, moves are tools, ``score`` is the reward at its end.
 
-    A game of your own sets itself up in ``_begin`` and returns what is said then; its moves are public methods with
+    A game of your own sets itself up in ``_begin`` and returns its opening; its moves are public methods with
     types and docstrings that call ``_end`` when it is over. ``split`` is that of the episode.
     """
 
@@ -24,17 +24,17 @@ class TextGame(ABC):
         self.done, self.score, self.split = False, 0.0, "train"
 
     def reset(self, *, seed: int, split: str = "train") -> str:
-        """A new game."""
+        """Begin a new game."""
         self.done, self.score, self.split = False, 0.0, split
         return self._begin(generator(seed, "game"))
 
     def get_reward(self) -> float:
-        """The score; 0 of a game that was not played to its end."""
+        """Return the score; 0 of a game that was not played to its end."""
         return self.score if self.done else 0.0
 
     @abstractmethod
     def _begin(self, random: np.random.Generator) -> str:
-        """Set the game up; what is said then."""
+        """Set the game up; return its opening."""
 
     def _end(self, score: float, said: str) -> str:
         self.done, self.score = True, score

@@ -32,7 +32,7 @@ def python(
         sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
         seconds: of computing; elapsed time may be 6 times as long. ``rollout.tool_seconds`` should be more.
         memory_megabytes: of the program with all processes that it starts.
-        max_output_chars: what is beyond is cut off.
+        max_output_chars: the rest is cut off.
 
     Raises:
         UsageError: the sandbox does not work on this machine.
@@ -41,7 +41,7 @@ def python(
 
 
 class Python:
-    """The environment; it holds nothing between calls."""
+    """The environment; it has no state."""
 
     def __init__(self, kind: Kind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
         self._kind: Kind = kind
@@ -49,7 +49,7 @@ class Python:
         self._bounds = Bounds(cpu_seconds=seconds, memory_bytes=memory_megabytes * 2**20)
 
     def reset(self) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.

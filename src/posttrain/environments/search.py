@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -48,19 +47,12 @@ def search(
     return Search(read_index(path, passage_chars), results, k1, b)
 
 
-@dataclass(frozen=True)
-class Index:
-    """Passages with their files, and the words of each."""
-
-    passages: list[tuple[str, str]]
-    words: list[Counter[str]]
-    lengths: list[int]
-    containing: Counter[str]
+Index = tuple[list[tuple[str, str]], list[Counter[str]]]  # (file, passage), and the words of each passage
 
 
 @lru_cache(maxsize=4)
 def read_index(path: str, passage_chars: int) -> Index:
-    """The passages of a folder; read once in a process."""
+    """Return the passages of a folder; read once in a process."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(path, "no such folder; give one with .txt or .md files as environment.path")
@@ -74,19 +66,22 @@ def read_index(path: str, passage_chars: int) -> Index:
         passages += [(name, part) for part in _split(file.read_text(encoding="utf-8", errors="replace"), passage_chars)]
     if not passages:
         raise DataError(path, "there is no .txt or .md file with text in it")
-    words = [Counter(_WORD.findall(text.lower())) for _, text in passages]
-    containing = Counter(word for counts in words for word in counts)
-    return Index(passages, words, [counts.total() for counts in words], containing)
+    return passages, [Counter(_WORD.findall(text.lower())) for _, text in passages]
 
 
 class Search:
-    """The environment; it holds nothing between calls."""
+    """The environment; it has no state."""
 
     def __init__(self, index: Index, results: int, k1: float, b: float) -> None:
-        self._index, self._results, self._k1, self._b = index, results, k1, b
+        self._passages, self._words = index
+        self._results, self._k1, self._b = results, k1, b
+        self._mean = sum(counts.total() for counts in self._words) / len(self._words)
+        containing = Counter(word for counts in self._words for word in counts)
+        count = len(self._words)
+        self._idf = {word: math.log(1 + (count - n + 0.5) / (n + 0.5)) for word, n in containing.items()}
 
     def reset(self) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def search(self, query: str) -> str:
         """Searches the texts and returns the passages that fit best.
@@ -94,25 +89,16 @@ class Search:
         Args:
             query: words to look for.
         """
-        index = self._index
-        asked = list(dict.fromkeys(_WORD.findall(query.lower())))
-        mean = sum(index.lengths) / len(index.lengths)
+        words = list(dict.fromkeys(_WORD.findall(query.lower())))
         scores = []
-        for number, (counts, length) in enumerate(zip(index.words, index.lengths, strict=True)):
-            norm = self._k1 * (1 - self._b + self._b * length / mean)
-            score = sum(
-                self._idf(word) * counts[word] * (self._k1 + 1) / (counts[word] + norm)
-                for word in asked
-                if word in counts
-            )
+        for number, counts in enumerate(self._words):
+            norm = self._k1 * (1 - self._b + self._b * counts.total() / self._mean)
+            found = (word for word in words if word in counts)
+            score = sum(self._idf[word] * counts[word] * (self._k1 + 1) / (counts[word] + norm) for word in found)
             if score > 0:
                 scores.append((-score, number))
-        best = [index.passages[number] for _, number in sorted(scores)[: self._results]]
+        best = [self._passages[number] for _, number in sorted(scores)[: self._results]]
         return "\n\n".join(f"[{name}] {text}" for name, text in best) or "nothing fits"
-
-    def _idf(self, word: str) -> float:
-        holding = self._index.containing[word]
-        return math.log(1 + (len(self._index.passages) - holding + 0.5) / (holding + 0.5))
 
 
 def _split(text: str, limit: int) -> list[str]:

@@ -177,9 +177,9 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
         "--follows",
         nargs="?",
         const="nccl",
-        choices=("nccl", "files", "gloo"),
-        help="for a run in training, which hands over its weights (engine.url): from GPU to GPU (default), by files of "
-        "this machine's memory, or by the plug-in of contrib/",
+        choices=("nccl", "files"),
+        help="for a run in training, which sends its weights (engine.url): from GPU to GPU (default), or by files in "
+        "this machine's memory, for a run without a GPU",
     )
     parser.add_argument("--seed", type=seed, default=0, help="of requests that name none (default: 0)")
     parser.add_argument(
@@ -197,13 +197,14 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: no such model, or a run that trained a reward model.
     """
-    from posttrain.engines.vllm.command import ServerOptions, server_command
+    from posttrain.engines.vllm.server import server_command
     from posttrain.runs.models import find_source
 
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
     section = source.section()
-    options = ServerOptions(
+    command = server_command(
+        source.path,
         host=arguments.host,
         port=arguments.port,
         dtype=arguments.dtype or section.dtype,
@@ -215,12 +216,11 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         trust_remote_code=section.runs_remote_code,
         transfer=arguments.follows,
     )
-    command = server_command(source.path, options)
     print(command.shell(), flush=True)
-    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    url = f"http://{host}:{options.port}"
+    host = "127.0.0.1" if arguments.host in ("0.0.0.0", "::") else arguments.host
+    url = f"http://{host}:{arguments.port}"
     use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
-    if options.transfer:
+    if arguments.follows:
         use = f"posttrain train RECIPE --rollout.engine.name vllm --rollout.engine.url {url}"
     print(f"# serves {command.name}; when it says that startup is complete:\n# {use}", file=sys.stderr)
     return 0

@@ -3,9 +3,8 @@
 Every row of the batch writes its next key and value into the same column (``cursor``); a row's
 prompt is placed so that it *ends* at the cursor of the moment when it is admitted, and ``starts``
 remembers where. So a decode step writes one slice per layer instead of scattering, prompts of
-different lengths need no padding, and the mask changes only when the membership of the batch does,
-or where a column says nothing of a row and becomes a hole of it. Positions (rotary or absolute) are
-the caller's and independent of the column.
+different lengths need no padding, and the mask changes only when the membership of the batch does.
+Positions (rotary or absolute) are the caller's and independent of the column.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class SlotCache:
         self.values = [self._empty(num_slots, s.heads, s.value_dim, VALUE_AXIS) for s in self.shapes]
         self.key_rows: list[Tensor] = []
         self.value_rows: list[Tensor] = []
-        self.holes: np.ndarray | None = None  # [num_slots, capacity], once there has been one
         self._bias: Tensor | None = None
 
     @property
@@ -71,11 +69,11 @@ class SlotCache:
         return self.cursor + 1 - self.first
 
     def bias(self) -> Tensor | None:
-        """``[count, width]``: 0 where a row may look, -inf before its start and in its holes; None when all may."""
+        """Return ``[count, width]``: 0 where a row may look, -inf before its start; None when all may look anywhere."""
         return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
 
     def mask(self) -> Tensor | None:
-        """``bias`` as attention takes it, ``[count, 1, 1, width]``; on a GPU aligned, once for all layers of a step."""
+        """Return ``bias`` as attention takes it, ``[count, 1, 1, width]``; aligned on a GPU."""
         bias = self.bias()
         mask = None if bias is None else bias[:, None, None, :]
         return mask if mask is None or mask.device.type == "cpu" else aligned(mask)
@@ -99,8 +97,6 @@ class SlotCache:
         ends a round of placements with ``refresh``.
         """
         rows = slice(self.count, self.count + len(prompt_of_row))
-        if self.holes is not None:
-            self.holes[rows] = False
         if self.shared is not None:
             self.shared.admit(prefix, names, rows, prompt_of_row)
             self.starts[rows] = self.cursor
@@ -132,8 +128,6 @@ class SlotCache:
                 window = tensor.narrow(axis, self.first, used)
                 window[target] = window[source]
         self.starts[list(targets)] = self.starts[list(sources)]
-        if self.holes is not None:
-            self.holes[list(targets)] = self.holes[list(sources)]
         if self.shared is not None:
             self.shared.entry_of_row[list(targets)] = self.shared.entry_of_row[list(sources)]
 
@@ -152,27 +146,11 @@ class SlotCache:
         self.first = int(starts.min())
         self.key_rows = [k[:count] for k in self.keys]
         self.value_rows = [v[:count] for v in self.values]
-        holes = None if self.holes is None or not self.holes[:count].any() else self.holes[:count]
-        if int(starts.max()) == self.first and holes is None:
+        if int(starts.max()) == self.first:
             self._bias = None
             return
         hidden = torch.arange(self.capacity, device=self.device) < torch.as_tensor(starts, device=self.device)[:, None]
-        if holes is not None:
-            hidden |= torch.from_numpy(holes).to(self.device)
         self._bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-
-    def hide(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Make holes of the last ``counts[i]`` columns before the cursor of row ``rows[i]``: it does not look there."""
-        if self.holes is None:
-            self.holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
-        row = np.repeat(np.array(rows), counts)
-        column = np.concatenate([np.arange(self.cursor - count, self.cursor) for count in counts])
-        self.holes[row, column] = True
-        if self._bias is None:
-            self._view_rows()
-        else:
-            index = (torch.from_numpy(row).to(self.device), torch.from_numpy(column).to(self.device))
-            self._bias[index] = -torch.inf
 
     def advance(self) -> None:
         """The column at the cursor is written; go to the next, making room where there is none."""
@@ -185,9 +163,9 @@ class SlotCache:
             self._rebuild(0, int(self.capacity * GROWTH) + 1)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[count, heads, dim]`` at the cursor; all that the rows may look at, per head.
+        """Write ``[count, heads, dim]`` at the cursor; return views of all that the rows may look at.
 
-        Returns views ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
+        They are ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
         """
         axis, key_rows, value_rows = self.key_axis, self.key_rows[layer], self.value_rows[layer]
         key_rows.select(axis, self.cursor).copy_(keys)
@@ -196,7 +174,7 @@ class SlotCache:
         return key_rows.narrow(axis, self.first, width), value_rows.narrow(VALUE_AXIS, self.first, width)
 
     def _by_kind(self) -> tuple[tuple[list[Tensor], int], tuple[list[Tensor], int]]:
-        """The layers' keys and values, each with the axis of its columns."""
+        """Return the layers' keys and values, each with the axis of its columns."""
         return (self.keys, self.key_axis), (self.values, VALUE_AXIS)
 
     def _empty(self, num_slots: int, heads: int, dim: int, axis: int) -> Tensor:
@@ -214,11 +192,6 @@ class SlotCache:
                 new = self._empty(old.shape[0], old.shape[1], old.shape[5 - axis], axis)
                 new.narrow(axis, self.first + shift, used).copy_(old.narrow(axis, self.first, used))
                 tensors[i] = new
-        if self.holes is not None:
-            holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
-            kept = slice(self.first + shift, self.cursor + shift)
-            holes[:, kept] = self.holes[:, self.first : self.cursor]
-            self.holes = holes
         self.starts[: self.count] += shift
         self.first += shift
         self.cursor += shift
@@ -226,8 +199,10 @@ class SlotCache:
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """``mask [R, 1, 1, W]`` in memory of its own whose strides are multiples of 16: memory-efficient attention takes no
-    other, so it would be copied in every layer, or refused where it begins in the middle of a larger one."""
+    """Copy ``mask [R, 1, 1, W]`` to memory whose strides are multiples of 16.
+
+    Memory-efficient attention takes no other: it would be copied in every layer, or refused inside a larger one.
+    """
     width = mask.shape[-1]
     return mask.new_empty((*mask.shape[:-1], _aligned(width)))[..., :width].copy_(mask)
 
@@ -237,7 +212,7 @@ def _aligned(columns: int) -> int:
 
 
 class Decoder(Protocol):
-    """What the scheduler asks of a decoding path, over the weights of the moment: two forward passes."""
+    """A decoding path over the weights of the moment: two forward passes."""
 
     name: str
     shapes: list[LayerShape]
@@ -246,11 +221,11 @@ class Decoder(Protocol):
     can_share: bool  # decode attends to ``cache.shared``
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
-        """Keys and values of P prompts (ragged, none empty)."""
+        """Return keys and values of P prompts (ragged, none empty)."""
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """One step: ``int64 [R]`` tokens at their positions ``int64 [R]``; logits ``[R, V]``.
+        """Return logits ``[R, V]`` of one step: ``int64 [R]`` tokens at their positions ``int64 [R]``.
 
         Writes every layer's keys and values at the cache's cursor and does not advance it.
         """
@@ -258,9 +233,6 @@ class Decoder(Protocol):
 
 
 def pad_right(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``int64 [P, L]``, each row padded with its own last token.
-
-    Padding on the right is never seen by a causal model's earlier positions, so any id will do.
-    """
+    """Return ``int64 [P, L]``, each row padded with its own last token, which earlier positions never see."""
     width = max(len(p) for p in prompts)
     return torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts], dtype=torch.long, device=device)

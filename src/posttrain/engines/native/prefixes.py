@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Key/value heads of one layer, the size of a key and of a value, and what they are kept in."""
+    """Key/value heads of one layer, the size of a key and of a value, and their dtype."""
 
     heads: int
     key_dim: int
@@ -34,36 +34,29 @@ class Prefix:
     lengths: list[int]
 
     def select(self, index: int) -> Prefix:
-        """One prompt alone, in memory of its own."""
-        return Prefix(
-            [k[index : index + 1].clone() for k in self.keys],
-            [v[index : index + 1].clone() for v in self.values],
-            [self.lengths[index]],
-        )
+        """Return one prompt alone, in memory of its own."""
+        one = slice(index, index + 1)
+        return Prefix([k[one].clone() for k in self.keys], [v[one].clone() for v in self.values], [self.lengths[index]])
 
 
 class SharedPrefixes:
     """E prompts in use, and which row of the batch continues from which.
 
-    Per layer: keys ``[E, heads, dim, L]`` (or ``[E, heads, L, dim]``, not ``transposed``), values
-    ``[E, heads, L, dim]``, zeros past a prompt's length. All layers must have the same number of key/value heads H.
+    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's length. All layers must
+    have the same number of key/value heads H.
 
     After ``refresh``, with R rows and at most G of them per prompt: ``to_groups`` ``int64
     [E*H*G]`` picks from rows ``[R*H]`` (places that no row takes repeat row 0), ``to_rows``
     ``int64 [R*H]`` picks back; ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
     """
 
-    def __init__(
-        self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device, *, transposed: bool = True
-    ) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device) -> None:
         self.heads = shapes[0].heads
         assert all(shape.heads == self.heads for shape in shapes), "one index serves all layers"
         self.device = device
         self.names: list[int] = []
         self.lengths: list[int] = []
-        self.axis = 3 if transposed else 2  # of the keys' columns
-        sizes = [(0, s.heads, s.key_dim, 0) if transposed else (0, s.heads, 0, s.key_dim) for s in shapes]
-        self.keys = [torch.zeros(z, dtype=s.dtype, device=device) for z, s in zip(sizes, shapes, strict=True)]
+        self.keys = [torch.zeros((0, s.heads, s.key_dim, 0), dtype=s.dtype, device=device) for s in shapes]
         self.values = [torch.zeros((0, s.heads, 0, s.value_dim), dtype=s.dtype, device=device) for s in shapes]
         self.entry_of_row = np.zeros(num_slots, dtype=np.int64)
         self.to_groups = self.to_rows = torch.zeros(0, dtype=torch.long, device=device)
@@ -95,22 +88,17 @@ class SharedPrefixes:
         order = np.argsort(entries, kind="stable")
         place = np.empty(count, dtype=np.int64)  # each row's place within its group
         place[order] = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        heads = np.arange(self.heads)
-        to_rows = (entries[:, None] * self.heads + heads) * most + place[:, None]
+        to_rows = (entries[:, None] * self.heads + np.arange(self.heads)) * most + place[:, None]
         to_groups = np.zeros(len(used) * self.heads * most, dtype=np.int64)
         to_groups[to_rows.ravel()] = np.arange(count * self.heads)
         self.to_rows = torch.from_numpy(to_rows.ravel()).to(self.device)
         self.to_groups = torch.from_numpy(to_groups).to(self.device)
-        self.bias = self._mask()
-
-    def _mask(self) -> Tensor | None:
-        if min(self.lengths) == self.width:
-            return None
-        lengths = torch.tensor(self.lengths, device=self.device).repeat_interleave(self.heads)
-        past = torch.arange(self.width, device=self.device) >= lengths[:, None]
-        return torch.zeros(past.shape, dtype=self.keys[0].dtype, device=self.device).masked_fill_(past, -torch.inf)[
-            :, None
-        ]
+        self.bias = None
+        if min(self.lengths) < self.width:
+            lengths = torch.tensor(self.lengths, device=self.device).repeat_interleave(self.heads)
+            past = torch.arange(self.width, device=self.device) >= lengths[:, None]
+            zeros = torch.zeros(past.shape, dtype=self.keys[0].dtype, device=self.device)
+            self.bias = zeros.masked_fill_(past, -torch.inf)[:, None]
 
     def _append(self, prefix: Prefix, fresh: Sequence[int]) -> None:
         old, count = len(self.names), len(fresh)
@@ -118,24 +106,20 @@ class SharedPrefixes:
         width = self.width
         index = torch.tensor(list(fresh), device=self.device)
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            before = values.shape[2]
-            sizes = list(keys.shape)
-            sizes[0], sizes[self.axis] = old + count, width
-            new_keys = keys.new_zeros(sizes)
-            new_values = values.new_zeros((old + count, values.shape[1], width, values.shape[3]))
-            new_keys[:old].narrow(self.axis, 0, before).copy_(keys)
+            before, heads = values.shape[2], values.shape[1]
+            new_keys = keys.new_zeros((old + count, heads, keys.shape[2], width))
+            new_values = values.new_zeros((old + count, heads, width, values.shape[3]))
+            new_keys[:old, :, :, :before] = keys
             new_values[:old, :, :before] = values
             # What the prefill computed for its padding is finite and stays under the mask.
             filled = min(width, prefix.keys[layer].shape[1])
-            order = (0, 2, 3, 1) if self.axis == 3 else (0, 2, 1, 3)
-            new_keys[old:].narrow(self.axis, 0, filled).copy_(prefix.keys[layer][index, :filled].permute(*order))
+            new_keys[old:, :, :, :filled] = prefix.keys[layer][index, :filled].permute(0, 2, 3, 1)
             new_values[old:, :, :filled] = prefix.values[layer][index, :filled].permute(0, 2, 1, 3)
             self.keys[layer], self.values[layer] = new_keys, new_values
 
     def _keep(self, entries: Sequence[int]) -> None:
         self.names = [self.names[e] for e in entries]
         self.lengths = [self.lengths[e] for e in entries]
-        index = torch.tensor(list(entries), dtype=torch.long, device=self.device)
-        width = self.width
-        self.keys = [k.narrow(self.axis, 0, width)[index] for k in self.keys]
+        index, width = torch.tensor(list(entries), dtype=torch.long, device=self.device), self.width
+        self.keys = [k[index, :, :, :width] for k in self.keys]
         self.values = [v[index, :, :width] for v in self.values]

@@ -12,15 +12,15 @@ import torch
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import Unreadable
 from posttrain.engines.native.engine import sampling_mode
-from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, check_vocabulary
 from posttrain.randomness import generator
 from posttrain.world import Within
 
 # The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
 PROMPT_TOKENS = (300, 40, 7, 3)
 NEW_TOKENS = 8
-TOP = 20  # as many as a server gives unless it is told otherwise
-# Nats. In fp32 two programs differ by some 1e-5 in what is unlikely; in bf16 by the rounding of logits, 2^-8 of their
+TOP = 20  # as many as a server gives by default
+# Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
 # size, which tells other weights apart but hardly one update from none.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 
@@ -33,24 +33,20 @@ class Scores:
     places: dict[int, dict[int, float]]
 
 
-def probe_prompts(vocab_size: int, context: int) -> list[list[int]]:
-    """Fixed prompts of different lengths, of arbitrary ids, with room for an answer."""
+def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dict[str, Any]]:
+    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
     lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
     numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
-    return [numbers[i, :n].tolist() for i, n in enumerate(lengths)]
-
-
-def probe_bodies(served: ServedModel, prompts: Sequence[Sequence[int]], context: int) -> list[dict[str, Any]]:
-    """Two requests for each prompt: go on greedily (from the cache of prompts), and score the prompt (past it)."""
     greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
-    for prompt in prompts:
-        body = CompletionRequest(served.name, tuple(prompt), greedy.max_tokens, greedy, seed=0).body()
+    for i, length in enumerate(lengths):
+        prompt = tuple(numbers[i, :length].tolist())
+        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
         bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
     return bodies
 
 
 def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
-    """What an answer to one of ``probe_bodies`` says, of the prompt and of what follows it.
+    """Return the scores of an answer to one of ``probe_bodies``.
 
     Raises:
         Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
@@ -58,7 +54,6 @@ def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
     try:
         choice = answer["choices"][0]
         ids = (*prompt, *map(int, choice["token_ids"]))
-        _check_ids(ids, vocab_size)
         if len(ids) > len(prompt) + NEW_TOKENS:
             raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
         of_prompt = choice.get("prompt_logprobs") or []
@@ -69,20 +64,14 @@ def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
         raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
     if not any(places.values()) or not all(0 < place < len(ids) for place in places):
         raise Unreadable("no log-probabilities of a probe")
-    _check_ids([token for tokens in places.values() for token in tokens], vocab_size)
+    check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
     return Scores(ids, places)
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise Unreadable(f"token id {outside}, but the model's vocabulary has {vocab_size} entries")
-
-
 def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
-    """The largest difference between the server's log-probabilities and the model's own, at temperature 1, in nats.
+    """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
 
-    ``within``: where its passes are computed, for one that lies in parts.
+    ``within``: gathers a sharded model around its forward passes.
     """
     worst = 0.0
     with sampling_mode(model):
@@ -100,6 +89,6 @@ def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> 
 
 
 def default_tolerance(model: Any, dtype: str = "float32") -> float:
-    """How far apart the same weights may be, by the precision of the model here, and of the server's."""
+    """Return the allowed difference, by the precision of the model here and of the server's."""
     is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
     return HALF_TOLERANCE if is_half else TOLERANCE
