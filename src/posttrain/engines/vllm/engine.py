@@ -33,8 +33,6 @@ Result = TypeVar("Result")
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "VLLM_API_KEY"
 MODE_TOKENS = 8
-# Plain words, digits and a letter beyond ASCII: tokenizers that agree on it are hardly different ones.
-TOKENIZER_TEXT = "Eva starts with 19 shells. 3 × (12 - 4) = 24\n"
 
 
 @register("engine", needs_model=False, takes_weights=True)
@@ -98,7 +96,7 @@ class VllmEngine(Engine):
 
     Args:
         url: None for a server that is started later.
-        tokenizer: compared with the server's; None: not compared.
+        tokenizer: its number of ids is the limit of those that may be drawn; None: the server's.
         vocab_size: ids of the model; None: not known.
         wanted: names under which the server may have the model, best first; none: its only one.
         where: the key of the engine in the recipe, for messages.
@@ -222,7 +220,6 @@ class VllmEngine(Engine):
         except (Unreadable, UsageError) as error:
             raise UsageError(f"{url}: {error}") from None
         if known is None:
-            await self._check_tokenizer(served)
             self.served = served
         elif served != known:
             raise RunFailure(
@@ -230,25 +227,6 @@ class VllmEngine(Engine):
                 f"{served.root} with a context of {served.context}"
             )
         return served
-
-    async def _check_tokenizer(self, served: ServedModel) -> None:
-        """Refuse a server that cuts plain text into other tokens than the tokenizer here."""
-        if self.tokenizer is None:
-            return
-        own = self.tokenizer.encode(TOKENIZER_TEXT, add_special_tokens=False)
-        body = {"model": served.name, "prompt": TOKENIZER_TEXT, "add_special_tokens": False}
-        try:
-            theirs = await self.server.ask("POST", "/tokenize", body, read=lambda answer: answer["tokens"])
-        except Refused:
-            return  # a gateway that passes only /v1 on; ids are checked in every answer
-        except (Unanswered, Unreadable) as error:
-            raise UsageError(f"{self.server.base}: /tokenize gives no tokens ({error})") from None
-        if theirs != list(own):
-            raise UsageError(
-                f"{self.server.base}: the server has {served.name!r} from {served.root}, whose tokenizer is not the "
-                f"one here: {TOKENIZER_TEXT!r} is {theirs} there and {list(own)} here. Start the server with the same "
-                "model"
-            )
 
     async def _gives_logprobs(self, served: ServedModel, prompt: Sequence[int], sampling: Sampling) -> bool:
         """Return False for truncated sampling; refuse it in training, and a server that ignores the temperature."""

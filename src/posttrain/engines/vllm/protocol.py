@@ -10,7 +10,9 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import Interrupted, Unreadable
@@ -21,7 +23,6 @@ from posttrain.types import Completion, Finish
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 LOWEST_BIAS = -100.0  # that vLLM takes
 MAX_LOGPROB = 1e-3  # rounding included
-LARGEST_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,33 @@ class CompletionRequest:
         return body
 
 
+class _Card(BaseModel, strict=True):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: PositiveInt | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Card]
+
+
+class _Logprobs(BaseModel, strict=True):
+    tokens: list[str]
+    token_logprobs: list[Annotated[float, Field(ge=-sys.float_info.max, le=MAX_LOGPROB)]]
+
+
+class _Choice(BaseModel, strict=True):
+    finish_reason: str | None = None
+    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completions(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+
+
 def read_models(answer: Any) -> list[ServedModel]:
     """Return the models of ``/v1/models``; an adapter has the context of the model under it.
 
@@ -83,21 +111,16 @@ def read_models(answer: Any) -> list[ServedModel]:
         Unreadable: not such an answer.
     """
     try:
-        cards = [dict(card) for card in answer["data"]]
-        contexts = {str(card["id"]): card.get("max_model_len") for card in cards}
-        for context in contexts.values():
-            if context is not None and (type(context) is not int or context < 1):
-                raise ValueError(f"max_model_len is {context!r:.80}")
-        return [
-            ServedModel(
-                name=str(card["id"]),
-                root=str(card.get("root") or card["id"]),
-                context=contexts[str(card["id"])] or contexts.get(str(card.get("parent"))),
-            )
-            for card in cards
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"/v1/models lists no models ({type(error).__name__}: {error})") from None
+        cards = _Models.model_validate(answer).data
+    except ValidationError as error:
+        raise Unreadable(f"/v1/models lists no models ({_first_fault(error)})") from None
+    contexts = {card.id: card.max_model_len for card in cards}
+    return [ServedModel(c.id, c.root or c.id, c.max_model_len or contexts.get(c.parent or "")) for c in cards]
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
 
 
 def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: str = "engine") -> ServedModel:
@@ -131,39 +154,32 @@ def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | N
         Unreadable: ids or log-probabilities are missing, or do not fit the request.
         Interrupted: the server gave the request up.
     """
-    if not isinstance(answer, dict):
-        raise Unreadable(f"not a completion but {type(answer).__name__}")
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        count = f"{len(choices)} choices" if isinstance(choices, list) else "no list of choices"
-        raise Unreadable(f"{count} where one completion was asked for")
-    choice = choices[0]
-    finish = choice.get("finish_reason")
-    if finish not in ("stop", "length"):
-        raise Interrupted(f"the server ended a completion with {finish!r}")
-    ids = _read_ids(choice, request, vocab_size)
-    ended: Finish = "stop" if ids[-1] in request.sampling.stop_ids else "length"
-    if ended == "length" and (finish == "stop" or len(ids) != request.limit):
+    try:
+        (choice,) = _Completions.model_validate(answer).choices
+    except ValidationError as error:
+        raise Unreadable(_first_fault(error)) from None
+    if choice.finish_reason not in ("stop", "length"):
+        raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
+    ids, stops, read = tuple(choice.token_ids), request.sampling.stop_ids, choice.prompt_token_ids
+    check_vocabulary(ids, vocab_size)
+    if read is not None and tuple(read) != request.prompt:
+        raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
+    ended: Finish = "stop" if ids[-1] in stops else "length"
+    if ended == "length" and (choice.finish_reason == "stop" or len(ids) != request.limit):
         raise Unreadable(
-            f"a completion of {len(ids)} tokens that ends with id {ids[-1]} ({finish}), where {request.limit} tokens "
-            f"or one of the stop ids {sorted(request.sampling.stop_ids)} end it; start the server with "
+            f"a completion of {len(ids)} tokens that ends with id {ids[-1]} ({choice.finish_reason}), where "
+            f"{request.limit} tokens or one of the stop ids {sorted(stops)} end it; start the server with "
             "--generation-config vllm, so that it stops at nothing else"
         )
-    if any(token in request.sampling.stop_ids for token in ids[:-1]):
+    if stops & set(ids[:-1]):
         raise Unreadable("a completion that goes on after a stop id")
-    return Completion(ids, _read_logprobs(choice, request, ids), ended)
-
-
-def _read_ids(choice: dict[str, Any], request: CompletionRequest, vocab_size: int | None) -> tuple[int, ...]:
-    ids = choice.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise Unreadable("no token ids; they come with vLLM 0.10.2 and later (return_token_ids)")
-    check_vocabulary(ids, vocab_size)
-    read = choice.get("prompt_token_ids")
-    if read is not None and (not isinstance(read, list) or tuple(read) != request.prompt):
-        size = f"of {len(read)} tokens" if isinstance(read, list) else f"{read!r:.80}"
-        raise Unreadable(f"it read a prompt {size} that is not the one sent, of {len(request.prompt)}")
-    return tuple(ids)
+    if not request.logprobs:
+        return Completion(ids, (math.nan,) * len(ids), ended)
+    if choice.logprobs is None or choice.logprobs.tokens != [f"token_id:{token}" for token in ids]:
+        raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
+    if len(choice.logprobs.token_logprobs) != len(ids):
+        raise Unreadable(f"{len(choice.logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
+    return Completion(ids, tuple(min(value, 0.0) for value in choice.logprobs.token_logprobs), ended)
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:
@@ -175,20 +191,3 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:
     outside = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
     if outside:
         raise Unreadable(f"token id {outside[0]}, but the model's vocabulary has {vocab_size} entries")
-
-
-def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tuple[int, ...]) -> tuple[float, ...]:
-    if not request.logprobs:
-        return (math.nan,) * len(ids)
-    logprobs = choice.get("logprobs")
-    logprobs = logprobs if isinstance(logprobs, dict) else {}
-    values, tokens = logprobs.get("token_logprobs"), logprobs.get("tokens")
-    if not isinstance(values, list) or not isinstance(tokens, list) or len(values) != len(ids):
-        count = len(values) if isinstance(values, list) else "no"
-        raise Unreadable(f"{count} log-probabilities for {len(ids)} tokens")
-    if tokens != [f"token_id:{token}" for token in ids]:
-        raise Unreadable("log-probabilities of other tokens than those of the completion")
-    for value in values:
-        if type(value) not in (int, float) or not -LARGEST_FLOAT <= value <= MAX_LOGPROB:
-            raise Unreadable(f"{value!r:.80} where a log-probability should be; is the server's --logprobs-mode one?")
-    return tuple(min(float(value), 0.0) for value in values)

@@ -52,13 +52,9 @@ class ServerCommand:
 
     def shell(self) -> str:
         """Return the command for a shell, quoted, one option a line."""
-        lines = [" ".join(f"{key}={shlex.quote(value)}" for key, value in self.environment.items())]
-        for word in self.words:
-            if word.startswith("--"):
-                lines.append(f"    {word}")
-            else:
-                lines[-1] = f"{lines[-1]} {shlex.quote(word)}".lstrip(" " if len(lines) == 1 else "")
-        return " \\\n".join(lines)
+        words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        words += map(shlex.quote, self.words)
+        return " ".join(f"\\\n    {word}" if word.startswith("--") else word for word in words)
 
 
 def server_command(

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +35,6 @@ from posttrain.world import Within, World
 SERVED = "policy"  # the name of the model at the run's own server
 SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
 MEMORY, PREFIX = Path("/dev/shm"), "posttrain-vllm-"
-LEFT_SECONDS = 3600.0  # after this time the folder of a process that is gone is removed
 
 
 class Trained(VllmEngine):
@@ -170,7 +166,8 @@ class Trained(VllmEngine):
     def _prepare(self) -> None:
         """Bring the server to where it takes weights; one that reads files at its start is started later."""
         if self._memory is None:
-            self._memory = _folder_in_memory()
+            place = MEMORY if MEMORY.is_dir() else None
+            self._memory = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
             save_without_weights(self.model, self.tokenizer, self._folder, untie=self._unties)
         if self._server is None:
             if not self.by_files:
@@ -265,15 +262,3 @@ class Trained(VllmEngine):
                 "was started anew, or another run hands it weights too. Continue when the run has the server for "
                 "itself"
             )
-
-
-def _folder_in_memory() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder of this process; old ones of processes that were killed are removed, since they take memory."""
-    if not MEMORY.is_dir():
-        return tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-    for left in MEMORY.glob(f"{PREFIX}*"):
-        process = Path("/proc", left.name.removeprefix(PREFIX).partition("-")[0])
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT_SECONDS and not process.exists():
-                shutil.rmtree(left)
-    return tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY, ignore_cleanup_errors=True)
