@@ -128,20 +128,6 @@ def test_a_cache_that_grows_and_shifts_gives_the_same(
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
-def test_without_stop_ids_there_is_one_turn(tiny_random: Any) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
-    engine, sampling, respondent = NativeEngine(model, slots=4), Sampling(max_tokens=20), Scripted(SCRIPT)
-    completions = engine.converse(prompts, keys, sampling, respondent)
-    plain = engine.generate(prompts, keys, sampling)
-    assert [[(c.ids, c.logprobs, c.finish) for c in g] for g in completions] == [
-        [(c.ids, c.logprobs, c.finish) for c in g] for g in plain
-    ]
-    assert {c.own for g in completions for c in g} == {(True,) * 20}
-    assert {c.own for g in plain for c in g} == {None}
-    assert set(map(tuple, respondent.finishes.values())) == {("length",)}
-    assert set(respondent.replies) == set(respondent.turns)
-
-
 @pytest.mark.parametrize("path", ["lean", "modules"])
 def test_one_turn_that_is_answered_by_the_end_is_a_generation_bit_for_bit(tiny_random: Any, path: Any) -> None:
     model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
@@ -293,23 +279,6 @@ def test_a_reply_that_the_model_does_not_know_is_refused(tiny_random: Any) -> No
         respondent = Scripted(lambda *_, ids=ids: Reply(ids))
         with pytest.raises(UsageError, match=f"the reply to turn 1 of a completion of prompt 0 has token id {message}"):
             engine.converse([[50]], [[3]], SAMPLING, respondent)
-
-
-def test_what_cannot_be_sampled_is_refused(tiny_random: Any) -> None:
-    engine = NativeEngine(tiny_random("qwen3"))
-    asked = ([[50]], [[1]])
-    engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
-    for bad, message in ((([[]], [[1]]), "prompt 0 is empty"), (([[VOCAB]], [[1]]), "prompt 0 has token id 300")):
-        with pytest.raises(UsageError, match=message):
-            engine.converse(*bad, SAMPLING, Scripted(SCRIPT))
-    with pytest.raises(UsageError, match=r"sampling\.max_turn_tokens is 0; it must be 1 or more, or none"):
-        engine.converse(*asked, replace(SAMPLING, max_turn_tokens=0), Scripted(SCRIPT))
-    assert engine.converse([], [], SAMPLING, Scripted(SCRIPT)) == []
-    assert engine.converse([[50]], [[]], SAMPLING, Scripted(SCRIPT)) == [[]]
-    with torch.no_grad():
-        engine.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(RunFailure, match="logits are not finite"):
-        engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
 
 
 def test_a_mask_for_a_gpu_is_aligned_wherever_it_begins() -> None:

@@ -156,13 +156,6 @@ def test_a_reply_is_read_strictly(reply: str, value: float | None) -> None:
         assert question.read(reply) == pytest.approx(value)
 
 
-def test_a_winner_is_read() -> None:
-    question = compare("Why?", "a", "b", rubric="Be right.")
-    assert [question.read(said(name, "winner")) for name in ("first", "second", "tie")] == [1.0, 0.0, 0.5]
-    with pytest.raises(Unusable):
-        question.read(said("third", "winner"))
-
-
 # Who is asked, and faults
 
 
@@ -263,16 +256,6 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
     assert all("***" in one.reason and key not in one.reason for one in told)
     assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert str(RunFailure(f"HTTP 401: {key}")) == "HTTP 401: ***"
-
-
-def test_no_more_questions_are_under_way_than_asked_for() -> None:
-    def reply(body: dict[str, Any], count: int) -> str:
-        time.sleep(0.05)
-        return said(5)
-
-    with FakeJudge(reply) as server:
-        Judge(server.url, concurrency=3).judge(ratings(*map(str, range(12))))
-    assert 1 < server.most_busy <= 3
 
 
 def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,19 +495,6 @@ def test_two_models_are_set_against_one_another_by_a_judge(
     assert main([*contest, "--out", "again"]) == 2
     told = capsys.readouterr().err
     assert "judge.yaml: judge.rubrik: reward 'judge' has no key 'rubrik'. Did you mean 'rubric'?" in told
-
-
-def test_a_judge_that_fails_too_often_ends_a_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FakeJudge(lambda body, count: "\x1b[2Jboth") as server:
-        Path("judge.yaml").write_text(f"{{url: '{server.url}', retries: 0}}")
-        contest = ["evaluate", "tiny", "--against", "tiny", "--task", "stories", "--n", "3", "--max-tokens", "4"]
-        assert main([*contest, "--judge", "judge.yaml", "--out", "told"]) == 1
-    told = capsys.readouterr().err
-    assert "answers were not judged" in told
-    assert "\x1b" not in told
 
 
 @pytest.mark.parametrize(

@@ -247,24 +247,6 @@ def test_a_lean_path_that_computes_something_else_is_not_used(tiny_random, monke
     assert "its log-probabilities differ by" in notice
 
 
-def test_a_freshly_initialized_model_is_held_to_the_probe_too(tiny_random, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_random("qwen3").config).eval()
-    assert NativeEngine(model).path == "lean"
-    bind = LeanDecoder.bind
-
-    def bind_without_rotation(model, max_positions):
-        decoder = bind(model, max_positions)
-        decoder.sin = -decoder.sin
-        decoder.cos = torch.ones_like(decoder.cos)
-        return decoder
-
-    monkeypatch.setattr(LeanDecoder, "bind", staticmethod(bind_without_rotation))
-    assert NativeEngine(model).path == "modules"
-
-
 class Tf32(TorchDispatchMode):
     """Rounds what matrix products read to 10 bits, as a GPU does, unless full precision is asked for."""
 
@@ -355,14 +337,6 @@ def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
     assert all(p.grad is None and p.requires_grad and not p.is_inference() for p in model.parameters())
     assert worst_difference(model.eval(), prompts, completions) <= 1e-5
     step_with_optimizer(model)
-
-
-def test_the_same_call_gives_the_same_bits(tiny_random):
-    prompts, keys, sampling = make_prompts(), make_keys(4, 3), Sampling(max_tokens=12, stop_ids=STOPS)
-    first = NativeEngine(tiny_random("qwen3"), slots=5)
-    first.generate(prompts[:1], keys[:1], Sampling(max_tokens=40))  # what came before leaves no trace
-    again = NativeEngine(tiny_random("qwen3"), slots=5)
-    assert first.generate(prompts, keys, sampling) == again.generate(prompts, keys, sampling)
 
 
 @pytest.mark.parametrize(

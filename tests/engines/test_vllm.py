@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
+from fake_vllm import FakeVllm, Reply, Reset, model_answer
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.http import Unreadable, read_error
@@ -67,14 +64,6 @@ def test_what_is_asked_for():
     assert {key: first[key] for key in neutral} == neutral
     assert "logprobs" not in first
     assert all(math.isnan(value) for c in group for value in c.logprobs)
-
-
-def test_greedy_asks_for_no_truncation_and_the_context_limits_every_answer():
-    with FakeVllm(counting, context=10) as server:
-        ask(server, [[1, 2], [1] * 8], sampling=Sampling(5, temperature=0.0, top_k=3, top_p=0.5))
-    short, long = sorted(server.bodies, key=lambda body: len(body["prompt"]))
-    assert (short["top_k"], short["top_p"]) == (-1, 1.0)
-    assert (short["max_tokens"], long["max_tokens"]) == (5, 2)
 
 
 def test_many_at_a_time_and_every_one_in_its_place():
@@ -175,15 +164,6 @@ def test_one_failure_ends_the_waiting_of_all_others():
         assert len(server.bodies) <= 5, "those that waited are not asked any more"
 
 
-def test_an_interrupt_ends_the_waiting():
-    with FakeVllm(counting, trouble=lambda count, body: time.sleep(20)) as server:
-        started = time.monotonic()
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            ask(server, [[1]], [[1, 2, 3]])
-        assert time.monotonic() - started < 3
-
-
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_what_the_server_refuses_is_not_asked_again(status):
     trouble = always(Reply(status, {"error": {"message": "Token id 800 is out of vocabulary", "code": status}}))
@@ -257,12 +237,6 @@ def test_a_completion_that_goes_on_after_a_stop_id_is_refused():
         ask(server, sampling=Sampling(4, temperature=0.0, stop_ids=frozenset({2})))
 
 
-def test_ids_outside_the_models_vocabulary_are_refused():
-    change = with_choice(token_ids=[300, 2, 3, 4])
-    with FakeVllm(counting, change=change) as server, pytest.raises(RunFailure, match=r"token id 300.*has 300 entries"):
-        ask(server, vocab_size=300)
-
-
 # Which server, which model.
 
 
@@ -282,12 +256,6 @@ def test_no_server_there_says_how_to_start_one():
 def test_urls_that_are_none(url):
     with pytest.raises(UsageError, match=r"engine\.url: .*write it like http://127\.0\.0\.1:8000"):
         VllmEngine(url)
-
-
-@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/", " "])
-def test_ways_to_write_the_url(ending):
-    with FakeVllm(counting) as server:
-        assert VllmEngine(server.url + ending).generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
 
 
 def test_a_key_comes_from_the_environment(monkeypatch):
@@ -317,12 +285,6 @@ def test_the_model_is_found_by_name():
             ask(server, wanted=("other",))
         with pytest.raises(UsageError, match=r"'base', 'tuned'; say with engine\.served_name which"):
             ask(server)
-
-
-@pytest.mark.parametrize("cards", [[{"root": "x"}], ["x"]])
-def test_a_server_that_is_none_of_vllm(cards):
-    with FakeVllm(counting, cards=cards) as server, pytest.raises(UsageError, match="/v1/models lists no models"):
-        ask(server)
 
 
 def test_a_server_that_was_replaced_is_noticed():
@@ -389,13 +351,6 @@ def test_training_with_weights_that_it_never_sees_is_refused(key):
     recipe = load_recipe("tiny/grpo", [(key, f"{__name__}:frozen")]).resolve()
     with pytest.raises(RecipeError, match=rf"{key}: 'frozen' samples with weights of its own.*use native"):
         prepare(recipe)
-
-
-def test_the_stand_in_understands_what_is_sent():
-    sampling = Sampling(4, temperature=0.5, top_k=3, top_p=0.9, stop_ids=frozenset({8}))
-    with FakeVllm(counting) as server:
-        ask(server, sampling=sampling)
-    assert sampling_of(server.bodies[0]) == sampling
 
 
 # Real answers.

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,13 +323,3 @@ def test_run_without_a_python_for_vllm_is_refused(
     monkeypatch.setenv("POSTTRAIN_VLLM", "/no/such/python")
     with pytest.raises(UsageError, match="POSTTRAIN_VLLM is '/no/such/python', which is no program"):
         vllm(tiny.model, tiny.tokenizer).settle(tmp_path, ONE)
-
-
-def test_trained_asked_from_another_thread_answers(tiny: LoadedModel, server: FakeFollower) -> None:
-    """A thread may sample while another trains."""
-    engine, found = follow(tiny, server), []
-    engine.sync(0)
-    thread = threading.Thread(target=lambda: found.append(engine.generate([[9]], [[1]], SAMPLING)))
-    thread.start()
-    thread.join()
-    assert ids_of(found[0]) == ids_of(NativeEngine(tiny.model).generate([[9]], [[1]], SAMPLING))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engines.engine_contract import keys_of
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import training
@@ -24,7 +19,6 @@ from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
 from posttrain.world import ONE
-from small_runs import end_of, recorded, start, steps_of
 
 pytestmark = pytest.mark.vllm
 NUM_UPDATES = 40
@@ -86,24 +80,6 @@ def test_answers_are_the_models(engine: Trained, tiny: LoadedModel) -> None:
     assert {c.version for g in found for c in g} == {engine.version}
 
 
-def test_more_prompts_than_are_read_at_once(engine: Trained, tiny: LoadedModel) -> None:
-    """With seeds of their own: vLLM 0.32 on a CPU ends at a seeded prompt that it reads in parts."""
-    prompts = [tiny.tokenizer.encode(f"Eva starts with {n} shells. She finds {n // 2}") * 24 for n in range(64)]
-    assert sum(map(len, prompts)) > 4 * 4096
-    groups = engine.generate(prompts, keys_of([2] * 64), Sampling(4))
-    assert [len(c.ids) for group in groups for c in group] == [4] * 128
-
-
-def test_ids_without_a_text_are_never_sampled(engine: Trained) -> None:
-    """Below 300 alone: of 64 answers of 16 tokens none has another, and without the mask some have."""
-    groups = {}
-    for num_tokens in (300, engine.vocab_size):
-        engine.num_tokens = num_tokens
-        groups[num_tokens] = engine.generate([[9, 10]], keys_of([64]), Sampling(16, temperature=2.0))
-    assert max(max(one.ids) for one in groups[300][0]) < 300
-    assert max(max(one.ids) for one in groups[engine.vocab_size or 0][0]) >= 300
-
-
 def one_tensor_scaled(engine: Trained, patch: pytest.MonkeyPatch) -> None:
     sound = engine.weights
 
@@ -140,19 +116,3 @@ def test_a_transfer_with_a_fault_is_refused(engine: Trained, fault: Any) -> None
         with pytest.raises(EngineMismatch, match=r"log-probabilities of a fixed batch differ by"):
             engine.sync(version)
     engine.sync(version)
-
-
-def test_two_processes_train_with_a_server_by_one_command(tmp_path: Path, own_servers: None) -> None:
-    """The line of docs/serving.md, in small: every answer is there once, by the version that its batch is due."""
-    changes = {"scale.processes": 2, "rollout.engine.name": "vllm", "rollout.engine.enforce_eager": "true"}
-    changes |= {"rollout.prompts": 4, "rollout.max_tokens": 32, "train.steps": 4}
-    changes |= {"train.warmup_steps": 1, "train.save_every": 0, "eval.every": 4, "eval.n": 8, "eval.max_tokens": 32}
-    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    where = ["--runs-dir", str(tmp_path), "--run", "it", "--quiet"]
-    code, error = end_of(start([sys.executable, "-m", "posttrain", "train", "tiny/grpo", *words, *where], os.environ))
-    assert code == 0, error
-    training_rows, evaluated = recorded(tmp_path / "it")
-    due = [(step, step - 1) for step in range(1, 5)]
-    assert sorted((row.step, row.version) for row in training_rows) == [pair for pair in due for _ in range(32)]
-    assert Counter(row.step for row in evaluated) == {0: 8, 4: 8}
-    assert max(step["mismatch_kl"] for step in steps_of(tmp_path / "it")) < 1e-3

@@ -9,18 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
-from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.errors import RunFailure, UsageError
+from posttrain.errors import RunFailure
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
 
@@ -75,22 +73,6 @@ def test_greedy_tokens_are_the_native_engines(tiny_server):
     assert worst_difference(case, prompts, found, 1.0) <= 1e-4
 
 
-def test_what_the_server_refuses(tiny_server):
-    with pytest.raises(UsageError, match="prompt 1 was refused: HTTP 400: Token id 800 is out of vocabulary"):
-        VllmEngine(tiny_server.url).generate([[1], [800]], [[1], [2]], Sampling(2))
-    with pytest.raises(UsageError, match="not 'other'"):
-        VllmEngine(tiny_server.url, wanted=("other",)).generate([[1]], [[1]], Sampling(2))
-    free = VllmEngine(tiny_server.url)
-    assert len(free.generate([[9]], [[1]], Sampling(3, temperature=0.6, top_k=5, top_p=0.9))[0][0].ids) == 3
-
-
-def test_top_k_draws_from_the_likeliest(tiny_server):
-    case = case_for(tiny_server)
-    (group,) = case.engine.generate(case.prompts[:1], keys_of([200]), Sampling(1, temperature=1.0, top_k=3))
-    likeliest = set(case.distribution(case.prompts[0], [0], 1.0)[0].topk(3).indices.tolist())
-    assert {c.ids[0] for c in group} == likeliest
-
-
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_evaluation_from_end_to_end(tiny_server, tmp_path_factory, engine):
     """``posttrain evaluate`` says the same of both engines: greedy, item by item."""
@@ -129,21 +111,6 @@ def test_an_adapter_on_its_base(adapter_server):
     plain = load_model(ModelSection(), seed=0)
     bare = tiny_case(plain.model, plain.tokenizer, case.engine)
     assert worst_difference(bare, case.prompts, groups, 0.7) > 0.1, "the adapter changes nothing"
-
-
-def test_the_checkpoint_names_the_served_model(adapter_server):
-    build = registry.find("engine", "vllm").bind({"url": adapter_server.url, "checkpoint": adapter_server.checkpoint})
-    engine = build(None, adapter_server.loaded.tokenizer)
-    assert engine.context_tokens == 1024
-    assert len(engine.generate([[9, 10]], [[1]], Sampling(4))[0][0].ids) == 4
-    with pytest.raises(UsageError, match=r"say with engine\.served_name which of them"):
-        VllmEngine(adapter_server.url).generate([[9]], [[1]], Sampling(2))
-    with (Path(adapter_server.checkpoint) / "adapter_model.safetensors").open("r+b") as file:
-        file.seek(-8, 2)
-        file.write(b"\0" * 8)  # trained on since the server was started
-    build = registry.find("engine", "vllm").bind({"url": adapter_server.url, "checkpoint": adapter_server.checkpoint})
-    with pytest.raises(UsageError, match="before these weights were written"):
-        build(None, None).generate([[9]], [[1]], Sampling(2))
 
 
 def test_a_server_that_dies_in_the_middle(adapter_server):
