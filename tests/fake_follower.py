@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,7 +113,6 @@ class QueueGroup(NcclGroup):
     def join(self, size: int, identifier: bytes) -> None:
         assert size == 2
 
-    def broadcast(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        (follower,) = self.followers
-        follower.channel.put(tensor.clone())
-        return follower.channel.empty
+    def broadcast(self, tensors: Iterator[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.followers[0].channel.put(tensor.clone())

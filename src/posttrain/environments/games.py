@@ -1,44 +1,14 @@
-"""Games in turns."""
+"""A game in turns."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from posttrain.errors import UsageError
 from posttrain.randomness import generator
 from posttrain.registry import register
-
-
-class TextGame(ABC):
-    """A game of turns: draws follow from the seed, moves are tools, ``score`` is the reward at its end.
-
-    A game of your own sets itself up in ``_begin`` and returns its opening; its moves are public methods with
-    types and docstrings that call ``_end`` when it is over. ``split`` is that of the episode.
-    """
-
-    def __init__(self) -> None:
-        self.done, self.score, self.split = False, 0.0, "train"
-
-    def reset(self, *, seed: int, split: str = "train") -> str:
-        """Begin a new game."""
-        self.done, self.score, self.split = False, 0.0, split
-        return self._begin(generator(seed, "game"))
-
-    def get_reward(self) -> float:
-        """Return the score; 0 of a game that was not played to its end."""
-        return self.score if self.done else 0.0
-
-    @abstractmethod
-    def _begin(self, random: np.random.Generator) -> str:
-        """Set the game up; return its opening."""
-
-    def _end(self, score: float, said: str) -> str:
-        self.done, self.score = True, score
-        return said
 
 
 @register("environment")
@@ -64,17 +34,23 @@ def number_guess(
     return NumberGuess(low, high, (high - low + 1).bit_length() if guesses is None else guesses)
 
 
-class NumberGuess(TextGame):
-    """See ``number_guess``."""
+class NumberGuess:
+    """See ``number_guess``. The number follows from the seed."""
 
     def __init__(self, low: int, high: int, guesses: int) -> None:
-        super().__init__()
         self.low, self.high, self.guesses = low, high, guesses
         self.number, self.left = low, guesses
+        self.done, self.is_found = False, False
 
-    def _begin(self, random: np.random.Generator) -> str:
-        self.number, self.left = int(random.integers(self.low, self.high + 1)), self.guesses
+    def reset(self, *, seed: int) -> str:
+        """Begin a new game."""
+        self.number = int(generator(seed, "game").integers(self.low, self.high + 1))
+        self.left, self.done, self.is_found = self.guesses, False, False
         return f"Find a number from {self.low} to {self.high} with {self.guesses} guesses."
+
+    def get_reward(self) -> float:
+        """Return 1 if the number was found."""
+        return float(self.is_found)
 
     def guess(self, number: int) -> str:
         """Guesses the number; says whether it is higher, lower or right.
@@ -85,7 +61,9 @@ class NumberGuess(TextGame):
         if self.done:
             raise ValueError("the game is over")
         self.left -= 1
-        if number == self.number:
-            return self._end(1.0, "right")
-        said = "higher" if number < self.number else "lower"
-        return said if self.left else self._end(0.0, f"{said}; it was {self.number}")
+        self.is_found = number == self.number
+        self.done = self.is_found or not self.left
+        if self.is_found:
+            return "right"
+        direction = "higher" if number < self.number else "lower"
+        return direction if self.left else f"{direction}; it was {self.number}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from torch.cuda import nccl
 from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable
 from posttrain.errors import RunFailure, first_line
 
-Result = TypeVar("Result")
-LOOK_SECONDS = 0.001
 MAX_WORKERS = 1 << 16
 WORKERS = "/get_world_size"
 
@@ -59,11 +56,10 @@ class NcclGroup:
         self.server, self.timeout_seconds = server, timeout_seconds
         size, identifier = 1 + control(server, "GET", WORKERS, read=read_num_workers), self.make_identifier()
         about = {"nccl_unique_id_b64": base64.b64encode(identifier).decode(), "world_size": size, "rank_offset": 1}
-        answer = _begin(partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}))
-        joined = _begin(partial(self.join, size, identifier))
-        self._wait(joined.done, answer)
-        joined.result()
-        self._wait(answer.done, answer)
+        self._together(
+            partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}),
+            partial(self.join, size, identifier),
+        )
 
     def make_identifier(self) -> bytes:
         """Return the name of a new group; its workers take it from the request."""
@@ -77,12 +73,12 @@ class NcclGroup:
         nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
         torch.cuda.synchronize(self.device)
 
-    def broadcast(self, tensor: Tensor) -> Callable[[], bool]:
-        """Start to send a tensor; return a function that is true once all have it."""
-        nccl.broadcast([tensor], 0, comms=[self.communicator])
-        event = torch.cuda.Event()
-        event.record()
-        return event.query
+    def broadcast(self, tensors: Iterator[Tensor]) -> None:
+        """Send the tensors; return once all workers have them."""
+        torch.cuda.set_device(self.device)
+        for tensor in tensors:
+            nccl.broadcast([tensor], 0, comms=[self.communicator])
+        torch.cuda.current_stream(self.device).synchronize()
 
     def send(
         self,
@@ -96,43 +92,37 @@ class NcclGroup:
             "dtype_names": [str(dtype).removeprefix("torch.")] * len(announced),
             "shapes": [list(shape) for _, shape in announced],
         }
+
+        def in_order() -> Iterator[Tensor]:
+            for (name, weight), expected in zip(weights, announced, strict=True):
+                assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
+                yield weight.to(dtype).contiguous()
+
         control(self.server, "POST", "/start_weight_update")
-        answer = _begin(partial(control, self.server, "POST", "/update_weights", {"update_info": about}))
-        for (name, weight), expected in zip(weights, announced, strict=True):
-            assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
-            try:
-                self._wait(self.broadcast(weight.to(dtype).contiguous()), answer)
-            except RuntimeError as error:
-                raise RunFailure(f"a worker was lost at {name}: {first_line(error)}") from None
-        self._wait(answer.done, answer)
+        self._together(
+            partial(control, self.server, "POST", "/update_weights", {"update_info": about}),
+            partial(self.broadcast, in_order()),
+        )
         control(self.server, "POST", "/finish_weight_update", {})
 
-    def _wait(self, is_done: Callable[[], bool], answer: Future[Any]) -> None:
-        """Wait until ``is_done``; a request that fails meanwhile is the reason why it never will be."""
-        deadline = time.monotonic() + self.timeout_seconds
-        while True:
-            done = is_done()
-            if answer.done():
-                answer.result()
-            if done:
-                return
-            if time.monotonic() > deadline:
-                raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
-            time.sleep(LOOK_SECONDS)
+    def _together(self, *work: Callable[[], Any]) -> None:
+        """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
+        futures = [Future[None]() for _ in work]
 
+        def fill(future: Future[None], one: Callable[[], Any]) -> None:
+            try:
+                future.set_result(one())
+            except (RunFailure, RuntimeError, OSError, ValueError) as error:
+                future.set_exception(error)
 
-def _begin(work: Callable[[], Result]) -> Future[Result]:
-    """Do the work in a thread that keeps no process alive: a worker that never joins lets it wait for ever."""
-    future: Future[Result] = Future()
-
-    def fill() -> None:
-        try:
-            future.set_result(work())
-        except (RunFailure, RuntimeError, OSError, ValueError) as error:
-            future.set_exception(error)
-
-    threading.Thread(target=fill, daemon=True).start()
-    return future
+        for future, one in zip(futures, work, strict=True):
+            threading.Thread(target=fill, args=(future, one), daemon=True).start()
+        done, pending = wait(futures, self.timeout_seconds, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if (error := future.exception()) is not None:
+                raise error if isinstance(error, RunFailure) else RunFailure(f"a worker was lost: {first_line(error)}")
+        if pending:
+            raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
 
 
 def read_num_workers(answer: Any) -> int:
