@@ -101,7 +101,7 @@ def sample(url: str, **options: Any) -> Any:
 
 def judge(url: str) -> Opinion:
     question = rate("Why?", "So.", rubric="Be right.", scale=(0, 10))
-    return Judge(url, retries=1, timeout_seconds=20.0).judge([question])[0]
+    return Judge(url, retries=1, timeout_seconds=20.0).ask([question])[0]
 
 
 def test_what_is_not_changed_is_taken(serve: Callable[..., str]) -> None:

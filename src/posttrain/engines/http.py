@@ -62,7 +62,7 @@ class HttpServer:
         self.base = url.strip().rstrip("/").removesuffix("/v1")
         self.timeout_seconds, self.retries, self.concurrency = timeout_seconds, retries, concurrency
         self.headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._secrets = [token, quote(token, safe="")] if token else []  # as it may come back
+        self._secrets = [token.encode(), quote(token, safe="").encode()] if token else []  # as it may come back
 
     async def __aenter__(self) -> Self:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
@@ -107,13 +107,13 @@ class HttpServer:
                 async with self._places, asyncio.timeout(self.timeout_seconds):
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
-                    return _read(read, self._without_secrets(read_json(content)))
-                message = self._without_secrets(read_error(content))
+                    return _read(read, read_json(content))
+                message = read_error(content)
                 failure = f"HTTP {status}: {message}"
                 if status not in RETRIED_STATUSES:
                     raise Refused(status, message)
             except (TimeoutError, OSError, ValueError, httpx2.HTTPError, httpx2.StreamError) as error:
-                failure = self._without_secrets(self._explain(error))
+                failure = self._explain(error)
             except Interrupted as error:
                 failure = str(error)
         raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
@@ -125,17 +125,10 @@ class HttpServer:
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:
                     raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return response.status_code, bytes(content)
-
-    def _without_secrets(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for secret in self._secrets:
-                value = value.replace(secret, "***")
-        elif self._secrets and isinstance(value, list):
-            return [self._without_secrets(item) for item in value]
-        elif self._secrets and isinstance(value, dict):
-            return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
-        return value
+        answer = bytes(content)
+        for secret in self._secrets:
+            answer = answer.replace(secret, b"***")
+        return response.status_code, answer
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

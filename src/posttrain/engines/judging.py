@@ -177,9 +177,17 @@ class Opinion:
     is_cached: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Judge:
-    """A model behind a server; the options are those of the reward ``judge``. ``where`` is its key, for messages."""
+    """A model behind a server; the options are those of the reward ``judge``. ``where`` is its key, for messages.
+
+    Opinions are kept by question and judge, with a ``folder`` in its ``judge.jsonl``, so that a resumed run gets the
+    same; failures are not kept. ``tokens_in`` and ``tokens_out`` count since it was made.
+
+    Raises:
+        UsageError: no URL, or a key that must not be sent there.
+        DataError: the file is damaged.
+    """
 
     url: str
     model: str | None = None
@@ -191,6 +199,9 @@ class Judge:
     retries: int = 4
     timeout_seconds: float = 120.0
     where: str = "judge"
+    folder: Path | None = None
+    tokens_in: int = field(default=0, init=False)
+    tokens_out: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not _VARIABLE.fullmatch(self.key_variable):
@@ -203,6 +214,8 @@ class Judge:
             raise UsageError(
                 f"{self.where}.url: {self.url}: the key of {self.key_variable} would travel in clear text; use https"
             )
+        self._lock = threading.Lock()
+        self._known = {} if self.folder is None else dict(_read_cache(self.folder / CACHE))
 
     @property
     def name(self) -> str:
@@ -243,12 +256,42 @@ class Judge:
         hint = f"; put its key into the environment variable {self.key_variable}" if error.status in (401, 403) else ""
         return UsageError(f"{self.url}: the judge refuses to answer (HTTP {error.status}: {error}){hint}")
 
-    def judge(self, questions: Sequence[Question]) -> list[Opinion]:
-        """Return an opinion on each question, in order; a failed one gives the reason.
+    def ask(self, questions: Sequence[Question]) -> list[Opinion]:
+        """Return an opinion on each question, in order; the same question is asked once.
 
         Raises:
-            UsageError: the server refuses the client, or does not answer at all.
+            UsageError: the judge cannot be asked at all.
+            StorageError: the opinions cannot be kept.
         """
+        names = [question.digest(self.name) for question in questions]
+        fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
+        judged = dict(zip(fresh, self._judge(list(fresh.values())) if fresh else (), strict=True))
+        self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
+        opinions = []
+        for name in names:
+            if (first := judged.get(name)) is None:
+                opinions.append(Opinion(self._known[name], is_cached=True))
+            else:  # the first that asks has the costs
+                opinions.append(first)
+                judged[name] = replace(first, tokens_in=0, tokens_out=0, is_cached=first.value is not None)
+        self.tokens_in += sum(opinion.tokens_in for opinion in opinions)
+        self.tokens_out += sum(opinion.tokens_out for opinion in opinions)
+        return opinions
+
+    def _keep(self, known: dict[str, float]) -> None:
+        with self._lock:
+            self._known |= known
+            if self.folder is None or not known:
+                return
+            path = self.folder / CACHE
+            lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
+            self.folder.mkdir(exist_ok=True)
+            with storage_errors("what the judge said", path), open(path, "ab+") as file:
+                if file.tell() and posix.read_at(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    lines = f"\n{lines}"  # a kill has torn the last line
+                file.write(lines.encode())
+
+    def _judge(self, questions: Sequence[Question]) -> list[Opinion]:
         model = self.model or self.find_model()
 
         async def all_opinions() -> list[Opinion]:
@@ -313,56 +356,6 @@ def _count(stated: Any) -> int:
     return stated or 0
 
 
-class Opinions:
-    """A judge with a cache by question and judge: ``judge.jsonl`` in ``folder``, so that a resumed run gets the same.
-
-    Failures are not kept. ``tokens_in`` and ``tokens_out`` count since it was made.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-
-    def __init__(self, judge: Judge, folder: Path | None = None) -> None:
-        self.judge, self.path = judge, None if folder is None else folder / CACHE
-        self.tokens_in = self.tokens_out = 0
-        self._lock = threading.Lock()
-        self._known = {} if self.path is None else dict(_read_cache(self.path))
-
-    def ask(self, questions: Sequence[Question]) -> list[Opinion]:
-        """Return an opinion on each question, in order; the same question is asked once.
-
-        Raises:
-            UsageError: the judge cannot be asked at all.
-            StorageError: the opinions cannot be kept.
-        """
-        names = [question.digest(self.judge.name) for question in questions]
-        fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
-        judged = dict(zip(fresh, self.judge.judge(list(fresh.values())) if fresh else (), strict=True))
-        self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
-        opinions = []
-        for name in names:
-            if (first := judged.get(name)) is None:
-                opinions.append(Opinion(self._known[name], is_cached=True))
-            else:  # the first that asks has the costs
-                opinions.append(first)
-                judged[name] = replace(first, tokens_in=0, tokens_out=0, is_cached=first.value is not None)
-        self.tokens_in += sum(opinion.tokens_in for opinion in opinions)
-        self.tokens_out += sum(opinion.tokens_out for opinion in opinions)
-        return opinions
-
-    def _keep(self, known: dict[str, float]) -> None:
-        with self._lock:
-            self._known |= known
-            if self.path is None or not known:
-                return
-            lines = "".join(json.dumps({"question": name, "value": value}) + "\n" for name, value in known.items())
-            self.path.parent.mkdir(exist_ok=True)
-            with storage_errors("what the judge said", self.path), open(self.path, "ab+") as file:
-                if file.tell() and posix.read_at(file.fileno(), 1, file.tell() - 1) != b"\n":
-                    lines = f"\n{lines}"  # a kill has torn the last line
-                file.write(lines.encode())
-
-
 def _read_cache(path: Path) -> Iterator[tuple[str, float]]:
     """Yield the lines of the file; one that a kill has torn is skipped, and asked again."""
     try:
@@ -396,9 +389,7 @@ def check_failures(opinions: Sequence[Opinion], bound: float, judge: Judge) -> N
         )
 
 
-@cache
-def _opinions(folder: Path | None, **options: Any) -> Opinions:
-    return Opinions(Judge(**options), folder)
+_judge_of = cache(Judge)
 
 
 def prepare(*, where: str = "judge", url: str | None = None, scale: tuple[int, int] = (1, 10), **options: Any) -> None:
@@ -467,14 +458,14 @@ def judge(
     asking: dict[str, Any] = {"url": url, "where": where, "model": model, "structured": structured}
     asking |= {"temperature": temperature, "max_tokens": max_tokens, "key_variable": key_variable}
     asking |= {"concurrency": concurrency, "retries": retries, "timeout_seconds": timeout_seconds}
-    opinions = _opinions(folder[0], **asking)
-    judged = opinions.ask(
+    judge = _judge_of(folder=folder[0], **asking)
+    judged = judge.ask(
         [
             rate(prompt_text(one), answer, rubric=rubric, scale=scale, gold=one.answer if known_answer else None)
             for one, answer in zip(example, text, strict=True)
         ]
     )
-    check_failures(judged, max_failures, opinions.judge)
+    check_failures(judged, max_failures, judge)
     return _measured(judged, [one.id for one in example], text)
 
 
@@ -507,7 +498,7 @@ def _measured(judged: Sequence[Opinion], ids: Sequence[str], texts: Sequence[str
 class PairJudge:
     """A judge of two models, and the share of opinions that may fail."""
 
-    opinions: Opinions
+    judge: Judge
     rubric: str
     max_failures: float
 
@@ -524,8 +515,8 @@ class PairJudge:
             RunFailure: too many of its opinions failed.
         """
         orders = [one for prompt, a, b in meetings for one in ((prompt, a, b), (prompt, b, a))]
-        judged = self.opinions.ask([compare(*one, rubric=self.rubric) for one in orders])
-        check_failures(judged, self.max_failures, self.opinions.judge)
+        judged = self.judge.ask([compare(*one, rubric=self.rubric) for one in orders])
+        check_failures(judged, self.max_failures, self.judge)
         pairs = list(zip((one.value for one in judged[::2]), (one.value for one in judged[1::2]), strict=True))
         values = [_mean_of_orders(*pair) for pair in pairs]
         both = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -538,8 +529,8 @@ class PairJudge:
             "judge_failed": [float(value is None) for value in values],
         }
         facts = {name: statistics.fmean(column) for name, column in columns.items() if column}
-        facts["judge_tokens_in"] = float(self.opinions.tokens_in)
-        facts["judge_tokens_out"] = float(self.opinions.tokens_out)
+        facts["judge_tokens_in"] = float(self.judge.tokens_in)
+        facts["judge_tokens_out"] = float(self.judge.tokens_out)
         return [0.5 if value is None else value for value in values], facts
 
 
@@ -561,4 +552,4 @@ def read_pair_judge(path: str, folder: Path | None = None) -> PairJudge:
     options = find("reward", "judge").options(parse_yaml(text, place)[0], where)
     prepare(**options, where=where)
     chosen = {name: value for name, value in options.items() if name not in _HOW}
-    return PairJudge(Opinions(Judge(**chosen, where=where), folder), options["rubric"], options["max_failures"])
+    return PairJudge(Judge(**chosen, where=where, folder=folder), options["rubric"], options["max_failures"])
