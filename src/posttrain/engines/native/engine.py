@@ -29,14 +29,16 @@ from posttrain.models.forward.precision import full_precision
 from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 
-Path = Literal["lean", "modules", "plain"]
+Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
 MAX_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
 PATHS: dict[Path, str] = {
     "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
     "plain": "the model's own cache, prompts of one length at a time",
+    "reread": "no cache: every token reads all tokens before it",
 }
+_OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
 
 
 @register("engine", guarantee="L2")
@@ -113,7 +115,7 @@ class NativeEngine(Engine):
     ) -> int:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
         with sampling_mode(self.model):
-            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] == "plain"
+            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN_FORWARD
         if reads_anew:
             return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
@@ -138,10 +140,10 @@ class NativeEngine(Engine):
             )
         with sampling_mode(self.model):
             path, shapes = self._choose(reach)
-            if path == "plain":
+            if path in _OWN_FORWARD:
                 from posttrain.engines.native.modules import sample_plainly
 
-                sample_plainly(self.model, prompts, rows, sampling, self.slots)
+                sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
                 self._schedule(self._bind(path, shapes, reach), prompts, rows, sampling, respondent)
         for row in rows:
@@ -226,15 +228,17 @@ class NativeEngine(Engine):
                     self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
             return max(found, key=lambda one: one[0] - one[1])
 
-        def probe_plain_rows() -> tuple[float, float]:
+        def probe_own(is_cached: bool) -> tuple[float, float]:
             from posttrain.engines.native.modules import probe_plainly
 
-            return probe_plainly(self.model, reach, [length for batch in batches for length in batch])
+            lengths = [length for batch in batches for length in batch]
+            return probe_plainly(self.model, reach, lengths, is_cached=is_cached)
 
         ways: dict[Path, Callable[[], tuple[float, float]]] = {
             "lean": partial(self._probe_lean, reach, probe_decoder),
             "modules": lambda: probe_decoder(self._bind("modules", None, reach)),
-            "plain": probe_plain_rows,
+            "plain": partial(probe_own, True),
+            "reread": partial(probe_own, False),
         }
         if self.wanted == "modules":
             del ways["lean"]

@@ -4,7 +4,8 @@
 language model whose state is keys and values, with sliding windows where its configuration names them.
 
 ``PlainRows``: the cache is the model's, too. States of linear attention, convolutions and the like tolerate neither
-padding nor rows that join later, so rows of one prompt length are decoded together.
+padding nor rows that join later, so rows of one prompt length are decoded together. A model without a cache that can be
+used reads all tokens anew at every step.
 """
 
 from __future__ import annotations
@@ -119,26 +120,33 @@ class PlainRows:
     Args:
         tokens: the prompts, ``int64 [P, L]``.
         prompt_of_row: for every row, the index of its prompt.
+        is_cached: keep the model's own cache; without it, every step reads all tokens.
     """
 
-    def __init__(self, model: Any, tokens: Tensor, prompt_of_row: Sequence[int]) -> None:
-        self.model = model
+    def __init__(self, model: Any, tokens: Tensor, prompt_of_row: Sequence[int], *, is_cached: bool) -> None:
+        self.model, self.is_cached, self.tokens = model, is_cached, tokens[:, :0]
         self.cache: dict[str, Any] = {}
         self.feed(tokens)
         self.keep(torch.tensor(list(prompt_of_row), device=tokens.device))
 
     def feed(self, tokens: Tensor) -> None:
         """Add tokens ``int64 [R, T]`` to every row."""
-        output = self.model(input_ids=tokens, use_cache=True, **self.cache, **_last_logits(self.model, 1))
-        self.cache = {name: output[name] for name in _CACHES if getattr(output, name, None) is not None}
-        if not self.cache:
-            raise EngineMismatch("the model returns no cache")
+        if not self.is_cached:
+            self.tokens = tokens = torch.cat([self.tokens, tokens], 1)
+        options = {**self.cache, **_last_logits(self.model, 1)}
+        output = self.model(input_ids=tokens, use_cache=self.is_cached, **options)
+        if self.is_cached:
+            self.cache = {name: output[name] for name in _CACHES if getattr(output, name, None) is not None}
+            if not self.cache:
+                raise EngineMismatch("the model returns no cache")
         self.logits: Tensor = output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         """Make these rows, which may repeat, the batch."""
         for cache in self.cache.values():
             cache.reorder_cache(rows)
+        if not self.is_cached:
+            self.tokens = self.tokens[rows]
         self.logits = self.logits[rows]
 
 
@@ -149,7 +157,13 @@ def _last_logits(model: Any, count: int) -> dict[str, int]:
 
 
 def sample_plainly(
-    model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, num_slots: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Conversation],
+    sampling: Sampling,
+    num_slots: int,
+    *,
+    is_cached: bool,
 ) -> None:
     """Complete every row, at most ``num_slots`` at a time, those of one prompt length together."""
     ordered = sorted(rows, key=lambda row: len(prompts[row.prompt]))
@@ -157,14 +171,16 @@ def sample_plainly(
         length = len(prompts[ordered[0].prompt])
         batch = [row for row in ordered[:num_slots] if len(prompts[row.prompt]) == length]
         del ordered[: len(batch)]
-        _sample_batch(model, prompts, batch, sampling)
+        _sample_batch(model, prompts, batch, sampling, is_cached)
 
 
-def _sample_batch(model: Any, prompts: Sequence[Sequence[int]], batch: list[Conversation], sampling: Sampling) -> None:
+def _sample_batch(
+    model: Any, prompts: Sequence[Sequence[int]], batch: list[Conversation], sampling: Sampling, is_cached: bool
+) -> None:
     device = model.get_input_embeddings().weight.device
     order = list(dict.fromkeys(row.prompt for row in batch))
     tokens = torch.tensor([list(prompts[prompt]) for prompt in order], device=device)
-    state = PlainRows(model, tokens, [order.index(row.prompt) for row in batch])
+    state = PlainRows(model, tokens, [order.index(row.prompt) for row in batch], is_cached=is_cached)
     width = max(row.limit for row in batch)
     table = torch.from_numpy(uniforms([row.key for row in batch], width)) if sampling.temperature > 0 else None
     places = list(range(len(batch)))  # of the rows in the batch, in ``batch``
@@ -190,7 +206,7 @@ def _sample_batch(model: Any, prompts: Sequence[Sequence[int]], batch: list[Conv
 
 
 @full_precision()
-def probe_plainly(model: Any, reach: int, lengths: Sequence[int]) -> tuple[float, float]:
+def probe_plainly(model: Any, reach: int, lengths: Sequence[int], *, is_cached: bool) -> tuple[float, float]:
     """Return the largest difference in log-probability from the model's own forward, and its tolerance.
 
     Two rows of each length are decoded for a few steps with given tokens; then one is taken out.
@@ -203,7 +219,7 @@ def probe_plainly(model: Any, reach: int, lengths: Sequence[int]) -> tuple[float
         kept = _last_logits(model, STEPS + 1)
         logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False, **kept).logits
         expected = logits[:, -STEPS - 1 :].float().log_softmax(-1)
-        state = PlainRows(model, rows[:, :length], [0, 1])
+        state = PlainRows(model, rows[:, :length], [0, 1], is_cached=is_cached)
         for step in range(STEPS):
             if step == STEPS - 1:
                 state.keep(torch.tensor([1], device=weight.device))
