@@ -128,16 +128,6 @@ def test_a_cache_that_grows_and_shifts_gives_the_same(
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
-@pytest.mark.parametrize("path", ["lean", "modules"])
-def test_one_turn_that_is_answered_by_the_end_is_a_generation_bit_for_bit(tiny_random: Any, path: Any) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
-    engine = NativeEngine(model, slots=4, path=path)
-    plain = engine.generate(prompts, keys, SAMPLING)
-    ended = engine.converse(prompts, keys, SAMPLING, Scripted(lambda *_: Reply(finish="ended")))
-    assert [[(c.ids, c.logprobs) for c in g] for g in ended] == [[(c.ids, c.logprobs) for c in g] for g in plain]
-    assert {c.finish for g in ended for c in g} == {"ended"}
-
-
 CASES = st.fixed_dictionaries(
     {
         "lengths": st.lists(st.integers(1, 9), min_size=1, max_size=3),
@@ -204,26 +194,6 @@ def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(tiny_ran
         engine.converse(prompts, keys, SAMPLING, Failing(script))
     assert model.training
     assert engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT)) == expected
-
-
-def test_an_engine_that_is_asked_while_it_converses() -> None:
-    """A respondent may be a model, even this one."""
-    model, prompts, keys = exact("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
-    engine = NativeEngine(model, slots=4)
-
-    class Asking(Scripted):
-        def reply(self, prompt: int, sample: int) -> Reply:
-            if len(self.turns[prompt, sample]) == 3:
-                return Reply(finish="ended")
-            asked = [*prompts[prompt], *self.turns[prompt, sample][-1]]
-            ((c,),) = engine.generate([asked], [[sample]], Sampling(max_tokens=4, temperature=0.0))
-            super().reply(prompt, sample)
-            return Reply(c.ids)
-
-    respondent = Asking(SCRIPT)
-    completions = engine.converse(prompts, keys, SAMPLING, respondent)
-    assert said(completions) == said(by_reading_again(engine, prompts, keys, SAMPLING, Asking(SCRIPT)))
-    assert worst_difference(model, prompts, completions) <= 1e-5
 
 
 def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch) -> None:

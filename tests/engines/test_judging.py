@@ -21,12 +21,10 @@ from posttrain.engines import http
 from posttrain.engines.judging import (
     CACHE,
     Judge,
-    Opinion,
     PairJudge,
     Question,
     Unusable,
     _judge_of,
-    check_failures,
     compare,
     mark_of,
     rate,
@@ -298,18 +296,6 @@ def test_opinions_are_kept_by_content(tmp_path: Path) -> None:
     (tmp_path / CACHE).write_bytes(b'{"question": "x", "value": "much"}\n')
     with pytest.raises(DataError, match=r"judge.jsonl:1: is not what a judge said"):
         Judge("http://127.0.0.1:1", folder=tmp_path)
-
-
-def test_too_many_failures_end_with_one_message() -> None:
-    judge = Judge("http://127.0.0.1:1", "m")
-    fine, failed = Opinion(1.0), Opinion(None, "crash", "it is ill")
-    check_failures([fine] * 9 + [failed], 0.1, judge)
-    check_failures([fine, failed], 0.1, judge)
-    for told in ([failed], [fine] * 8 + [failed] * 2, [failed] * 30):
-        with pytest.raises(
-            RunFailure, match=rf"{len(told) if len(told) != 10 else 2} of {len(told)} answers.*it is ill"
-        ):
-            check_failures(told, 0.1, judge)
 
 
 # Two answers

@@ -250,14 +250,6 @@ def test_no_server_there_says_how_to_start_one():
     assert time.monotonic() - started < 1
 
 
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://[::1", "http://host:8000/?a=b"]
-)
-def test_urls_that_are_none(url):
-    with pytest.raises(UsageError, match=r"engine\.url: .*write it like http://127\.0\.0\.1:8000"):
-        VllmEngine(url)
-
-
 def test_a_key_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with FakeVllm(counting, key="secret") as server:

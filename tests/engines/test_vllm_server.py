@@ -181,17 +181,6 @@ def test_own_server_when_stopped_ends_with_what_it_started(tmp_path: Path) -> No
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-def test_own_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.engines.vllm.server.END_SECONDS", 0.5)
-    server = shell("trap '' TERM; echo $$; while :; do sleep 1; done", tmp_path)
-    wait_until(lambda: (tmp_path / "vllm.log").read_text().split())
-    pid = int((tmp_path / "vllm.log").read_text())
-    os.kill(pid, signal.SIGTERM)
-    assert is_running(pid), "it ignores SIGTERM"
-    server.stop()
-    wait_until(lambda: not is_running(pid))
-
-
 def test_own_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL, which nobody can answer."""
     program = (

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -18,9 +14,6 @@ from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.errors import RunFailure
-from posttrain.models.load import load_model
-from posttrain.recipes.sections import ModelSection
 
 pytestmark = pytest.mark.vllm
 
@@ -101,27 +94,3 @@ def test_a_sampled_evaluation_without_logprobs(tiny_server, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert results["accuracy"] > 0.2
     assert results["pass@4"] >= results["accuracy"]
-
-
-def test_an_adapter_on_its_base(adapter_server):
-    case = case_for(adapter_server)
-    sampling = Sampling(16, temperature=0.7, stop_ids=case.stops)
-    groups = case.engine.generate(case.prompts, keys_of([3] * 4), sampling)
-    assert worst_difference(case, case.prompts, groups, 0.7) <= 1e-4
-    plain = load_model(ModelSection(), seed=0)
-    bare = tiny_case(plain.model, plain.tokenizer, case.engine)
-    assert worst_difference(bare, case.prompts, groups, 0.7) > 0.1, "the adapter changes nothing"
-
-
-def test_a_server_that_dies_in_the_middle(adapter_server):
-    """Last of all, for it leaves no server."""
-    engine = VllmEngine(adapter_server.url, wanted=(adapter_server.name,), retries=1)
-    engine.generate([[9]], [[1]], Sampling(2))
-    killer = threading.Timer(1.5, os.killpg, (adapter_server.process.pid, signal.SIGKILL))
-    killer.start()
-    started = time.monotonic()
-    with pytest.raises(RunFailure, match=f"{adapter_server.url}: no completion of prompt .* 2 attempts failed"):
-        engine.generate([[9]] * 200, [[i] for i in range(200)], Sampling(1000))
-    assert time.monotonic() - started < 20
-    with pytest.raises(RunFailure, match="the vLLM server is gone"):
-        engine.generate([[9]], [[1]], Sampling(2))
