@@ -35,7 +35,8 @@ SAMPLING = Sampling(max_tokens=6)
 class ByQueue(Trained):
     """Sends weights as to a GPU's server."""
 
-    group_kind = QueueGroup
+    def make_group(self) -> QueueGroup:
+        return QueueGroup(self.server, 60.0)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import registry
-from posttrain.environments.games import NumberGuess
+from posttrain.environments.built_in import NumberGuess
 from posttrain.errors import DataError, RecipeError, UsageError
 
 

@@ -13,8 +13,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm import training
 from posttrain.engines.vllm.engine import vllm
-from posttrain.engines.vllm.probe import TOLERANCE, largest_difference
-from posttrain.engines.vllm.training import Trained
+from posttrain.engines.vllm.training import TOLERANCE, Trained, largest_difference
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection

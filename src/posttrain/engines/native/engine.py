@@ -19,9 +19,8 @@ from pydantic import Field
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling, num_tokens_of
 from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
-from posttrain.engines.native.cache import Decoder
+from posttrain.engines.native.cache import Decoder, LayerShape
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, PosttrainError, first_line

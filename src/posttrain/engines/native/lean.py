@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posttrain.engines.native.cache import SlotCache, pad_right
-from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
+from posttrain.engines.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
 

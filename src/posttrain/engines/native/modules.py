@@ -21,8 +21,7 @@ from transformers.cache_utils import Cache
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
-from posttrain.engines.native.cache import SlotCache, pad_right
-from posttrain.engines.native.prefixes import LayerShape, Prefix
+from posttrain.engines.native.cache import LayerShape, Prefix, SlotCache, pad_right
 from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS, largest, tolerance_of
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import EngineMismatch

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engines.native.cache import Decoder, SlotCache
-from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
+from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
-from posttrain.engines.native.cache import Decoder, SlotCache
+from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.engines.base import check_ids
 from posttrain.engines.conversation import Conversation, Respondent, turn_key
-from posttrain.engines.native.prefixes import Prefix
+from posttrain.engines.native.cache import Prefix
 from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import uniforms
 

@@ -8,28 +8,33 @@ prompts that was kept.
 
 from __future__ import annotations
 
+import base64
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Groups
-from posttrain.engines.http import all_of
+from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of
+from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.probe import Scores, default_tolerance, largest_difference, probe_bodies, read_scores
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, check_vocabulary
 from posttrain.engines.vllm.server import OwnServer, find_interpreter, free_port, server_command
-from posttrain.engines.vllm.transfer import NcclGroup, control
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
-from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineMismatch, RunFailure, UsageError, first_line
 from posttrain.option_types import LOOPBACK
+from posttrain.randomness import generator
 from posttrain.world import Within, World
 
 SERVED = "policy"  # the name of the model at the run's own server
@@ -43,8 +48,6 @@ class Trained(VllmEngine):
     ``own``: options of ``server_command`` for it. Of several processes that train, the first controls the server, and
     all ask it.
     """
-
-    group_kind = NcclGroup
 
     def __init__(
         self,
@@ -144,6 +147,10 @@ class Trained(VllmEngine):
             self._reach(None)
         self._process, self._group, self._memory, self.version = None, None, None, -1
 
+    def make_group(self) -> NcclGroup:
+        """Return a group with all workers of the server."""
+        return NcclGroup(self.server, self.server.timeout_seconds)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for the server. One on a CPU has no tied head, which it would not pack anew."""
         weights = checkpoint_weights(self.model)
@@ -215,7 +222,7 @@ class Trained(VllmEngine):
                 self._send_files(self._folder)
             else:
                 if self._group is None:
-                    self._group = self.group_kind(self.server, self.server.timeout_seconds)
+                    self._group = self.make_group()
                 announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model, gathers=False)]
                 self._group.send(self.weights(), self.dtype, announced)
             control(self.server, "POST", "/update_weight_version", {"new_version": label})
@@ -262,3 +269,202 @@ class Trained(VllmEngine):
                 "was started anew, or another run hands it weights too. Continue when the run has the server for "
                 "itself"
             )
+
+
+# The routes by which a server takes weights, and the NCCL group that sends them.
+
+MAX_WORKERS = 1 << 16
+WORKERS = "/get_world_size"
+
+
+def control(
+    server: HttpServer,
+    method: Literal["GET", "POST"],
+    path: str,
+    body: Any = None,
+    *,
+    read: Callable[[Any], Any] = lambda answer: answer,
+) -> Any:
+    """Ask a route of the server once, since it changes something.
+
+    Raises:
+        RunFailure: no answer, or a refusal; the message names server and route.
+    """
+    place = f"{server.base}: {path.partition('?')[0]}"
+    try:
+        return server.call(method, path, body, read=read, retries=0)
+    except (Unanswered, Unreadable) as error:
+        raise RunFailure(f"{place}: {error}") from None
+    except Refused as error:
+        missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
+        raise RunFailure(f"{place}: HTTP {error.status}: {error}{missing if error.status == 404 else ''}") from None
+
+
+class NcclGroup:
+    """A NCCL communicator of this process (rank 0) with all workers of a server.
+
+    ``timeout_seconds``: for every step, after which a missing worker ends the transfer.
+
+    Raises:
+        RunFailure: the server has no such routes, or its workers do not join.
+    """
+
+    def __init__(self, server: HttpServer, timeout_seconds: float) -> None:
+        self.server, self.timeout_seconds = server, timeout_seconds
+        size, identifier = 1 + control(server, "GET", WORKERS, read=read_num_workers), self.make_identifier()
+        about = {"nccl_unique_id_b64": base64.b64encode(identifier).decode(), "world_size": size, "rank_offset": 1}
+        self._together(
+            partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}),
+            partial(self.join, size, identifier),
+        )
+
+    def make_identifier(self) -> bytes:
+        """Return the name of a new group; its workers take it from the request."""
+        self.device = torch.cuda.current_device()
+        return bytes(nccl.unique_id())
+
+    def join(self, size: int, identifier: bytes) -> None:
+        """Enter the group; workers add up one number first."""
+        torch.cuda.set_device(self.device)  # in a thread of its own
+        self.communicator = nccl.init_rank(size, identifier, 0)
+        nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
+        torch.cuda.synchronize(self.device)
+
+    def broadcast(self, tensors: Iterator[Tensor]) -> None:
+        """Send the tensors; return once all workers have them."""
+        torch.cuda.set_device(self.device)
+        for tensor in tensors:
+            nccl.broadcast([tensor], 0, comms=[self.communicator])
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def send(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        announced: Sequence[tuple[str, torch.Size]],
+    ) -> None:
+        """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
+        about = {
+            "names": [name for name, _ in announced],
+            "dtype_names": [str(dtype).removeprefix("torch.")] * len(announced),
+            "shapes": [list(shape) for _, shape in announced],
+        }
+
+        def in_order() -> Iterator[Tensor]:
+            for (name, weight), expected in zip(weights, announced, strict=True):
+                assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
+                yield weight.to(dtype).contiguous()
+
+        control(self.server, "POST", "/start_weight_update")
+        self._together(
+            partial(control, self.server, "POST", "/update_weights", {"update_info": about}),
+            partial(self.broadcast, in_order()),
+        )
+        control(self.server, "POST", "/finish_weight_update", {})
+
+    def _together(self, *work: Callable[[], Any]) -> None:
+        """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
+        futures = [Future[None]() for _ in work]
+
+        def fill(future: Future[None], one: Callable[[], Any]) -> None:
+            try:
+                future.set_result(one())
+            except (RunFailure, RuntimeError, OSError, ValueError) as error:
+                future.set_exception(error)
+
+        for future, one in zip(futures, work, strict=True):
+            threading.Thread(target=fill, args=(future, one), daemon=True).start()
+        done, pending = wait(futures, self.timeout_seconds, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if (error := future.exception()) is not None:
+                raise error if isinstance(error, RunFailure) else RunFailure(f"a worker was lost: {first_line(error)}")
+        if pending:
+            raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
+
+
+def read_num_workers(answer: Any) -> int:
+    """Read the answer of ``WORKERS``."""
+    count = answer["world_size"]
+    if type(count) is not int or not 0 < count <= MAX_WORKERS:
+        raise Unreadable(f"a world_size of {count!r:.80}")
+    return count
+
+
+# A fixed batch that both sides score.
+
+# The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
+PROMPT_TOKENS = (300, 40, 7, 3)
+NEW_TOKENS = 8
+TOP = 20  # as many as a server gives by default
+# Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
+# size, which tells other weights apart but hardly one update from none.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
+
+    ids: tuple[int, ...]
+    places: dict[int, dict[int, float]]
+
+
+def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dict[str, Any]]:
+    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
+    lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
+    numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
+    greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
+    for i, length in enumerate(lengths):
+        prompt = tuple(numbers[i, :length].tolist())
+        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
+        bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
+    return bodies
+
+
+def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
+    """Return the scores of an answer to one of ``probe_bodies``.
+
+    Raises:
+        Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = (*prompt, *map(int, choice["token_ids"]))
+        if len(ids) > len(prompt) + NEW_TOKENS:
+            raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
+        of_prompt = choice.get("prompt_logprobs") or []
+        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
+        for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
+            places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
+    if not any(places.values()) or not all(0 < place < len(ids) for place in places):
+        raise Unreadable("no log-probabilities of a probe")
+    check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
+    return Scores(ids, places)
+
+
+def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
+    """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
+
+    ``within``: gathers a sharded model around its forward passes.
+    """
+    worst = 0.0
+    with sampling_mode(model):
+        device = next(model.parameters()).device
+        for scores in scored:
+            ids = torch.tensor([scores.ids], device=device)
+            logits = within(partial(model, input_ids=ids, use_cache=False)).logits[0].float()
+            own = logits.log_softmax(-1).cpu()
+            where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
+            theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])
+            rows, columns = zip(*where, strict=True)
+            difference = (own[list(rows), list(columns)] - theirs).abs()
+            worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
+    return worst
+
+
+def default_tolerance(model: Any, dtype: str = "float32") -> float:
+    """Return the allowed difference, by the precision of the model here and of the server's."""
+    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
+    return HALF_TOLERANCE if is_half else TOLERANCE
