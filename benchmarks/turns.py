@@ -68,7 +68,7 @@ def draw_in_one_turn(engine: NativeEngine, prompts: list[list[int]], lengths: li
     ]
     sampling = Sampling(max_tokens=max(row.limit for row in rows), stop_ids=NEVER)
     with sampling_mode(engine.model):
-        decoder = engine._bind(PROMPT_TOKENS + sampling.max_tokens)
+        decoder = engine._bind(engine.path, None, PROMPT_TOKENS + sampling.max_tokens)
         with torch.inference_mode():
             Schedule(decoder, prompts, rows, sampling, engine.slots).run()
     return sum(len(row.ids) for row in rows)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import queue
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
 
 from fake_vllm import FakeVllm, Reply, add_scores, completion_json, model_answer
+from posttrain.engines.vllm.training import NcclGroup
 
 # The routes of one transfer of weights.
 FILES = ["/pause", "/collective_rpc", "/update_weight_version", "/resume", "/reset_prefix_cache"]
@@ -22,7 +24,8 @@ class FakeFollower(FakeVllm):
     """Serves a copy of ``model`` with noise on it until weights arrive.
 
     It keeps a cache of prompts: what it has computed for one is used again until it is reset. ``said`` are the
-    routes that were asked for, in order; ``refuses`` one of them by an HTTP 500; ``drops`` are names left old.
+    routes that were asked for, in order; ``refuses`` one of them; ``drops`` are names left old. Broadcast weights come
+    by ``channel`` (see ``QueueGroup``).
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
@@ -34,17 +37,17 @@ class FakeFollower(FakeVllm):
         self.label, self.said, self.refuses, self.drops = "default", [], "", ()
         self.keeps_cache = False
         self.cache: dict[str, Any] = {}
-        self.receiver: Any = None
+        self.channel: queue.Queue[torch.Tensor] = queue.Queue()
         self.paused = threading.Event()
         self.gets |= {
             "/weight_info": lambda body: {"weight_version": self.label},
             "/get_world_size": lambda body: {"world_size": 1},
         }
         steps = {
-            "/init_weight_transfer_engine": lambda body: self.begin(SimpleNamespace(**body["init_info"])),
+            "/init_weight_transfer_engine": lambda body: None,
             "/pause": lambda body: self.paused.set(),
             "/start_weight_update": lambda body: None,
-            "/update_weights": lambda body: self.receiver.receive(SimpleNamespace(**body["update_info"]), self.load),
+            "/update_weights": lambda body: self.receive(body["update_info"]),
             "/finish_weight_update": lambda body: None,
             "/collective_rpc": self.reload,
             "/update_weight_version": lambda body: setattr(self, "label", body["new_version"]),
@@ -66,10 +69,11 @@ class FakeFollower(FakeVllm):
 
         return answer
 
-    def begin(self, info: Any) -> None:
-        from gloo_weight_transfer import Receiver
-
-        self.receiver = Receiver(info, info.rank_offset, torch.device("cpu"))
+    def receive(self, info: dict[str, Any]) -> None:
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            weight = self.channel.get(timeout=60)
+            assert (str(weight.dtype), list(weight.shape)) == (f"torch.{dtype}", shape)
+            self.load([(name, weight)])
 
     def reload(self, body: dict[str, Any]) -> None:
         assert body["method"] == "reload_weights"
@@ -96,3 +100,19 @@ class FakeFollower(FakeVllm):
                 self.cache[known] = completion_json(body, self.answer(body))
                 add_scores(self.cache[known]["choices"][0], body, self.model)
             return self.cache[known]
+
+
+class QueueGroup(NcclGroup):
+    """A group without GPUs: weights go to ``followers`` of the same process by their channels."""
+
+    followers: ClassVar[list[FakeFollower]] = []
+
+    def make_identifier(self) -> bytes:
+        return b"a group"
+
+    def join(self, size: int, identifier: bytes) -> None:
+        assert size == 2
+
+    def broadcast(self, tensors: Iterator[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.followers[0].channel.put(tensor.clone())

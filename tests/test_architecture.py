@@ -66,9 +66,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "peft": ("models/",),
     "bitsandbytes": ("models/quantize.py",),
     # what runs inside a server, to which we talk over HTTP; and vLLM in the trainer's own process
-    "vllm": (),  # a server of its own; contrib/ has a plug-in for it
-    # tensors to a server's workers, in a group of their own: they are no processes that train together
-    "torch.distributed": ("train/distributed.py", "engines/vllm/transfer.py"),
+    "vllm": (),  # a server of its own
+    "torch.distributed": ("train/distributed.py",),
     "httpx2": ("engines/http.py",),
     "ray": ("runs/ray.py",),
     "accelerate": ("train/distributed.py",),

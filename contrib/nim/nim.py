@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -12,7 +13,6 @@ from pydantic import Field
 
 from posttrain import registry
 from posttrain.environments.contract import opened
-from posttrain.environments.games import TextGame
 from posttrain.environments.tools import result_text
 from posttrain.errors import UsageError
 from posttrain.option_types import Seed
@@ -69,6 +69,34 @@ def winning(max_heap: int, take: int) -> list[bool]:
     for heap in range(1, max_heap + 1):
         wins.append(not all(wins[heap - stones] for stones in range(1, min(take, heap) + 1)))
     return wins
+
+
+class TextGame(ABC):
+    """A game of turns: draws follow from the seed, moves are tools, ``score`` is the reward at its end.
+
+    A game of your own sets itself up in ``_begin`` and returns its opening; its moves are public methods with
+    types and docstrings that call ``_end`` when it is over. ``split`` is that of the episode.
+    """
+
+    def __init__(self) -> None:
+        self.done, self.score, self.split = False, 0.0, "train"
+
+    def reset(self, *, seed: int, split: str = "train") -> str:
+        """Begin a new game."""
+        self.done, self.score, self.split = False, 0.0, split
+        return self._begin(generator(seed, "game"))
+
+    def get_reward(self) -> float:
+        """Return the score; 0 of a game that was not played to its end."""
+        return self.score if self.done else 0.0
+
+    @abstractmethod
+    def _begin(self, random: np.random.Generator) -> str:
+        """Set the game up; return its opening."""
+
+    def _end(self, score: float, said: str) -> str:
+        self.done, self.score = True, score
+        return said
 
 
 class Nim(TextGame):
@@ -162,7 +190,7 @@ def random_play(
     if not isinstance(game, TextGame) or not hasattr(type(game), "legal_moves"):
         raise UsageError(
             f"task.environment: {word.name!r} does not say which moves are legal; choose nim:nim, or a "
-            "posttrain.environments.games.TextGame of yours with legal_moves"
+            "nim.TextGame of yours with legal_moves"
         )
     return Task("random_play", split, _Games(make, f"random_play/{split}/{seed}", prompt, split, size))
 

@@ -11,10 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from nim import winning
+from nim import TextGame, winning
 
 from posttrain import registry
-from posttrain.environments.games import TextGame
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word

@@ -266,7 +266,7 @@ def warm_up() -> None:
         "posttrain.runs.launch",
         "posttrain.engines.native.engine",
         "posttrain.models.quantize",
-        "posttrain.engines.vllm.command",
+        "posttrain.engines.vllm.server",
     ):
         with suppress(ImportError):
             importlib.import_module(module)

@@ -18,10 +18,9 @@ import pytest
 from posttrain.engines import http
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import HttpServer, Unreadable
-from posttrain.engines.judging.asking import Judge, Opinion, rate
+from posttrain.engines.judging import Judge, Opinion, rate
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.probe import read_scores
-from posttrain.engines.vllm.transfer import WORKERS, ask_all, num_workers
+from posttrain.engines.vllm.training import WORKERS, control, read_num_workers, read_scores
 from posttrain.errors import PosttrainError, RunFailure
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -95,13 +94,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 def sample(url: str, **options: Any) -> Any:
-    engine = VllmEngine([url], **{"retries": 1, "timeout_seconds": 20.0} | options)
+    engine = VllmEngine(url, **{"retries": 1, "timeout_seconds": 20.0} | options)
     return engine.generate([[5, 6]], [[1]], Sampling(4, stop_ids=frozenset([9])))
 
 
 def judge(url: str) -> Opinion:
     question = rate("Why?", "So.", rubric="Be right.", scale=(0, 10))
-    return Judge(url, retries=1, timeout_seconds=20.0).judge([question])[0]
+    return Judge(url, retries=1, timeout_seconds=20.0).ask([question])[0]
 
 
 def test_what_is_not_changed_is_taken(serve: Callable[..., str]) -> None:
@@ -213,7 +212,7 @@ def test_a_server_that_closes_after_every_answer_has_its_time(
 def test_workers_that_nobody_has(answer: Any, serve: Callable[..., str]) -> None:
     url = serve({"/get_world_size": http_answer(answer)})
     with pytest.raises(RunFailure, match="/get_world_size: a"):
-        ask_all([HttpServer(url, timeout_seconds=5, retries=0)], "GET", WORKERS, read=num_workers)
+        control(HttpServer(url, timeout_seconds=5, retries=0), "GET", WORKERS, read=read_num_workers)
 
 
 @pytest.mark.parametrize(

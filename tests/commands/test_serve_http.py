@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from posttrain.cli import main
-from posttrain.engines.judging.asking import Judge, rate
-from posttrain.engines.judging.reward import Opinions
+from posttrain.engines.judging import Judge, rate
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.engines.served_names import served_names
 from posttrain.randomness import derive_key
@@ -242,13 +241,13 @@ def test_an_unmodified_client_of_openai(served: Served, opened: OpenedModel) -> 
 
 def test_a_judge_asks_our_own_server(served: Served, folder: Path) -> None:
     """``tiny`` is no judge, but it is asked as one: its reply is read, recorded and paid for."""
-    opinions = Opinions(Judge(served.url, structured=False, max_tokens=12, retries=0))
+    opinions = Judge(served.url, structured=False, max_tokens=12, retries=0)
     (told,) = opinions.ask([rate(QUESTION, "31", rubric="Is it right?", scale=(1, 10))])
     assert (told.value, told.failure) == (None, "crash")
     assert "the reply is no JSON: '<think>" in told.reason
     line = json.loads((folder / "asked" / "all.jsonl").read_text().splitlines()[-1])
     assert (told.tokens_in, told.tokens_out) == (len(line["prompt_ids"]), len(line["ids"]))
-    (told,) = Judge(served.url, max_tokens=12).judge([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
+    (told,) = Judge(served.url, max_tokens=12).ask([rate(QUESTION, "31", rubric="Is it?", scale=(1, 10))])
     assert "set judge.structured to false" in told.reason
 
 

@@ -39,7 +39,7 @@ class TestScripted(EngineContract):
 @pytest.fixture(scope="module")
 def served_case(tiny) -> Iterator[EngineCase]:
     with FakeVllm(model_answer(tiny.model, "processed"), context=1024, tokenizer=tiny.tokenizer) as server:
-        yield tiny_case(tiny.model, tiny.tokenizer, VllmEngine([server.url], tokenizer=tiny.tokenizer, concurrency=4))
+        yield tiny_case(tiny.model, tiny.tokenizer, VllmEngine(server.url, tokenizer=tiny.tokenizer, concurrency=4))
 
 
 class TestNative(EngineContract):
@@ -68,7 +68,7 @@ def test_a_server_with_the_native_engine_behind_it_is_the_native_engine(tiny, mo
     keys = [[key >> 1 for key in row] for row in keys_of([3, 1, 2, 1])]  # seeds have 63 bits
     expected = case.engine.generate(case.prompts, keys, sampling)
     with FakeVllm(model_answer(tiny.model, mode), context=1024) as server:
-        found = VllmEngine([server.url]).generate(case.prompts, keys, sampling)
+        found = VllmEngine(server.url).generate(case.prompts, keys, sampling)
     assert [[(c.ids, c.finish) for c in g] for g in found] == [[(c.ids, c.finish) for c in g] for g in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):

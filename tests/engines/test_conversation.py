@@ -6,28 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.reference import LENGTHS, make_keys, make_prompts, worst_difference
 from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating, turn_key
+from posttrain.engines.conversation import Reply, begin, converse_by_generating, turn_key
 from posttrain.engines.native import schedule
-from posttrain.engines.native.cache import SlotCache, aligned
+from posttrain.engines.native.cache import aligned
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.turns import Turns
 from posttrain.errors import RunFailure, UsageError
-from posttrain.randomness import derive_key, uniforms
+from posttrain.randomness import uniforms
 from posttrain.types import Completion
 from tiny_random import build_tiny_random
 
 VOCAB = 300
 STOPS = frozenset(range(40))  # a turn is some 8 tokens long
-LENGTHS = (5, 1, 12, 3)
 SAMPLING = Sampling(max_tokens=40, stop_ids=STOPS)
 SCRIPT = wordy(range(40, VOCAB))
 # The lean path copies the prompt of a lone row, and shares that of several.
@@ -53,15 +51,6 @@ def exact(architecture: str, **config: Any) -> Any:
     return build_tiny_random(architecture, **config).double()
 
 
-def make_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 1) -> list[list[int]]:
-    numbers = np.random.default_rng(seed)
-    return [numbers.integers(40, VOCAB, n).tolist() for n in lengths]
-
-
-def make_keys(count: int, group: int, seed: int = 0) -> list[list[int]]:
-    return [[derive_key(seed, "test", i, j) for j in range(group)] for i in range(count)]
-
-
 def said(completions: list[list[Completion]]) -> list[list[tuple[Any, ...]]]:
     return [[(c.ids, c.own, c.finish) for c in group] for group in completions]
 
@@ -74,22 +63,6 @@ def by_reading_again(
     rows = [row for group in groups for row in group]
     version = converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
     return [[row.completion(version) for row in group] for group in groups]
-
-
-def worst_difference(model: Any, prompts: Any, completions: Any, temperature: float = 1.0) -> float:
-    """Recorded log-probabilities against one forward pass over each whole rollout; 0 is recorded for replies."""
-    worst = 0.0
-    for prompt, group in zip(prompts, completions, strict=True):
-        for c in group:
-            tokens = torch.tensor([[*prompt, *c.ids]])
-            with torch.no_grad():
-                logits = model(input_ids=tokens).logits[0].float() / temperature
-            picked = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
-            own = torch.tensor(c.own)
-            expected = torch.where(own, picked, torch.zeros(()))
-            assert len(c.logprobs) == len(c.ids) == len(c.own)
-            worst = max(worst, float((expected - torch.tensor(c.logprobs)).abs().max()))
-    return worst
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -141,18 +114,8 @@ def test_a_turn_draws_with_the_uniform_numbers_of_its_key(tiny_random: Any) -> N
     assert turn >= 2
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
-def test_a_sliding_window_does_not_count_holes(tiny_random: Any, architecture: str) -> None:
-    model = tiny_random(architecture, sliding_window=6)
-    prompts, keys = make_prompts(), make_keys(len(LENGTHS), 2)
-    engine = NativeEngine(model, slots=4)
-    completions = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
-    assert engine.path == "modules"
-    assert worst_difference(model, prompts, completions) <= 1e-5
-
-
 @pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
-def test_a_cache_that_grows_and_shifts_keeps_its_holes(
+def test_a_cache_that_grows_and_shifts_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int
 ) -> None:
     model = exact(architecture)
@@ -163,57 +126,6 @@ def test_a_cache_that_grows_and_shifts_keeps_its_holes(
     tight = NativeEngine(model, slots=2, path=path).converse(prompts, keys, sampling, Scripted(script))
     assert said(tight) == said(roomy)
     assert worst_difference(model, prompts, tight) <= 1e-5
-
-
-@pytest.mark.parametrize(("architecture", "path", "group"), PATHS)
-@pytest.mark.parametrize("turns", [5, 99])
-def test_looking_every_few_steps_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, path: Any, group: int, turns: int
-) -> None:
-    """As on a GPU: what a row drew past the end of a turn is a hole; near its limit no row goes past its positions."""
-    model = exact(architecture, max_position_embeddings=48)
-    prompts, keys = make_prompts(), make_keys(len(LENGTHS), group)
-    sampling = replace(SAMPLING, max_tokens=40, max_turn_tokens=25)
-    script = wordy(range(40, VOCAB), 6, turns) if turns < 9 else lambda *_: Reply((50, 60))
-    each = NativeEngine(model, slots=6, path=path).converse(prompts, keys, sampling, Scripted(script))
-    nearest = Turns._burst
-    bursts = []
-
-    def burst(self: Turns) -> int:
-        bursts.append(max(nearest(self), min(8, int(self.remaining[: len(self.batch)].min()))))
-        return bursts[-1]
-
-    monkeypatch.setattr(Turns, "_burst", burst)
-    engine = NativeEngine(model, slots=6, path=path)
-    seldom = engine.converse(prompts, keys, sampling, Scripted(script))
-    assert said(seldom) == said(each)
-    assert worst_difference(model, prompts, seldom) <= 1e-5
-    assert max(bursts) == 8
-    assert {c.finish for g in each for c in g} >= ({"length", "out_of_turns"} if turns < 9 else {"length"})
-
-
-def test_without_stop_ids_there_is_one_turn(tiny_random: Any) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
-    engine, sampling, respondent = NativeEngine(model, slots=4), Sampling(max_tokens=20), Scripted(SCRIPT)
-    completions = engine.converse(prompts, keys, sampling, respondent)
-    plain = engine.generate(prompts, keys, sampling)
-    assert [[(c.ids, c.logprobs, c.finish) for c in g] for g in completions] == [
-        [(c.ids, c.logprobs, c.finish) for c in g] for g in plain
-    ]
-    assert {c.own for g in completions for c in g} == {(True,) * 20}
-    assert {c.own for g in plain for c in g} == {None}
-    assert set(map(tuple, respondent.finishes.values())) == {("length",)}
-    assert set(respondent.replies) == set(respondent.turns)
-
-
-@pytest.mark.parametrize("path", ["lean", "modules"])
-def test_one_turn_that_is_answered_by_the_end_is_a_generation_bit_for_bit(tiny_random: Any, path: Any) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
-    engine = NativeEngine(model, slots=4, path=path)
-    plain = engine.generate(prompts, keys, SAMPLING)
-    ended = engine.converse(prompts, keys, SAMPLING, Scripted(lambda *_: Reply(finish="ended")))
-    assert [[(c.ids, c.logprobs) for c in g] for g in ended] == [[(c.ids, c.logprobs) for c in g] for g in plain]
-    assert {c.finish for g in ended for c in g} == {"ended"}
 
 
 CASES = st.fixed_dictionaries(
@@ -253,17 +165,6 @@ def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
     assert respondent.finishes == again.finishes
 
 
-def test_how_long_replies_take_changes_no_bit(tiny_random: Any) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
-    engine = NativeEngine(model, slots=6)
-    at_once = Scripted(SCRIPT)
-    expected = engine.converse(prompts, keys, SAMPLING, at_once)
-    for seconds in (lambda n: 0.02 * (n % 3), lambda n: 0.05 if n == 1 else 0.0):
-        slow = Scripted(SCRIPT, seconds)
-        assert engine.converse(prompts, keys, SAMPLING, slow) == expected
-        assert slow.order == at_once.order
-
-
 @pytest.mark.parametrize("when", ["hear", "reply", "script"])
 def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(tiny_random: Any, when: str) -> None:
     model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
@@ -293,26 +194,6 @@ def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(tiny_ran
         engine.converse(prompts, keys, SAMPLING, Failing(script))
     assert model.training
     assert engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT)) == expected
-
-
-def test_an_engine_that_is_asked_while_it_converses() -> None:
-    """A respondent may be a model, even this one."""
-    model, prompts, keys = exact("qwen3"), make_prompts(), make_keys(len(LENGTHS), 2)
-    engine = NativeEngine(model, slots=4)
-
-    class Asking(Scripted):
-        def reply(self, prompt: int, sample: int) -> Reply:
-            if len(self.turns[prompt, sample]) == 3:
-                return Reply(finish="ended")
-            asked = [*prompts[prompt], *self.turns[prompt, sample][-1]]
-            ((c,),) = engine.generate([asked], [[sample]], Sampling(max_tokens=4, temperature=0.0))
-            super().reply(prompt, sample)
-            return Reply(c.ids)
-
-    respondent = Asking(SCRIPT)
-    completions = engine.converse(prompts, keys, SAMPLING, respondent)
-    assert said(completions) == said(by_reading_again(engine, prompts, keys, SAMPLING, Asking(SCRIPT)))
-    assert worst_difference(model, prompts, completions) <= 1e-5
 
 
 def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,38 +251,6 @@ def test_a_reply_that_the_model_does_not_know_is_refused(tiny_random: Any) -> No
             engine.converse([[50]], [[3]], SAMPLING, respondent)
 
 
-def test_what_cannot_be_sampled_is_refused(tiny_random: Any) -> None:
-    engine = NativeEngine(tiny_random("qwen3"))
-    asked = ([[50]], [[1]])
-    engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
-    for bad, message in ((([[]], [[1]]), "prompt 0 is empty"), (([[VOCAB]], [[1]]), "prompt 0 has token id 300")):
-        with pytest.raises(UsageError, match=message):
-            engine.converse(*bad, SAMPLING, Scripted(SCRIPT))
-    with pytest.raises(UsageError, match=r"sampling\.max_turn_tokens is 0; it must be 1 or more, or none"):
-        engine.converse(*asked, replace(SAMPLING, max_turn_tokens=0), Scripted(SCRIPT))
-    assert engine.converse([], [], SAMPLING, Scripted(SCRIPT)) == []
-    assert engine.converse([[50]], [[]], SAMPLING, Scripted(SCRIPT)) == [[]]
-    with torch.no_grad():
-        engine.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(RunFailure, match="logits are not finite"):
-        engine.converse(*asked, SAMPLING, Scripted(SCRIPT))
-
-
-def test_a_conversation_keeps_one_book() -> None:
-    row = Conversation(0, 0, key=5, limit=6)
-    row.add_turn([1, 2], [-0.5, -0.25])
-    row.add_reply(Reply((9, 9)))
-    assert row.room(None) == 2
-    assert row.room(1) == 1
-    row.ids += [3]
-    row.logprobs += [-1.0]
-    assert row.end_turn() == [3]
-    row.add_reply(Reply((9,)))
-    assert row.completion(2) == Completion(
-        (1, 2, 9, 9, 3), (-0.5, -0.25, 0.0, 0.0, -1.0), "length", 2, (True, True, False, False, True)
-    )
-
-
 def test_a_mask_for_a_gpu_is_aligned_wherever_it_begins() -> None:
     whole = torch.arange(3 * 48, dtype=torch.bfloat16).view(3, 48)
     for first, width in ((1, 16), (3, 7), (0, 17)):
@@ -411,33 +260,3 @@ def test_a_mask_for_a_gpu_is_aligned_wherever_it_begins() -> None:
         assert mask.storage_offset() == 0
         assert mask.stride(-1) == 1
         assert [stride % 16 for stride in mask.stride()[:-1]] == [0, 0, 0]
-
-
-def test_holes_of_the_cache() -> None:
-    """No hole, no mask; a hole hides its column from its row alone, wherever the row or the column goes."""
-    from posttrain.engines.native.prefixes import LayerShape, Prefix
-
-    cache = SlotCache([LayerShape(1, 2, 2, torch.float32)], 3, 16, device=torch.device("cpu"))
-    empty = Prefix([torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1, 2)], [0])
-    cache.reserve(0)
-    cache.place(empty, [0], [0, 0, 0])
-    cache.refresh(3)
-    for _ in range(4):
-        cache.advance()
-    assert cache.bias() is None
-    cache.hide([1, 2], [1, 2])
-    seen = lambda: (cache.bias() == 0).int().tolist()  # noqa: E731
-    assert seen() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [1, 1, 0, 0, 1]]
-    cache.move([0], [2])
-    cache.refresh(2)
-    assert seen() == [[1, 1, 0, 0, 1], [1, 1, 1, 0, 1]]
-    cache.reserve(9)  # columns are shifted to make room on the left
-    assert (cache.first, cache.cursor) == (5, 9)
-    assert seen() == [[1, 1, 0, 0, 1], [1, 1, 1, 0, 1]]
-    cache.place(empty, [0], [0])
-    cache.refresh(3)
-    assert [row[-1:] for row in seen()] == [[1], [1], [1]]
-    assert seen()[2] == [0, 0, 0, 0, 1]  # a newcomer has no holes, but begins here
-    for _ in range(20):
-        cache.advance()
-    assert seen()[0] == [1, 1, 0, 0, *[1] * 21]

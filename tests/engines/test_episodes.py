@@ -161,12 +161,6 @@ def test_how_a_completion_ends(tokenizer: Any, finish: str) -> None:
         assert [call.result for turn in one.turns for call in turn.calls] == ["42"] * 3
 
 
-def test_a_turn_that_is_too_long_ends_it(tokenizer: Any) -> None:
-    made = recipe(max_turn_tokens=5)
-    [[one]] = rollouts(tokenizer, script(tokenizer, CALL, ANSWER), made, [example()])
-    assert (one.completion.finish, one.completion.num_own, len(one.turns)) == ("length", 5, 1)
-
-
 def test_a_game_ends_when_it_is_over(tokenizer: Any) -> None:
     guesses = [f" <tool>guess: {n}</tool>" for n in (4, 2, 6, 1, 3, 5, 7)]
     made = recipe(environment={"name": "number_guess", "high": 7, "guesses": 7}, max_turns=8)
@@ -229,13 +223,6 @@ def test_openings_of_a_group_are_equal_or_refused(tokenizer: Any) -> None:
     made = recipe(environment="example_environments:Drawing")
     with pytest.raises(UsageError, match="reset returned different texts for the same row and seed"):
         rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()], group=2)
-
-
-def test_a_reward_of_an_environment_that_pays_nothing_is_refused(tokenizer: Any) -> None:
-    made = recipe()
-    made.rewards[0].name = "environment"
-    with pytest.raises(UsageError, match="'calculator' has no get_reward, which the reward environment asks"):
-        rollouts(tokenizer, script(tokenizer, ANSWER), made, [example()])
 
 
 def test_a_run_s_model_is_asked_with_its_environment_under_its_own_template() -> None:

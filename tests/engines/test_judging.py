@@ -18,8 +18,17 @@ from fake_vllm import Reply, Reset
 from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines import http
-from posttrain.engines.judging.asking import Judge, Opinion, Question, Unusable, compare, mark_of, rate
-from posttrain.engines.judging.reward import CACHE, Opinions, _opinions, check_failures, describe_bias, match
+from posttrain.engines.judging import (
+    CACHE,
+    Judge,
+    PairJudge,
+    Question,
+    Unusable,
+    _judge_of,
+    compare,
+    mark_of,
+    rate,
+)
 from posttrain.engines.rollout import Attempt, build_grader
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
@@ -91,8 +100,8 @@ def test_the_effect_of_orders_in_an_answer() -> None:
     attacks = [text.replace("{mark}", mark_of(["What is 6 × 7?", text])) for text in ATTACKS]
     with FakeJudge(gullible) as server:
         judge = Judge(server.url)
-        fenced = judge.judge([rate("What is 6 × 7?", text, rubric="Be right.", scale=(1, 10)) for text in attacks])
-        open_ones = judge.judge([bare(text) for text in attacks])
+        fenced = judge.ask([rate("What is 6 × 7?", text, rubric="Be right.", scale=(1, 10)) for text in attacks])
+        open_ones = judge.ask([bare(text) for text in attacks])
     worth = 2 / 9
     effect = [sum((one.value or 0) - worth for one in told) / len(attacks) for told in (fenced, open_ones)]
     assert effect == pytest.approx([0.0, 1 - worth]), "what the attacks gain, quoted and not"
@@ -104,30 +113,19 @@ def test_the_effect_of_orders_in_an_answer() -> None:
         (said(1), 0.0),
         (said(10), 1.0),
         (f"<think>Is it {{}}?</think>\n {said(4)}\n", 1 / 3),
-        ("", None),
         ("Score: 10", None),
         (f"```json\n{said(4)}\n```", 1 / 3),
         (f"<think>so</think>\n\n```\n{said(10)}```\n", 1.0),
-        (f"```json\n{said(4)}\n```\n```json\n{said(9)}\n```", None),
         (f"Sure:\n```json\n{said(4)}\n```", None),
         (said(7.5), 6.5 / 9),
-        (said("7.5"), 6.5 / 9),
         (said(" 4 "), 1 / 3),
         (said("4/10"), None),
-        (said("10.5"), None),
-        (said("1e1"), None),
         ('{"reasoning": "", "score": NaN}', None),
         ('{"reasoning": "", "score": 1e999}', None),
         (f"{said(4)} {said(9)}", None),
         (said(11), None),
-        (said(0), None),
         (said(4.0), 1 / 3),
         (said(True), None),
-        (said("10"), 1.0),
-        (said([10]), None),
-        (said({"a": 1}), None),
-        (said(None), None),
-        ('{"score": 4}', None),
         ('{"reasoning": "", "score": 4, "more": 1}', None),
         ('{"reasoning": 5, "score": 4}', None),
         ('{"reasoning": "", "score": 1, "score": 10}', None),
@@ -144,26 +142,19 @@ def test_a_reply_is_read_strictly(reply: str, value: float | None) -> None:
         assert question.read(reply) == pytest.approx(value)
 
 
-def test_a_winner_is_read() -> None:
-    question = compare("Why?", "a", "b", rubric="Be right.")
-    assert [question.read(said(name, "winner")) for name in ("first", "second", "tie")] == [1.0, 0.0, 0.5]
-    with pytest.raises(Unusable):
-        question.read(said("third", "winner"))
-
-
 # Who is asked, and faults
 
 
 def test_what_is_sent_and_what_it_costs() -> None:
     with FakeJudge(by_length) as server:
-        told = Opinions(Judge(server.url)).ask(ratings("a", "abcd"))
+        told = Judge(server.url).ask(ratings("a", "abcd"))
     assert [one.value for one in told] == pytest.approx([0.0, 1 / 3])
     assert [(one.tokens_in, one.tokens_out) for one in told] == [(100, 7)] * 2
     (body, _) = server.chats
     assert (body["model"], body["temperature"]) == ("small", 0.0)
     assert body["response_format"]["json_schema"]["schema"]["properties"]["score"]["enum"] == list(range(1, 11))
     with FakeJudge(by_length) as server:
-        Judge(server.url, "mine", structured=False, temperature=None).judge(ratings("a"))
+        Judge(server.url, "mine", structured=False, temperature=None).ask(ratings("a"))
     assert "response_format" not in server.chats[0]
     assert "temperature" not in server.chats[0]
     assert server.chats[0]["model"] == "mine"
@@ -188,11 +179,7 @@ FAULTS: dict[str, Answer] = {
     "503": raising(Reply(503, b"<html>ill</html>")),
     "reset": raising(Reset()),
     "garbage": lambda body, count: "I would say a ten." if count <= 2 else said(10),
-    "wrong schema": lambda body, count: '{"score": 10}' if count <= 2 else said(10),
     "no choices": lambda body, count: {"choices": []} if count <= 2 else said(10),
-    "no text": lambda body, count: {"choices": [{"message": {"content": None}}]} if count <= 2 else said(10),
-    "odd usage": lambda body, count: {"choices": [], "usage": "many"} if count <= 2 else said(10),
-    "a list": lambda body, count: [1] if count <= 2 else said(10),
     "slow": slow,
 }
 
@@ -201,7 +188,7 @@ FAULTS: dict[str, Answer] = {
 def test_a_fault_that_passes_is_asked_again(fault: str) -> None:
     with FakeJudge(FAULTS[fault]) as server:
         timeout = 0.3 if fault == "slow" else 60.0
-        (told,) = Judge(server.url, timeout_seconds=timeout, retries=9).judge(ratings("a"))
+        (told,) = Judge(server.url, timeout_seconds=timeout, retries=9).ask(ratings("a"))
     assert (told.value, told.failure) == (1.0, None)
     assert len(server.chats) >= 2
     if fault == "garbage":
@@ -218,7 +205,7 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         return "I like it" if answer == "garbage" else said(10)
 
     with FakeJudge(reply) as server:
-        opinions = Opinions(Judge(server.url, timeout_seconds=0.5, retries=1), tmp_path)
+        opinions = Judge(server.url, timeout_seconds=0.5, retries=1, folder=tmp_path)
         told = opinions.ask(ratings("fine", "slow", "garbage", "long"))
         assert [one.value for one in told] == [1.0, None, None, None]
         assert [one.failure for one in told] == [None, "timeout", "crash", "crash"]
@@ -226,7 +213,6 @@ def test_a_fault_that_stays_is_an_opinion_with_a_reason(tmp_path: Path) -> None:
         assert "no answer within 0.5 seconds" in told[1].reason
         assert "no JSON: 'I like it'" in told[2].reason
         assert "maximum context length" in told[3].reason
-        assert (opinions.num_asked, opinions.num_failed) == (4, 3)
         before = len(server.chats)
         opinions.ask(ratings("fine", "long"))
         assert len(server.chats) == before + 1, "what failed is not kept"
@@ -247,45 +233,35 @@ def test_judge_key_that_the_server_echoes_is_shown_and_kept_nowhere(
         raise Reply(400 if answer == "refused" else 503, {"error": {"message": f"bad request of Bearer {key}"}})
 
     with FakeJudge(reply, key=key) as server:
-        told = Opinions(Judge(server.url, retries=1), tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
+        told = Judge(server.url, retries=1, folder=tmp_path).ask(ratings("text", "escaped", "refused", "busy"))
     assert [one.failure for one in told] == ["crash"] * 4
     assert all("***" in one.reason and key not in one.reason for one in told)
     assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert str(RunFailure(f"HTTP 401: {key}")) == "HTTP 401: ***"
 
 
-def test_no_more_questions_are_under_way_than_asked_for() -> None:
-    def reply(body: dict[str, Any], count: int) -> str:
-        time.sleep(0.05)
-        return said(5)
-
-    with FakeJudge(reply) as server:
-        Judge(server.url, concurrency=3).judge(ratings(*map(str, range(12))))
-    assert 1 < server.most_busy <= 3
-
-
 def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeJudge(by_length, key="a secret") as server:
         url = server.url
         with pytest.raises(UsageError, match=rf"{url}: the judge refuses.*401.*variable JUDGE_API_KEY"):
-            Judge(url).check()
+            Judge(url).find_model(0)
         monkeypatch.setenv("JUDGE_API_KEY", "a secret")
-        Judge(url).check()
+        Judge(url).find_model(0)
         with pytest.raises(UsageError, match="401") as told:
-            Judge(url, key_variable="OTHER_API_KEY").judge(ratings("a"))
+            Judge(url, key_variable="OTHER_API_KEY").ask(ratings("a"))
         assert "a secret" not in str(told.value)
         assert "a secret" not in repr(Judge(url))
     with pytest.raises(UsageError, match=rf"{url}: no judge answers there \(no connection to .*posttrain serve"):
-        Judge(url).check()
+        Judge(url).find_model(0)
     cards = [{"id": "a"}, {"id": "b"}]
     with FakeJudge(by_length, cards=cards) as server, pytest.raises(UsageError, match=r"judge\.model is needed.*a, b"):
-        Judge(server.url).check()
+        Judge(server.url).find_model(0)
     with pytest.raises(UsageError, match=r"judge.url: 'here' is no server's URL"):
         Judge("here")
     with pytest.raises(UsageError, match=r"judge.url: .*a name, password or key in a URL.*JUDGE_API_KEY"):
         Judge("http://me:secret@127.0.0.1:8000")
     with pytest.raises(UsageError, match=r"JUDGE_API_KEY holds a key.* set JUDGE_API_HOST=judge\.example"):
-        Judge("https://judge.example").check()
+        Judge("https://judge.example").find_model(0)
     monkeypatch.setenv("JUDGE_API_HOST", "other.example")
     with pytest.raises(UsageError, match=r"a recipe alone sends it to no server"):
         Judge("https://judge.example")
@@ -303,58 +279,47 @@ def test_a_judge_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_opinions_are_kept_by_content(tmp_path: Path) -> None:
     with FakeJudge(by_length) as server:
-        opinions = Opinions(Judge(server.url), tmp_path)
+        opinions = Judge(server.url, folder=tmp_path)
         first = opinions.ask(ratings("a", "abcd", "a"))
         assert [one.is_cached for one in first] == [False, False, True]
         assert len(server.chats) == 2, "the same question is asked once"
         with open(tmp_path / CACHE, "ab") as file:
             file.write(b'{"question": "torn')
-        again = Opinions(Judge(server.url), tmp_path).ask(ratings("a", "abcd"))
+        again = Judge(server.url, folder=tmp_path).ask(ratings("a", "abcd"))
         assert [one.value for one in again] == [first[0].value, first[1].value]
         assert all(one.is_cached and one.tokens_in == 0 for one in again)
         assert len(server.chats) == 2
-        Opinions(Judge(server.url, "small"), tmp_path).ask(ratings("a"))
+        Judge(server.url, "small", folder=tmp_path).ask(ratings("a"))
         assert len(server.chats) == 3, "another judge is another opinion"
-        Opinions(Judge(server.url), tmp_path).ask([rate("Why?", "a", rubric="Be brief.", scale=(1, 10))])
+        Judge(server.url, folder=tmp_path).ask([rate("Why?", "a", rubric="Be brief.", scale=(1, 10))])
         assert len(server.chats) == 4, "and another rubric another question"
     (tmp_path / CACHE).write_bytes(b'{"question": "x", "value": "much"}\n')
     with pytest.raises(DataError, match=r"judge.jsonl:1: is not what a judge said"):
-        Opinions(Judge("http://127.0.0.1:1"), tmp_path)
-
-
-def test_too_many_failures_end_with_one_message() -> None:
-    judge = Judge("http://127.0.0.1:1", "m")
-    fine, failed = Opinion(1.0), Opinion(None, "crash", "it is ill")
-    check_failures([fine] * 9 + [failed], 0.1, judge)
-    check_failures([fine, failed], 0.1, judge)
-    for told in ([failed], [fine] * 8 + [failed] * 2, [failed] * 30):
-        with pytest.raises(
-            RunFailure, match=rf"{len(told) if len(told) != 10 else 2} of {len(told)} answers.*it is ill"
-        ):
-            check_failures(told, 0.1, judge)
+        Judge("http://127.0.0.1:1", folder=tmp_path)
 
 
 # Two answers
 
 
-def test_pairs_are_asked_in_both_orders_and_biases_are_told() -> None:
+def test_pairs_are_asked_in_both_orders_and_biases_are_measured() -> None:
     pairs = [("Why?", "short", "a longer one"), ("Why?", "the longest of all", "mine"), ("Why?", "same", "size")]
-    with FakeJudge(by_length) as server:
-        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
-    assert [m.value for m in matches] == [0.0, 1.0, 0.5]
-    assert describe_bias(pairs, matches) == {"judge_first": 0.5, "judge_consistent": 1.0, "judge_longer": 1.0}
-    assert len(server.chats) == 6
-    with FakeJudge(lambda body, count: said("first", "winner")) as server:
-        matches = match(Opinions(Judge(server.url)), pairs, "Be right.")
-    assert [m.value for m in matches] == [0.5, 0.5, 0.5], "a judge of places decides nothing"
-    assert describe_bias(pairs, matches) == {"judge_first": 1.0, "judge_consistent": 0.0, "judge_longer": 0.5}
+    bias = ("judge_first", "judge_consistent", "judge_longer")
+
+    def meet(reply: Any, some: Any = pairs) -> tuple[list[float], list[float]]:
+        with FakeJudge(reply) as server:
+            judge = PairJudge(Judge(server.url, retries=0), "Be right.", 0.5)
+            values, facts = judge.meet(some)
+            assert len(server.chats) == 2 * len(some)
+        return values, [facts[name] for name in bias if name in facts]
+
+    assert meet(by_length) == ([0.0, 1.0, 0.5], [0.5, 1.0, 1.0])
+    first = meet(lambda body, count: said("first", "winner"))
+    assert first == ([0.5, 0.5, 0.5], [1.0, 0.0, 0.5]), "a judge of places decides nothing"
 
     def half(body: dict[str, Any], count: int) -> str:
         return "?" if quoted(body)["first-answer"] == "short" else by_length(body, count)
 
-    with FakeJudge(half) as server:
-        (one,) = match(Opinions(Judge(server.url, retries=0)), pairs[:1], "Be right.")
-    assert one.value == 0.0, "the order that was judged counts alone"
+    assert meet(half, pairs[:1]) == ([0.0], [1.0]), "the order that was judged counts alone"
 
 
 # The reward
@@ -367,7 +332,7 @@ def attempt(text: str, item: str = "i") -> Attempt:
 
 
 def grade(url: str, texts: list[tuple[str, str]], folder: Path | None = None, **options: Any) -> Any:
-    _opinions.cache_clear()
+    _judge_of.cache_clear()
     word = RewardWord(name="judge", weight=1.0, url=url, **options)
     grader = build_grader([word], plain(), folder)
     return grader.grade([attempt(text, item) for item, text in texts])
@@ -395,16 +360,6 @@ def test_an_answer_that_was_not_judged_counts_neither_way(tmp_path: Path) -> Non
             grade(server.url, [("i", f"FAIL {k}" if k < 3 else "fine") for k in range(5)], retries=0)
 
 
-def test_a_ring_of_pairs() -> None:
-    with FakeJudge(by_length) as server:
-        grades = grade(server.url, [("i", "a" * n) for n in (1, 4, 3, 2)] + [("k", "ab"), ("k", "a")], pairwise=True)
-        assert [g.reward for g in grades] == [0.0, 1.0, 0.5, 0.5, 1.0, 0.0]
-        assert len(server.chats) == 2 * (4 + 1)
-        assert sum(g.parts["judge_tokens_in"] for g in grades) == 1000
-        with pytest.raises(RecipeError, match=r"rollout\.group 2 or more"):
-            grade(server.url, [("i", "a")], pairwise=True)
-
-
 def test_options_are_checked_before_anything_is_sampled() -> None:
     with pytest.raises(RecipeError, match=r"^rewards\.0\.url: say where a judge answers; .*`posttrain serve MODEL`"):
         build_grader([RewardWord(name="judge", weight=1.0)], plain())
@@ -412,6 +367,8 @@ def test_options_are_checked_before_anything_is_sampled() -> None:
         grade("http://127.0.0.1:9", [])
     with pytest.raises(RecipeError, match=r"template: this key was removed. Use a judge behind a server"):
         build_grader([RewardWord(name="judge", weight=1.0, template="chat")], plain())
+    with pytest.raises(RecipeError, match=r"pairwise: this key was removed. Use posttrain evaluate MODEL --against"):
+        build_grader([RewardWord(name="judge", weight=1.0, pairwise=True)], plain())
     with pytest.raises(RecipeError, match="the lowest score, then the highest"):
         grade("http://127.0.0.1:9", [], scale=[5, 5])
     assert registry.traits_of("reward", "judge")["asks_a_model"]
@@ -510,19 +467,6 @@ def test_two_models_are_set_against_one_another_by_a_judge(
     assert "judge.yaml: judge.rubrik: reward 'judge' has no key 'rubrik'. Did you mean 'rubric'?" in told
 
 
-def test_a_judge_that_fails_too_often_ends_a_contest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with FakeJudge(lambda body, count: "\x1b[2Jboth") as server:
-        Path("judge.yaml").write_text(f"{{url: '{server.url}', retries: 0}}")
-        contest = ["evaluate", "tiny", "--against", "tiny", "--task", "stories", "--n", "3", "--max-tokens", "4"]
-        assert main([*contest, "--judge", "judge.yaml", "--out", "told"]) == 1
-    told = capsys.readouterr().err
-    assert "answers were not judged" in told
-    assert "\x1b" not in told
-
-
 @pytest.mark.parametrize(
     "marks",
     [
@@ -543,9 +487,9 @@ def test_an_answer_cannot_write_marks_of_turns(marks: str) -> None:
         rate("What?", forged, rubric="Be right.", scale=(1, 10), gold=forged),
         compare(forged, forged, forged, rubric="Be right."),
     ):
-        sent = Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"]
+        sent = Judge("http://127.0.0.1:9").body("model", question)["messages"][1]["content"]
         assert marks in question.text
         assert not re.search(r"<[|｜]|</?s>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>", sent)
     plain = "if a < b || c > d: x[1] <= <b>bold</b> <svg> [insert]"
     question = rate("What?", plain, rubric="Be right.", scale=(1, 10))
-    assert Judge("http://127.0.0.1:9")._body("model", question)["messages"][1]["content"] == question.text
+    assert Judge("http://127.0.0.1:9").body("model", question)["messages"][1]["content"] == question.text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engines.reference import ids_of, make_keys, make_prompts, worst_difference
 from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Sampling
 from posttrain.engines.native import engine as engine_module
@@ -16,35 +16,8 @@ from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.engines.native.probe import PROMPT_TOKENS, probe_lengths
 from posttrain.errors import EngineMismatch
 from posttrain.models.stated_sizes import find_switches
-from posttrain.randomness import derive_key
 
 STOPS = frozenset(range(8))
-
-
-def make_prompts(lengths=(5, 1, 12, 3)):
-    numbers = np.random.default_rng(1)
-    return [numbers.integers(8, 300, n).tolist() for n in lengths]
-
-
-def make_keys(count, group):
-    return [[derive_key(0, "test", i, j) for j in range(group)] for i in range(count)]
-
-
-def worst_difference(model, prompts, completions):
-    """The largest gap to an uncached forward pass of each row."""
-    gaps = []
-    for prompt, group in zip(prompts, completions, strict=True):
-        for completion in group:
-            tokens = torch.tensor([[*prompt, *completion.ids]])
-            with torch.no_grad():
-                logits = model(input_ids=tokens, use_cache=False).logits[0].float()
-            own = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
-            gaps.append(float((own - torch.tensor(completion.logprobs)).abs().max()))
-    return max(gaps)
-
-
-def ids_of(completions):
-    return [[c.ids for c in group] for group in completions]
 
 
 @pytest.mark.parametrize(("window", "new", "path"), [(200, 20, "lean"), (100, 20, "lean"), (100, 90, "modules")])

@@ -11,12 +11,11 @@ from posttrain.engines import rollout
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import Attempt, Grader, RolloutRequest, Sampler, build_grader, collect, encode_prompts
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.errors import RewardFailure, UsageError
+from posttrain.errors import RewardFailure
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
 from posttrain.rewards.calling import bind_reward
-from posttrain.rewards.words import boxed_format
 from posttrain.types import Completion, Example, Message
 from posttrain.untrusted import declare_code
 
@@ -57,21 +56,6 @@ def test_weighted_sum_of_unweighted_parts() -> None:
     assert grade("no tags 42") == ({"correct": 0.0, "xml_format": 0.0}, 0.0)
 
 
-@pytest.mark.parametrize("name", ["plain", "dialogue", "chat", "as_is", "document", "code"])
-def test_build_grader_template_without_format_measures_none(name: str) -> None:
-    grader = build_grader([], template(name))
-    assert grader.format_part is None
-    assert [part for part, _, _ in grader.rewards] == ["correct"]
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [("so \\boxed{4}", 1.0), ("\\boxed{\u200b}", 0.0), ("\\boxed{4", 0.0), ("4", 0.0), ("\\boxed{a b}", 1.0)],
-)
-def test_boxed_format_needs_a_complete_box(text: str, reward: float) -> None:
-    assert boxed_format(text) == reward
-
-
 @pytest.mark.parametrize(("name", "format_part"), [("r1_zero", "xml_format"), ("boxed", "boxed_format")])
 def test_accuracy_and_format_are_always_measured_and_cost_nothing(name: str, format_part: str) -> None:
     grader = build_grader([RewardWord(name="overlong", weight=1.0, limit=8, cache=2)], template(name))
@@ -92,12 +76,6 @@ def test_a_reward_that_stands_twice_is_told_apart() -> None:
     parts, reward = grade_one(grader, example(1), "<think>" + WRONG, Completion((1,), (0.0,), "stop"))
     assert parts == {"correct": 0.0, "correct_1": 1.0, "xml_format": 1.0}
     assert reward == 0.5
-
-
-def test_an_answer_that_is_not_known_is_never_right() -> None:
-    grader = build_grader([], template())
-    parts, _ = grade_one(grader, example(1, answer=None), "<think>" + RIGHT, Completion((1,), (0.0,), "stop"))
-    assert parts["correct"] == 0.0
 
 
 def asks_for_everything(prompt, text, extracted, answer, num_tokens, finish, tags, grader, example, meta) -> float:
@@ -167,11 +145,6 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tokenizer) -> None:
     assert encoded == [encode_prompt(tokenizer, r1_zero, examples[i].messages) for i in (0, 2)]
     assert encode_prompts(tokenizer, r1_zero, examples, max(lengths))[2] == 0
     assert encode_prompts(tokenizer, r1_zero, examples, max(lengths) - 1)[2] == 1
-
-
-def test_a_reward_that_asks_for_something_else_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"rewards\.0: .*asks for 'judge', which is not available"):
-        build_grader([RewardWord(name="test_rollout:asks_too_much")], template())
 
 
 def asks_too_much(judge) -> float:

@@ -25,23 +25,6 @@ def test_the_choice_is_the_keys_first_uniform_number():
     assert turned == group[::-1]
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "stop_ids", "ids", "finish"),
-    [
-        (9, set(), (5, 6, 7), "stop"),
-        (3, set(), (5, 6, 7), "stop"),
-        (2, set(), (5, 6), "length"),
-        (9, {6}, (5, 6), "stop"),
-        (2, {6}, (5, 6), "stop"),
-    ],
-)
-def test_where_a_completion_ends(max_tokens, stop_ids, ids, finish):
-    sampling = Sampling(max_tokens=max_tokens, stop_ids=frozenset(stop_ids))
-    ((completion,),) = ScriptedEngine([[5, 6, 7]]).generate([[9]], [[1]], sampling)
-    assert (completion.ids, completion.finish) == (ids, finish)
-    assert completion.logprobs == (0.0,) * len(ids)
-
-
 def test_choices_by_prompt_and_by_function():
     by_prompt = ScriptedEngine({(1, 2): [[7]], (3,): [[8]]})
     assert by_prompt.generate([[3], [1, 2]], [[0], [0, 1]], Sampling(max_tokens=4)) == [

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from fake_vllm import FakeVllm, Reply, Reset, model_answer, sampling_of
+from fake_vllm import FakeVllm, Reply, Reset, model_answer
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.http import Unreadable, read_error
 from posttrain.engines.served_names import served_names
 from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, read_completion, read_models
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare
@@ -37,7 +36,7 @@ def counting(body):
 
 def ask(server, prompts=([1, 2],), keys=None, sampling=GREEDY, **options):
     keys = keys or [[1234]] * len(prompts)
-    return VllmEngine([server.url], **options).generate(prompts, keys, sampling)
+    return VllmEngine(server.url, **options).generate(prompts, keys, sampling)
 
 
 def test_what_is_asked_for():
@@ -47,7 +46,6 @@ def test_what_is_asked_for():
             [[5, 6, 7]],
             [[77, 2**63 + 78]],
             Sampling(30, temperature=0.5, top_k=7, stop_ids=frozenset({3, 1})),
-            logprobs=False,
         )
     assert len(group) == 2
     first, second = sorted(server.bodies, key=lambda body: body["seed"])
@@ -66,14 +64,6 @@ def test_what_is_asked_for():
     assert {key: first[key] for key in neutral} == neutral
     assert "logprobs" not in first
     assert all(math.isnan(value) for c in group for value in c.logprobs)
-
-
-def test_greedy_asks_for_no_truncation_and_the_context_limits_every_answer():
-    with FakeVllm(counting, context=10) as server:
-        ask(server, [[1, 2], [1] * 8], sampling=Sampling(5, temperature=0.0, top_k=3, top_p=0.5))
-    short, long = sorted(server.bodies, key=lambda body: len(body["prompt"]))
-    assert (short["top_k"], short["top_p"]) == (-1, 1.0)
-    assert (short["max_tokens"], long["max_tokens"]) == (5, 2)
 
 
 def test_many_at_a_time_and_every_one_in_its_place():
@@ -174,15 +164,6 @@ def test_one_failure_ends_the_waiting_of_all_others():
         assert len(server.bodies) <= 5, "those that waited are not asked any more"
 
 
-def test_an_interrupt_ends_the_waiting():
-    with FakeVllm(counting, trouble=lambda count, body: time.sleep(20)) as server:
-        started = time.monotonic()
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            ask(server, [[1]], [[1, 2, 3]])
-        assert time.monotonic() - started < 3
-
-
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_what_the_server_refuses_is_not_asked_again(status):
     trouble = always(Reply(status, {"error": {"message": "Token id 800 is out of vocabulary", "code": status}}))
@@ -225,20 +206,20 @@ def with_logprobs(*values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: [content], "not a completion but list"),
-        (lambda content: content | {"choices": content["choices"] * 2}, "2 choices where one"),
-        (lambda content: content | {"choices": []}, "0 choices where one"),
-        (without("choices"), "no list of choices"),
-        (without("choices", 0, "token_ids"), r"no token ids; they come with vLLM 0\.10\.2"),
-        (with_choice(token_ids=[]), "no token ids"),
-        (with_choice(token_ids=[1, 2, 3, "4"]), "no token ids"),
-        (with_choice(token_ids=[1, 2, 3, -4]), "token id -4"),
+        (lambda content: [content], "valid dictionary or instance"),
+        (lambda content: content | {"choices": content["choices"] * 2}, "choices: List should have at most 1 item"),
+        (lambda content: content | {"choices": []}, "choices: List should have at least 1 item"),
+        (without("choices"), "choices: Input should be a valid list"),
+        (without("choices", 0, "token_ids"), r"choices\.0\.token_ids: Input should be a valid list"),
+        (with_choice(token_ids=[]), "token_ids: List should have at least 1 item"),
+        (with_choice(token_ids=[1, 2, 3, "4"]), r"token_ids\.3: Input should be a valid integer"),
+        (with_choice(token_ids=[1, 2, 3, -4]), r"token_ids\.3: Input should be greater than or equal to 0; got -4"),
         (with_choice(prompt_token_ids=[1]), "a prompt of 1 tokens that is not the one sent, of 2"),
-        (without("choices", 0, "logprobs"), "no log-probabilities for 4 tokens"),
+        (without("choices", 0, "logprobs"), "log-probabilities of other tokens than those .*, or none"),
         (with_logprobs(-0.5, -0.5, -0.5), "3 log-probabilities for 4 tokens"),
-        (with_logprobs(-0.5, -0.5, None, -0.5), "None where a log-probability"),
-        (with_logprobs(-0.5, -0.5, 7.25, -0.5), "7.25 where a log-probability"),
-        (with_logprobs(-0.5, -0.5, -math.inf, -0.5), "-inf where a log-probability"),
+        (with_logprobs(-0.5, -0.5, None, -0.5), r"token_logprobs\.2: Input should be a valid number"),
+        (with_logprobs(-0.5, -0.5, 7.25, -0.5), r"token_logprobs\.2: .* less than or equal to 0.001; got 7.25"),
+        (with_logprobs(-0.5, -0.5, -math.inf, -0.5), r"token_logprobs\.2: Input should be greater"),
         (with_choice(token_ids=[4, 3, 2, 1]), "log-probabilities of other tokens"),
         (with_choice(token_ids=[1, 2, 3]), r"3 tokens that ends with id 3 \(length\), where 4 tokens"),
         (with_choice(finish_reason="stop"), r"ends with id 4 \(stop\).*--generation-config vllm"),
@@ -256,12 +237,6 @@ def test_a_completion_that_goes_on_after_a_stop_id_is_refused():
         ask(server, sampling=Sampling(4, temperature=0.0, stop_ids=frozenset({2})))
 
 
-def test_ids_outside_the_models_vocabulary_are_refused():
-    change = with_choice(token_ids=[300, 2, 3, 4])
-    with FakeVllm(counting, change=change) as server, pytest.raises(RunFailure, match=r"token id 300.*has 300 entries"):
-        ask(server, vocab_size=300)
-
-
 # Which server, which model.
 
 
@@ -271,22 +246,8 @@ def test_no_server_there_says_how_to_start_one():
     with pytest.raises(
         UsageError, match=rf"127\.0\.0\.1:{port}: no vLLM server answers there \(no connection to 127.*serve-command"
     ):
-        VllmEngine([f"http://127.0.0.1:{port}"]).generate([[1]], [[1]], GREEDY)
+        VllmEngine(f"http://127.0.0.1:{port}").generate([[1]], [[1]], GREEDY)
     assert time.monotonic() - started < 1
-
-
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://[::1", "http://host:8000/?a=b"]
-)
-def test_urls_that_are_none(url):
-    with pytest.raises(UsageError, match=r"engine\.url: .*write it like http://127\.0\.0\.1:8000"):
-        VllmEngine([url])
-
-
-@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/", " "])
-def test_ways_to_write_the_url(ending):
-    with FakeVllm(counting) as server:
-        assert VllmEngine([server.url + ending]).generate([[1]], [[1234]], GREEDY)[0][0].ids == (1, 2, 3, 4)
 
 
 def test_a_key_comes_from_the_environment(monkeypatch):
@@ -297,7 +258,7 @@ def test_a_key_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         assert ask(server)[0][0].ids == (1, 2, 3, 4)
     with pytest.raises(UsageError, match=r"engine\.url: .*VLLM_API_KEY holds a key.* set VLLM_API_HOST=far\.example"):
-        VllmEngine(["https://far.example"]).generate([[1]], [[1]], GREEDY)
+        VllmEngine("https://far.example").generate([[1]], [[1]], GREEDY)
 
 
 CARDS = [
@@ -308,7 +269,7 @@ CARDS = [
 
 def test_the_model_is_found_by_name():
     with FakeVllm(counting, cards=CARDS) as server:
-        engine = VllmEngine([server.url], wanted=("other", "tuned"))
+        engine = VllmEngine(server.url, wanted=("other", "tuned"))
         engine.generate([[1]], [[1]], GREEDY)
         assert server.bodies[0]["model"] == "tuned"
         assert engine.context_tokens == 20  # that of the base
@@ -318,15 +279,9 @@ def test_the_model_is_found_by_name():
             ask(server)
 
 
-@pytest.mark.parametrize("cards", [[{"root": "x"}], ["x"]])
-def test_a_server_that_is_none_of_vllm(cards):
-    with FakeVllm(counting, cards=cards) as server, pytest.raises(UsageError, match="/v1/models lists no models"):
-        ask(server)
-
-
 def test_a_server_that_was_replaced_is_noticed():
     with FakeVllm(counting) as server:
-        engine = VllmEngine([server.url])
+        engine = VllmEngine(server.url)
         engine.generate([[1]], [[1]], GREEDY)
         server.cards[0] = server.cards[0] | {"root": "/models/other"}
         with pytest.raises(RunFailure, match=r"the server was replaced: .* from /models/small, now .*/models/other"):
@@ -335,36 +290,21 @@ def test_a_server_that_was_replaced_is_noticed():
         engine.generate([[1]], [[1]], GREEDY)
 
 
-def test_another_tokenizer_is_refused(small_tokenizer):
-    class Shifted:
-        def encode(self, text, add_special_tokens):
-            return [i + 1 for i in small_tokenizer.encode(text, add_special_tokens=add_special_tokens)]
-
-    with FakeVllm(counting, tokenizer=small_tokenizer) as server:
-        assert ask(server, tokenizer=small_tokenizer)[0][0].ids == (1, 2, 3, 4)
-        with pytest.raises(UsageError, match="whose tokenizer is not the one here"):
-            ask(server, tokenizer=Shifted())
-    with FakeVllm(counting) as server:  # a gateway without /tokenize
-        assert ask(server, tokenizer=small_tokenizer)[0][0].ids == (1, 2, 3, 4)
-
-
 # Weights and log-probabilities.
 
 
-@pytest.mark.parametrize(
-    ("mode", "sampling", "message"),
-    [
-        ("processed", Sampling(4, temperature=1.0, top_k=5), "top_k 5, top_p 1 .*engine.logprobs to false$"),
-        ("processed", Sampling(4, temperature=0.7, top_p=0.9), "top_p 0.9 .*engine.logprobs to false$"),
-        ("raw", Sampling(4, temperature=0.7), "temperature 0.7.*, or start the server with .*processed_logprobs$"),
-    ],
-)
-def test_logprobs_that_the_server_would_get_wrong_are_refused(tiny_random, mode, sampling, message):
-    with FakeVllm(model_answer(tiny_random("qwen3"), mode), context=256) as server:
-        with pytest.raises(UsageError, match=message):
+def test_logprobs_that_the_server_would_get_wrong_are_refused_or_not_asked_for(tiny_random):
+    sampling = Sampling(4, temperature=0.7)
+    model = tiny_random("qwen3")
+    with FakeVllm(model_answer(model, "raw"), context=256) as server:
+        with pytest.raises(UsageError, match=r"not those at temperature 0.7; start it with --logprobs-mode processed"):
             ask(server, [[9, 10]], sampling=sampling)
-        assert ask(server, [[9, 10]], sampling=sampling, logprobs=False)[0][0].ids
         assert ask(server, [[9, 10]], sampling=Sampling(4))[0][0].logprobs[0] < 0
+        assert math.isnan(ask(server, [[9, 10]], sampling=Sampling(4, top_p=0.9))[0][0].logprobs[0])
+    with FakeVllm(model_answer(model, "processed"), context=256) as server:
+        ask(server, [[9, 10]], sampling=sampling)
+        modes = [body for body in server.bodies if body["top_k"] == 1]
+    assert [(body["prompt"], body["max_tokens"], body["temperature"]) for body in modes] == [([10], 8, 1.0)]
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
@@ -405,8 +345,59 @@ def test_training_with_weights_that_it_never_sees_is_refused(key):
         prepare(recipe)
 
 
-def test_the_stand_in_understands_what_is_sent():
-    sampling = Sampling(4, temperature=0.5, top_k=3, top_p=0.9, stop_ids=frozenset({8}))
-    with FakeVllm(counting) as server:
-        ask(server, sampling=sampling, logprobs=False)
-    assert sampling_of(server.bodies[0]) == sampling
+# Real answers.
+
+REAL_ANSWER = {  # as vLLM 0.32 answered a greedy request for five tokens; fields that are not read are left out
+    "object": "text_completion",
+    "choices": [
+        {
+            "logprobs": {
+                "token_logprobs": [-1.0255, -1.8881, -0.175, -0.0494, -8.8e-06],
+                "tokens": ["token_id:229", "token_id:31", "token_id:288", "token_id:31", "token_id:266"],
+                "top_logprobs": [{"token_id:229": -1.0255}, {}, {}, {}, {}],
+            },
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": [229, 31, 288, 31, 266],
+            "prompt_logprobs": None,
+            "prompt_token_ids": [5, 6, 7],
+        }
+    ],
+}
+
+
+def test_read_completion_of_a_real_answer() -> None:
+    def read(stops: frozenset[int]) -> Completion:
+        sampling = Sampling(5, temperature=0.0, stop_ids=stops)
+        return read_completion(REAL_ANSWER, CompletionRequest("tiny", (5, 6, 7), 5, sampling, seed=3), 768)
+
+    logprobs = (-1.0255, -1.8881, -0.175, -0.0494, -8.8e-06)
+    assert read(frozenset()) == Completion((229, 31, 288, 31, 266), logprobs, "length")
+    assert read(frozenset({266})).finish == "stop", "at the limit, whatever the server says"
+
+
+def test_read_models() -> None:
+    base = {"id": "base", "object": "model", "root": "/models/tiny", "parent": None, "max_model_len": 1024}
+    tuned = {"id": "tuned", "root": "/adapter", "parent": "base", "max_model_len": None}
+    names = [ServedModel("base", "/models/tiny", 1024), ServedModel("tuned", "/adapter", 1024)]
+    assert read_models({"object": "list", "data": [base, tuned]}) == names
+    assert read_models({"data": [{"id": "m"}]}) == [ServedModel("m", "m", None)], "the context is not known"
+    for answer in ({}, {"data": 3}, {"data": [3]}, [], None, {"data": [{"root": "x"}]}):
+        with pytest.raises(Unreadable, match="/v1/models lists no models"):
+            read_models(answer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"error": {"message": "no such\\n model", "code": 404}}', "no such model"),
+        (b'{"object": "error", "message": "older form"}', "older form"),
+        (b'{"error": "Unauthorized"}', '{"error": "Unauthorized"}'),
+        (b"<html>\n <b>Bad Gateway</b>", "<html> <b>Bad Gateway</b>"),
+        (b"[1, 2]", "[1, 2]"),
+        (b"", "no explanation"),
+        (b"x" * 600, "x" * 500),
+    ],
+)
+def test_read_error(content: bytes, message: str) -> None:
+    assert read_error(content) == message

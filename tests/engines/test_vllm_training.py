@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fake_follower import FILES, GROUP, FakeFollower
+from fake_follower import FILES, GROUP, FakeFollower, QueueGroup
 from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
 from posttrain.engines.base import Sampling
@@ -31,26 +29,24 @@ from serving import free_port
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
-CONTRIB = Path(__file__).parents[2] / "contrib" / "gloo_weight_transfer"
-PROMPTS = [[9, 10], [11, 12, 13], [14], [15, 16], [17]]
-KEYS = [[1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11]]
 SAMPLING = Sampling(max_tokens=6)
 
 
-@pytest.fixture(autouse=True)
-def plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(CONTRIB))
+class ByQueue(Trained):
+    """Sends weights as to a GPU's server."""
+
+    def make_group(self) -> QueueGroup:
+        return QueueGroup(self.server, 60.0)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.by_files = False
 
 
-@pytest.fixture
-def three(tiny: LoadedModel) -> Iterator[list[FakeFollower]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(FakeFollower(tiny.model, tiny.tokenizer)) for _ in range(3)]
-
-
-def follow(tiny: LoadedModel, *servers: Any, kind: type[Trained] = Trained, **options: Any) -> Trained:
+def follow(tiny: LoadedModel, server: Any, *, kind: type[Trained] = Trained, **options: Any) -> Trained:
     asking: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1} | options
-    return kind(tiny.model, tiny.tokenizer, [server.url for server in servers], 1, {}, **asking)
+    QueueGroup.followers[:] = [server]
+    return kind(tiny.model, tiny.tokenizer, server.url, {}, **asking)
 
 
 def update(model: Any, seed: int = 0) -> None:
@@ -69,38 +65,26 @@ def has_weights_of(server: FakeFollower, model: Any) -> bool:
     return all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(model))
 
 
-@pytest.mark.parametrize(("transfer", "routes"), [("files", FILES), ("gloo", GROUP)])
+@pytest.mark.parametrize(("kind", "routes"), [(Trained, FILES), (ByQueue, GROUP)])
 def test_trained_after_every_update_server_has_weights_and_rows_their_version(
-    tiny: LoadedModel, three: list[FakeFollower], transfer: str, routes: list[str]
+    tiny: LoadedModel, server: FakeFollower, kind: type[Trained], routes: list[str]
 ) -> None:
-    engine = follow(tiny, *three[:2], transfer=transfer)
-    ask = (PROMPTS[:2], KEYS[:2], SAMPLING)
+    engine = follow(tiny, server, kind=kind)
+    ask = ([[9, 10], [11, 12, 13]], [[1, 2, 3], [4, 5]], SAMPLING)
     for version in (0, 3):
         engine.sync(version)
         groups = engine.generate(*ask)
         assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(*ask))
         assert {c.version for g in groups for c in g} == {version}
-        assert all(has_weights_of(server, tiny.model) for server in three[:2])
+        assert has_weights_of(server, tiny.model)
         update(tiny.model, version)
-    begins = [] if transfer == "files" else ["/pause", "/init_weight_transfer_engine"]
-    assert three[0].said == [*(begins or routes[:1]), *routes[1:], *routes]
-    assert {server.label.partition(":")[2] for server in three[:2]} == {"3"}
-    num_asked = len(three[0].said)
+    begins = [] if kind is Trained else ["/pause", "/init_weight_transfer_engine"]
+    assert server.said == [*(begins or routes[:1]), *routes[1:], *routes]
+    assert server.label.partition(":")[2] == "3"
+    num_asked = len(server.said)
     engine.sync(3)
-    assert len(three[0].said) == num_asked, "the same version means the same weights"
+    assert len(server.said) == num_asked, "the same version means the same weights"
     engine.close()
-
-
-def test_trained_several_servers_divide_a_batch_by_place(tiny: LoadedModel, three: list[FakeFollower]) -> None:
-    """11 completions of 5 prompts: 4, 4 and 3 of them in a row, each asked for once."""
-    engine = follow(tiny, *three)
-    engine.sync(0)
-    engine.generate(PROMPTS, KEYS, SAMPLING)
-    seeds = [
-        sorted({body["seed"] for body in server.bodies if not body.get("logprobs") and "prompt_logprobs" not in body})
-        for server in three
-    ]
-    assert seeds == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
 
 
 def test_trained_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedModel, server: FakeFollower) -> None:
@@ -264,14 +248,16 @@ def test_trained_route_that_fails_is_named(tiny: LoadedModel, server: FakeFollow
 def test_trained_route_of_a_group_that_fails_ends_at_once(tiny: LoadedModel, server: FakeFollower, route: str) -> None:
     server.refuses = route
     with pytest.raises(RunFailure, match=f"could not be handed over: {server.url}: {route}: .*not today"):
-        follow(tiny, server, transfer="gloo").sync(0)
+        follow(tiny, server, kind=ByQueue).sync(0)
 
 
-@pytest.mark.parametrize("transfer", ["files", "gloo"])
-def test_trained_weight_of_another_shape_is_refused(tiny: LoadedModel, server: FakeFollower, transfer: str) -> None:
+@pytest.mark.parametrize("kind", [Trained, ByQueue])
+def test_trained_weight_of_another_shape_is_refused(
+    tiny: LoadedModel, server: FakeFollower, kind: type[Trained]
+) -> None:
     server.model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(RunFailure, match=r"could not be handed over: .*size of tensor"):
-        follow(tiny, server, transfer=transfer).sync(0)
+        follow(tiny, server, kind=kind).sync(0)
 
 
 def test_trained_weights_of_somebody_else_are_refused(tiny: LoadedModel, server: FakeFollower) -> None:
@@ -286,8 +272,16 @@ def test_run_with_truncated_sampling_is_refused_where_it_would_bias_the_ratio(tm
     for cut in ({"top_p": 0.9}, {"top_k": 5}):
         with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(cut))}: objective 'grpo' .* every ratio"):
             run(tmp_path / "refused", make_recipe("grpo", rollout=cut))
-    imitation = make_recipe("grpo", objective={"name": "cross_entropy"}, rollout={"top_p": 0.9}, train={"steps": 1})
-    assert run(tmp_path / "fine", imitation).step == 1
+
+
+def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_no_logprobs(
+    tiny: LoadedModel, server: FakeFollower
+) -> None:
+    cut = Sampling(4, top_k=5)
+    with pytest.raises(UsageError, match=r"at top_k 5, top_p 1 vLLM has no log-probabilities of the whole"):
+        follow(tiny, server, where="rollout.engine").generate([[9]], [[1]], cut)
+    ((one,),) = follow(tiny, server, where="eval.engine").generate([[9]], [[1]], cut)
+    assert all(map(math.isnan, one.logprobs))
 
 
 @pytest.mark.parametrize("where", ["rollout.engine", "eval.engine"])
@@ -301,24 +295,19 @@ def test_trained_message_names_the_key_of_the_recipe(where: str, tiny: LoadedMod
         built(url=server.url, served_name="other").sync(0)
     with pytest.raises(EngineMismatch, match=rf"or raise {where}\.tolerance$"):
         built(url=server.url, tolerance=-1.0).sync(0)
-    with pytest.raises(UsageError, match=rf"{where}\.transfer: files are read by servers of this machine"):
-        built(url="http://192.0.2.1:8000", transfer="files")
-
-
-TWO = ["http://127.0.0.1:8000", "http://localhost:8000/"]
+    with pytest.raises(UsageError, match=rf"{where}\.url: without a GPU here weights go by files of this machine"):
+        built(url="http://192.0.2.1:8000")
 
 
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"url": []}, "rollout.engine.url: an empty list"),
-        ({"url": TWO}, "are one server; name each of them once"),
-        ({"url": TWO[0], "servers": 2}, "rollout.engine.servers: 2 are started by a run"),
-        ({"servers": 2, "gpus": [0, 1, 2]}, "rollout.engine.gpus: 3 GPUs cannot be shared out among 2 servers"),
-        ({"gpus": [1, 1]}, "rollout.engine.gpus: .*give the number of each GPU once"),
-        ({"gpus": [-1]}, "rollout.engine.gpus: .*counted from 0"),
-        ({"concurrency": 0}, "rollout.engine.concurrency: 0; give 1 or more"),
-        ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds: 0"),
+        ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
+        ({"concurrency": 0}, "rollout.engine.concurrency.*greater than or equal to 1"),
+        ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
+        ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
+        ({"transfer": "nccl"}, "rollout.engine.transfer: this key was removed. Use the defaults"),
+        ({"logprobs": False}, "rollout.engine.logprobs: this key was removed. Use the defaults"),
         ({"colocate": True}, "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU"),
         ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this key was removed. Use gpu_memory_utilization"),
         ({"restarts": 1}, "rollout.engine.restarts: this key was removed. Use --resume"),
@@ -329,24 +318,9 @@ def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str
         registry.find("engine", "vllm").options(engine, "rollout.engine")
 
 
-def test_servers_of_an_evaluation_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"engine\.servers: 2 are started by a run, and an evaluation starts none"):
-        registry.find("engine", "vllm").options({"servers": 2}, "engine")
-
-
 def test_run_without_a_python_for_vllm_is_refused(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POSTTRAIN_VLLM", "/no/such/python")
     with pytest.raises(UsageError, match="POSTTRAIN_VLLM is '/no/such/python', which is no program"):
         vllm(tiny.model, tiny.tokenizer).settle(tmp_path, ONE)
-
-
-def test_trained_asked_from_another_thread_answers(tiny: LoadedModel, server: FakeFollower) -> None:
-    """A thread may sample while another trains."""
-    engine, found = follow(tiny, server), []
-    engine.sync(0)
-    thread = threading.Thread(target=lambda: found.append(engine.generate([[9]], [[1]], SAMPLING)))
-    thread.start()
-    thread.join()
-    assert ids_of(found[0]) == ids_of(NativeEngine(tiny.model).generate([[9]], [[1]], SAMPLING))

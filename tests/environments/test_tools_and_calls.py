@@ -30,7 +30,6 @@ def test_the_signature_is_the_schema() -> None:
             },
         },
     }
-    assert tool.usage == "message (string), times (integer)"
     assert describe_tools([tool.schema]).endswith(
         "- echo: Echo the message. It takes: message (string), times (integer)."
     )

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from posttrain.cli import main
 from posttrain.models.load import LoadedModel, load_model
-from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.recipes.sections import ModelSection
 from serving import free_port
 
 START_SECONDS = 300
@@ -112,30 +111,3 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer
     loaded = load_model(ModelSection(), seed=0)
     with serve("tiny", loaded, tmp_path_factory.mktemp("server") / "tiny.log") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def adapter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """An adapter on the embedded model, log-probabilities processed."""
-    folder = tmp_path_factory.mktemp("it's an adapter")  # a name that a shell would trip over
-    loaded = save_adapter(folder / "adapter")
-    with serve(str(folder / "adapter"), loaded, folder / "server.log") as server:
-        yield server
-
-
-def save_adapter(folder: Path) -> LoadedModel:
-    """A LoRA adapter of rank 4 whose product is not zero, in a folder; loaded again from there."""
-    import torch
-
-    from posttrain.models.lora import apply_adapter
-
-    loaded: Any = load_model(ModelSection(), seed=0)
-    model = apply_adapter(loaded.model, AdapterSection(rank=4, alpha=8.0), 0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return load_model(ModelSection(name=str(folder)), seed=0)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
-from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.errors import RunFailure, UsageError
-from posttrain.models.load import load_model
-from posttrain.recipes.sections import ModelSection
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +21,7 @@ QUESTIONS = [f"Eva starts with {n} shells. She finds {n // 2 + 1}" for n in rang
 
 
 def case_for(server, **options) -> EngineCase:
-    engine = VllmEngine([server.url], tokenizer=server.loaded.tokenizer, wanted=(server.name,), **options)
+    engine = VllmEngine(server.url, tokenizer=server.loaded.tokenizer, wanted=(server.name,), **options)
     return tiny_case(server.loaded.model, server.loaded.tokenizer, engine, num_draws=1000)
 
 
@@ -60,7 +51,7 @@ def test_many_at_once_are_what_they_are_alone(tiny_server):
     keys = keys_of([4] * len(prompts))
     together = case.engine.generate(prompts, keys, sampling)
     assert worst_difference(case, prompts, together, 0.7) <= 1e-4
-    alone = VllmEngine([tiny_server.url], concurrency=1).generate(prompts[:8], keys[:8], sampling)
+    alone = VllmEngine(tiny_server.url, concurrency=1).generate(prompts[:8], keys[:8], sampling)
     same = [a.ids == b.ids for g, h in zip(alone, together, strict=False) for a, b in zip(g, h, strict=True)]
     assert sum(same) >= 30, f"{sum(same)} of {len(same)}"
 
@@ -73,24 +64,6 @@ def test_greedy_tokens_are_the_native_engines(tiny_server):
     expected = NativeEngine(tiny_server.loaded.model).generate(prompts, keys, greedy)
     assert [(g[0].ids, g[0].finish) for g in found] == [(g[0].ids, g[0].finish) for g in expected]
     assert worst_difference(case, prompts, found, 1.0) <= 1e-4
-
-
-def test_what_the_server_refuses(tiny_server):
-    with pytest.raises(UsageError, match="prompt 1 was refused: HTTP 400: Token id 800 is out of vocabulary"):
-        VllmEngine([tiny_server.url]).generate([[1], [800]], [[1], [2]], Sampling(2))
-    with pytest.raises(UsageError, match="not 'other'"):
-        VllmEngine([tiny_server.url], wanted=("other",)).generate([[1]], [[1]], Sampling(2))
-    with pytest.raises(UsageError, match=r"engine\.logprobs to false$"):
-        VllmEngine([tiny_server.url]).generate([[9]], [[1]], Sampling(2, top_k=5))
-    free = VllmEngine([tiny_server.url], logprobs=False)
-    assert len(free.generate([[9]], [[1]], Sampling(3, temperature=0.6, top_k=5, top_p=0.9))[0][0].ids) == 3
-
-
-def test_top_k_draws_from_the_likeliest(tiny_server):
-    case = case_for(tiny_server, logprobs=False)
-    (group,) = case.engine.generate(case.prompts[:1], keys_of([200]), Sampling(1, temperature=1.0, top_k=3))
-    likeliest = set(case.distribution(case.prompts[0], [0], 1.0)[0].topk(3).indices.tolist())
-    assert {c.ids[0] for c in group} == likeliest
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])
@@ -117,47 +90,7 @@ def test_a_sampled_evaluation_without_logprobs(tiny_server, tmp_path):
     command = ["evaluate", "tiny", "--task", "stories", "--n", "20", "--template", "plain", "--max-tokens", "48"]
     command += ["--samples", "4", "--temperature", "0.6", "--top-p", "0.9", "--out", str(tmp_path / "out"), "--quiet"]
     command += ["--engine", "vllm", "--engine.url", tiny_server.url]
-    assert main(command) == 2
-    assert main([*command, "--engine.logprobs", "false"]) == 0
+    assert main(command) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert results["accuracy"] > 0.2
     assert results["pass@4"] >= results["accuracy"]
-
-
-def test_an_adapter_on_its_base(adapter_server):
-    case = case_for(adapter_server)
-    sampling = Sampling(16, temperature=0.7, stop_ids=case.stops)
-    groups = case.engine.generate(case.prompts, keys_of([3] * 4), sampling)
-    assert worst_difference(case, case.prompts, groups, 0.7) <= 1e-4
-    plain = load_model(ModelSection(), seed=0)
-    bare = tiny_case(plain.model, plain.tokenizer, case.engine)
-    assert worst_difference(bare, case.prompts, groups, 0.7) > 0.1, "the adapter changes nothing"
-
-
-def test_the_checkpoint_names_the_served_model(adapter_server):
-    build = registry.find("engine", "vllm").bind({"url": adapter_server.url, "checkpoint": adapter_server.checkpoint})
-    engine = build(None, adapter_server.loaded.tokenizer)
-    assert engine.context_tokens == 1024
-    assert len(engine.generate([[9, 10]], [[1]], Sampling(4))[0][0].ids) == 4
-    with pytest.raises(UsageError, match=r"say with engine\.served_name which of them"):
-        VllmEngine([adapter_server.url]).generate([[9]], [[1]], Sampling(2))
-    with (Path(adapter_server.checkpoint) / "adapter_model.safetensors").open("r+b") as file:
-        file.seek(-8, 2)
-        file.write(b"\0" * 8)  # trained on since the server was started
-    build = registry.find("engine", "vllm").bind({"url": adapter_server.url, "checkpoint": adapter_server.checkpoint})
-    with pytest.raises(UsageError, match="before these weights were written"):
-        build(None, None).generate([[9]], [[1]], Sampling(2))
-
-
-def test_a_server_that_dies_in_the_middle(adapter_server):
-    """Last of all, for it leaves no server."""
-    engine = VllmEngine([adapter_server.url], wanted=(adapter_server.name,), retries=1, logprobs=False)
-    engine.generate([[9]], [[1]], Sampling(2))
-    killer = threading.Timer(1.5, os.killpg, (adapter_server.process.pid, signal.SIGKILL))
-    killer.start()
-    started = time.monotonic()
-    with pytest.raises(RunFailure, match=f"{adapter_server.url}: no completion of prompt .* 2 attempts failed"):
-        engine.generate([[9]] * 200, [[i] for i in range(200)], Sampling(1000))
-    assert time.monotonic() - started < 20
-    with pytest.raises(RunFailure, match="the vLLM server is gone"):
-        engine.generate([[9]], [[1]], Sampling(2))

@@ -1,4 +1,4 @@
-"""The one seam between sampling and everything else: token ids in, completions out."""
+"""The interface between sampling and everything else: token ids in, completions out."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from posttrain.errors import UsageError
 from posttrain.world import ONE, Within, World
 
 UNLIMITED_CONTEXT = 1 << 31
-
-
 SMALLEST_TEMPERATURE = 1e-5  # that is not greedy, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """Options of sampling.
 
     ``temperature`` 0 is greedy, and so is one below ``SMALLEST_TEMPERATURE``: logits divided by it are no numbers.
     Log-probabilities are always those of the full distribution at ``temperature`` (at 1 when greedy), before
-    truncation by ``top_k`` or ``top_p``. Generation
-    ends at any of ``stop_ids`` (kept as the completion's last id) or after ``max_tokens``. With ``max_total_tokens``
-    a prompt and its completion together have no more than these, and a longer prompt has no room. ``max_turn_tokens``:
-    of several turns, how long each may be; ``max_tokens`` are then those of all turns and replies. ``num_tokens``: ids
-    from here on are never drawn, because the tokenizer has no text for them.
+    truncation by ``top_k`` or ``top_p``. Generation ends at any of ``stop_ids`` (kept as the completion's last id) or
+    after ``max_tokens``. ``max_total_tokens`` limits a prompt and its completion together. ``max_turn_tokens``: the
+    limit of each of several turns; ``max_tokens`` is then that of all turns and replies. ``num_tokens``: ids from here
+    on are never drawn, because the tokenizer has no text for them.
     """
 
     max_tokens: int
@@ -45,12 +42,12 @@ class Sampling:
             object.__setattr__(self, "temperature", 0.0)
 
     def within(self, context: int) -> int:
-        """How long a prompt and its completion may be together in a model of ``context`` tokens."""
+        """Return the limit of a prompt and its completion together in a model of ``context`` tokens."""
         return context if self.max_total_tokens is None else min(context, self.max_total_tokens)
 
 
 def num_tokens_of(tokenizer: Any) -> int | None:
-    """How many ids a tokenizer has text for; models often have more, to fill up their embeddings."""
+    """Return the number of ids with a text in a tokenizer; models often have more, to fill up their embeddings."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return max(vocabulary.values()) + 1 if vocabulary else None
 
@@ -58,10 +55,10 @@ def num_tokens_of(tokenizer: Any) -> int | None:
 class Engine(ABC):
     """Samples completions. An engine never drops a row: every key gives one completion.
 
-    ``version``: of the weights that sample, how many updates they had had; every completion carries it. ``folder``: a
-    run's own, where there is one, for what the engine has to keep on disk. ``world``: the processes that train, each of
-    which has an engine and calls the same methods of it in the same order. ``in_background``: the main process alone
-    samples, in a thread, while the model changes; the engine fails rather than reads it, or waits for the others.
+    ``version``: the number of updates of the weights that sample, kept with every completion. ``folder``: the run's,
+    for what the engine stores. ``world``: the processes that train, each of which has an engine and calls the same
+    methods of it in the same order. ``in_background``: the main process alone samples, in a thread, while the model
+    changes; the engine must then neither read the model nor wait for the others.
     """
 
     version: int = 0
@@ -71,23 +68,23 @@ class Engine(ABC):
     _notices: tuple[str, ...] = ()
 
     def settle(self, folder: Path | None, world: World) -> Engine:
-        """The engine where it is to work.
+        """Return the engine with its folder and processes.
 
         Raises:
-            UsageError: what it needs is not there.
+            UsageError: a requirement of the engine is missing.
         """
         self.folder, self.world = folder, world
         return self
 
     @property
     def context_tokens(self) -> int:
-        """Of a prompt and its completion together, as many as the model takes."""
+        """The largest number of tokens of a prompt and its completion together."""
         return UNLIMITED_CONTEXT
 
     def sync(self, version: int) -> None:
-        """Sample with the trained model's weights as they are now, after ``version`` updates, from here on.
+        """Sample with the trained model's weights as they are now, after ``version`` updates.
 
-        The same version means the same weights. Where these are sampled from by reference nothing else is to be done.
+        The same version means the same weights. An engine that reads the model itself has nothing else to do.
 
         Raises:
             EngineMismatch: after the transfer, the engine's log-probabilities of a fixed batch are not the model's.
@@ -96,7 +93,7 @@ class Engine(ABC):
         self.version = version
 
     def take_parts(self, within: Within) -> None:
-        """The model lies in parts, one in each process of ``world``; ``within`` gathers them around what is computed.
+        """Take a model that is sharded over ``world``; ``within`` gathers it around a computation.
 
         Raises:
             UsageError: the engine computes with the model itself.
@@ -104,19 +101,19 @@ class Engine(ABC):
         raise UsageError("scale.sharding: this engine computes with the model itself, of which each process has a part")
 
     def rest(self) -> None:  # noqa: B027
-        """Nothing is sampled until the next ``sync``: give back the memory that the trainer needs meanwhile."""
+        """Give back the memory that the trainer needs until the next ``sync``."""
 
     def take_notices(self) -> list[str]:
-        """What the engine has to say to the user since it was last asked (a server was started again, say)."""
-        said, self._notices = list(self._notices), ()
-        return said
+        """Return messages for the user since the last call."""
+        notices, self._notices = list(self._notices), ()
+        return notices
 
     def close(self) -> None:  # noqa: B027
         """Give back what the engine holds (a server that it started); it may be used again."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """One completion per key, grouped by prompt.
+        """Return one completion per key, grouped by prompt.
 
         ``keys[i]`` holds one 64-bit key per completion of ``prompts[i]``: token t of a completion
         is drawn with the t-th uniform number of its key (``randomness.uniforms``), so it does not
@@ -133,7 +130,7 @@ class Engine(ABC):
         sampling: Sampling,
         respondent: Respondent,
     ) -> Groups:
-        """One completion per key, of as many turns as ``respondent`` keeps going, grouped by prompt.
+        """Return one completion per key, grouped by prompt, of as many turns as ``respondent`` keeps going.
 
         Token t of turn k is drawn with the t-th uniform number of ``turn_key(key, k)``. A turn ends at a stop id, which
         is kept, and is then answered; one that has no room left ends its completion with ``length``.
@@ -156,7 +153,7 @@ class Engine(ABC):
         sampling: Sampling,
         respondent: Respondent,
     ) -> int:
-        """Bring every row to its end; returns the version that sampled. By default each turn reads all before it."""
+        """Complete every row; return the version that sampled."""
         return converse_by_generating(self.generate, prompts, rows, sampling, respondent)
 
 
@@ -179,7 +176,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: int | None) -> None:
-    """Refuse prompts that cannot be continued in ``context`` tokens; None: the vocabulary is not known here.
+    """Refuse prompts that cannot be continued in ``context`` tokens; ``vocab_size`` None: not known here.
 
     Raises:
         UsageError: the message names the prompt.
@@ -196,7 +193,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], context: int, vocab_size: in
 
 
 def check_ids(what: str, ids: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse ids that no model knows, or this one does not; none is empty, None: the vocabulary is not known here.
+    """Refuse ids that the model does not know.
 
     Raises:
         UsageError: the message begins with ``what``.

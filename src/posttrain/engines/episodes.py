@@ -1,4 +1,4 @@
-"""Rollouts of several turns: prompts that an environment opens, turns that it answers, what became of them."""
+"""Rollouts of several turns, which an environment opens and answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.engines.conversation import Episode, Reply
 from posttrain.environments.calls import Request, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.environments.pool import Job, Pool
-from posttrain.environments.tools import Tool, describe_tools
+from posttrain.environments.tools import describe_tools
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
@@ -29,11 +29,10 @@ Place = tuple[int, int]  # (number of the prompt, number of the completion)
 
 @dataclass(frozen=True)
 class Stage:
-    """What completions of several turns are played with.
+    """The environment, tools and limits of completions of several turns.
 
-    ``template`` shows the tools, in ``form``; ``frame`` is what stands around a reply. At most ``max_turns`` turns, of
-    at most ``max_turn_tokens``; each call has ``tool_seconds``. Where the environment fails the episode is played
-    again, ``retries`` times.
+    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. Each call has ``tool_seconds``. Where the
+    environment fails the episode is played again, ``retries`` times.
     """
 
     toolset: Toolset
@@ -47,7 +46,7 @@ class Stage:
 
 
 def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
-    """The stage of a resolved recipe; None for one whose completions have one turn.
+    """Return the stage of a resolved recipe; None for one whose completions have one turn.
 
     Raises:
         UsageError: an environment or tool that cannot be used, or a chat template that rewrites history.
@@ -69,10 +68,7 @@ def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | N
 
 
 def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
-    """The template with a prompt that says which tools there are: by itself, in a chat, or in a system message.
-
-    A chat template writes the schemas itself, and what it writes is trusted.
-    """
+    """Return the template with the tools in its prompts: written by the chat template, or in a system message."""
     if form.is_native:
         variables = {**template.variables, "tools": list(schemas)}
 
@@ -95,13 +91,12 @@ class _Actor:
     """A completion under way, with its session."""
 
     session: Session
-    prompt: Sequence[int]  # what the next turn stands behind
+    prompt: Sequence[int]  # ids before the next turn
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     last: int | None = None
     requests: list[Request] = field(default_factory=list)
-    tool: Tool | None = None  # that of the first request, and its job, where it has begun
-    job: Job | None = None
+    first: Job | Call | None = None  # the job of the first request, or its result where it cannot begin
     finish: Finish | None = None
 
 
@@ -112,36 +107,38 @@ class Cast:
         self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
 
     def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
-        """Read the calls of a turn, and begin the first of them."""
+        """Read the calls of a turn, and begin the first."""
         actor = self.actors[prompt, sample]
         actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
         actor.last = turn[-1] if len(turn) else None
-        actor.requests, actor.tool, actor.job, actor.finish = [], None, None, None
+        actor.requests, actor.first, actor.finish = [], None, None
         if finish == "stop":  # of a turn that was cut off nothing may be what was meant
             actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
         if actor.requests:
-            self._begin(actor, actor.requests[0])
+            actor.first = self._begin(actor, actor.requests[0])
         else:
             actor.finish = finish
             actor.turns.append(Turn(actor.text))
 
     def reply(self, prompt: int, sample: int) -> Reply:
-        """Wait for the calls, and say what came of them."""
+        """Wait for the calls, and return their results."""
         actor = self.actors[prompt, sample]
         if actor.finish is not None:
             return Reply(finish=actor.finish)
-        calls: list[Call] = []
+        calls, session = list[Call](), actor.session
         for number, request in enumerate(actor.requests):
-            if number:
-                self._begin(actor, request)
-            calls.append(self._call(actor, request))
-            actor.finish = self._end_of(actor)
-            if actor.finish is not None:
+            begun = self._begin(actor, request) if number else actor.first
+            if isinstance(begun, Job):
+                begun = session.answer(self.stage.toolset.tools[request.tool], request.stated, begun)
+            assert begun is not None, "``hear`` began the first"
+            calls.append(begun)
+            if session.failure or session.num_late >= MAX_LATE or session.done:
+                actor.finish = "tool_failed" if session.num_late >= MAX_LATE else "ended"
                 break
-        actor.turns.append(Turn(actor.text, tuple(calls), actor.session.turn_reward()))
-        if actor.session.failure:
+        actor.turns.append(Turn(actor.text, tuple(calls), session.turn_reward()))
+        if session.failure:
             actor.finish = "environment_failed"
-        if actor.finish is None and len(actor.turns) >= self.stage.max_turns:
+        elif actor.finish is None and len(actor.turns) >= self.stage.max_turns:
             actor.finish = "out_of_turns"
         if actor.finish is not None:
             return Reply(finish=actor.finish)
@@ -150,41 +147,20 @@ class Cast:
         actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
         return Reply(actor.prompt)
 
-    def _begin(self, actor: _Actor, request: Request) -> None:
-        """Begin a call, where it is one."""
-        actor.tool, actor.job = self.stage.toolset.tools.get(request.tool), None
-        if actor.tool is None or request.wrong:
-            return
-        try:
-            arguments = actor.tool.read(request.arguments)
-        except ValueError:
-            return  # ``_call`` reads them again, and says what is wrong
-        actor.job = actor.session.call(actor.tool, arguments)
-
-    def _call(self, actor: _Actor, request: Request) -> Call:
+    def _begin(self, actor: _Actor, request: Request) -> Job | Call:
+        """Begin a call; return its job, or the result where it cannot begin."""
+        tools = self.stage.toolset.tools
         if request.wrong:
             return Call(request.tool, request.stated, request.wrong, "malformed")
-        if actor.tool is None:
-            tools = self.stage.toolset.tools
-            said = f"there is no tool {request.tool!r}.{suggest(request.tool, tools)} There are: {', '.join(tools)}"
-            return Call(request.tool, request.stated, said, "unknown")
-        if actor.job is not None:
-            return actor.session.answer(actor.tool, request.stated, actor.job)
-        if actor.session.failure:
-            return Call(request.tool, request.stated, actor.session.failure, "failed")
+        if request.tool not in tools:
+            known = f"there is no tool {request.tool!r}.{suggest(request.tool, tools)} There are: {', '.join(tools)}"
+            return Call(request.tool, request.stated, known, "unknown")
         try:
-            actor.tool.read(request.arguments)
+            arguments = tools[request.tool].read(request.arguments)
         except ValueError as error:
             return Call(request.tool, request.stated, str(error), "malformed")
-        raise AssertionError("a call that can be read has begun")
-
-    def _end_of(self, actor: _Actor) -> Finish | None:
-        """Whether the episode is over with the last call."""
-        if actor.session.failure:
-            return "environment_failed"
-        if actor.session.num_late >= MAX_LATE:
-            return "tool_failed"
-        return "ended" if actor.session.done else None
+        job = actor.session.call(tools[request.tool], arguments)
+        return job or Call(request.tool, request.stated, actor.session.failure, "failed")
 
 
 @dataclass(frozen=True)
@@ -205,7 +181,7 @@ class Episodes:
     def play(
         self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
     ) -> list[list[Episode]]:
-        """One episode per key, grouped by prompt.
+        """Return one episode per key, grouped by prompt.
 
         Raises:
             UsageError: an environment opens a group's episodes with different texts.
@@ -267,7 +243,7 @@ class Episodes:
         return episodes
 
     def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
-        """The prompt with what the environment opens the episode with."""
+        """Return the prompt with the environment's opening of the episode."""
         text = session.opening()
         if session.failure:
             return encode_prompt(self.tokenizer, self.stage.template, example.messages, example.variables)

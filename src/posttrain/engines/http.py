@@ -1,7 +1,4 @@
-"""JSON over HTTP with a server that may be slow, busy or gone: vLLM and judges are asked through this.
-
-Requests are coroutines. ``run`` computes one from code that is not asynchronous, ``all_of`` many at a time.
-"""
+"""JSON over HTTP with a server that may be slow, busy or gone: the client for vLLM and for judges."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from posttrain.untrusted import harmless
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Answers that another attempt may change: time-outs, too many requests, a server that is ill or starting.
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -30,11 +26,11 @@ _MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class Unanswered(Exception):
-    """No usable answer after all attempts; the text says what came instead."""
+    """No usable answer after all attempts; the text gives the last failure."""
 
 
 class Refused(Exception):
-    """The server will not do it, however often it is asked. ``status`` is the HTTP status."""
+    """The server refuses the request for good. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,31 +38,31 @@ class Refused(Exception):
 
 
 class Unreadable(Exception):
-    """An answer has not the form that the endpoint's answers have; the text says what is wrong."""
+    """An answer does not have the form of the endpoint's answers."""
 
 
 class Interrupted(Exception):
-    """The server gave a request up; asking again may help."""
+    """The server gave a request up; another attempt may help."""
 
 
 class HttpServer:
-    """A server at ``url``: an asynchronous context manager of one thread at a time, in which ``ask`` may be called.
+    """A server at ``url``: an asynchronous context manager in which ``ask`` may be called.
 
     Args:
         timeout_seconds: for the whole answer to one attempt; it has at most ``MAX_ANSWER_BYTES``.
-        retries: further attempts, with growing pauses between. A redirection is not followed.
+        retries: further attempts, with growing pauses. A redirection is not followed.
         concurrency: requests under way at a time.
-        token: the bearer token; it is removed from everything that the server says.
+        token: the bearer token; it is removed from everything that the server answers.
     """
 
     def __init__(
         self, url: str, *, timeout_seconds: float, retries: int, concurrency: int = 1, token: str | None = None
     ) -> None:
-        self.scheme, self.host, self.port, _ = server_address(url)
+        self.host = server_address(url)[1]
         self.base = url.strip().rstrip("/").removesuffix("/v1")
         self.timeout_seconds, self.retries, self.concurrency = timeout_seconds, retries, concurrency
         self.headers = HEADERS | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._secrets = [token, quote(token, safe="")] if token else []  # as it may come back
+        self._secrets = [token.encode(), quote(token, safe="").encode()] if token else []  # as it may come back
 
     async def __aenter__(self) -> Self:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
@@ -81,7 +77,7 @@ class HttpServer:
     def call(
         self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
-        """``ask`` alone, with a connection of its own."""
+        """Ask once, with a connection of its own, from code that is not asynchronous (see ``ask``)."""
 
         async def alone() -> Result:
             async with self:
@@ -92,14 +88,14 @@ class HttpServer:
     async def ask(
         self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
-        """Return what ``read`` makes of the JSON that the server answers with.
+        """Return the result of ``read`` for the JSON of the answer.
 
-        A request is repeated where it broke off, ran into the time limit, met a server that says it is ill or busy,
-        or where ``read`` raises ``Interrupted``; so what is asked must be safe to ask twice.
+        A request is repeated after a lost connection, a time-out, a status of ``RETRIED_STATUSES`` and ``Interrupted``,
+        so it must be safe to repeat.
 
         Raises:
             Unanswered: every attempt failed.
-            Unreadable: the answer has not the form that ``read`` reads.
+            Unreadable: ``read`` cannot read the answer.
             Refused: any other HTTP error.
         """
         attempts = 1 + (self.retries if retries is None else retries)
@@ -111,13 +107,13 @@ class HttpServer:
                 async with self._places, asyncio.timeout(self.timeout_seconds):
                     status, content = await self._exchange(method, path, data)
                 if status == 200:
-                    return _read(read, self._without_secrets(read_json(content)))
-                said = self._without_secrets(read_error(content))
-                failure = f"HTTP {status}: {said}"
-                if status not in PASSING:
-                    raise Refused(status, said)
+                    return _read(read, read_json(content))
+                message = read_error(content)
+                failure = f"HTTP {status}: {message}"
+                if status not in RETRIED_STATUSES:
+                    raise Refused(status, message)
             except (TimeoutError, OSError, ValueError, httpx2.HTTPError, httpx2.StreamError) as error:
-                failure = self._without_secrets(self._explain(error))
+                failure = self._explain(error)
             except Interrupted as error:
                 failure = str(error)
         raise Unanswered(failure if attempts == 1 else f"{attempts} attempts failed, the last one: {failure}")
@@ -129,24 +125,15 @@ class HttpServer:
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:
                     raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return response.status_code, bytes(content)
-
-    def _without_secrets(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for secret in self._secrets:
-                value = value.replace(secret, "***")
-        elif self._secrets and isinstance(value, list):
-            return [self._without_secrets(item) for item in value]
-        elif self._secrets and isinstance(value, dict):
-            return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
-        return value
+        answer = bytes(content)
+        for secret in self._secrets:
+            answer = answer.replace(secret, b"***")
+        return response.status_code, answer
 
     def _explain(self, error: Exception) -> str:
-        if isinstance(error, httpx2.ConnectTimeout):
-            return f"no connection within {CONNECT_SECONDS:g} seconds"
         if isinstance(error, TimeoutError):
             return f"no answer within {self.timeout_seconds:g} seconds"
-        if isinstance(error, httpx2.ConnectError):
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             return f"no connection to {self.host}: {error}"
         if isinstance(error, httpx2.NetworkError | httpx2.RemoteProtocolError):
             return f"the connection broke off ({error})"
@@ -164,7 +151,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def all_of(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
-    """Return the results for all items, in order; the first failure ends all others."""
+    """Return the results for all items, in order; the first failure cancels all others."""
     tasks = [asyncio.ensure_future(work(item)) for item in items]
     try:
         return await asyncio.gather(*tasks)
@@ -177,13 +164,13 @@ def read_json(content: bytes) -> Any:
     """Return the JSON of a body.
 
     Raises:
-        Interrupted: it is none, or none that can be read.
+        Interrupted: it cannot be read.
     """
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        said = harmless(" ".join(content[:80].decode(errors="replace").split()))
-        raise Interrupted(f"what came is not JSON: {said or 'nothing'}") from None
+        start = harmless(" ".join(content[:80].decode(errors="replace").split()))
+        raise Interrupted(f"what came is not JSON: {start or 'nothing'}") from None
 
 
 def read_error(content: bytes) -> str:

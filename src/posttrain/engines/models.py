@@ -1,4 +1,4 @@
-"""Models that can be asked: what a name stands for, opened with a template, a grader and an engine."""
+"""Models by name, opened with a template, a grader and an engine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What the name of a model stands for (``runs.models.find_source``).
+    """A model by name (``runs.models.find_source``).
 
-    ``label`` is what tables call it, ``path`` what is loaded. ``run`` and ``recipe`` are there when it came out of
-    a run, whole or one of its checkpoints.
+    ``label`` is its name in tables, ``path`` is loaded. ``run`` and ``recipe`` are there for a run or a checkpoint.
     """
 
     name: str
@@ -40,12 +39,12 @@ class ModelSource:
 
     @property
     def template(self) -> Word:
-        """The template that it was trained with."""
+        """The template of its training."""
         return self.recipe.prompt.template if self.recipe is not None else DEFAULT_TEMPLATE
 
     @property
     def max_tokens(self) -> int:
-        """How long its answers may be, as its run says."""
+        """The limit of its answers in its run."""
         if self.recipe is None:
             return DEFAULT_MAX_TOKENS
         trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
@@ -53,11 +52,11 @@ class ModelSource:
 
     @property
     def is_scorer(self) -> bool:
-        """Whether its run trained a reward model, and not a policy."""
+        """True if its run trained a reward model, and not a policy."""
         return self.recipe is not None and self.recipe.trains_scorer
 
     def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
-        """How it is loaded: as its run says, but for what is given here."""
+        """Return the options of loading: those of its run, changed by those given here."""
         own: dict[str, Any] = {}
         if self.recipe is not None:
             trained = self.recipe.model
@@ -66,7 +65,7 @@ class ModelSource:
         return ModelSection(name=self.path, **(own | changes))
 
     def refuse_scorer(self) -> None:
-        """Raises ``UsageError`` if the run trained a reward model."""
+        """Raise ``UsageError`` if the run trained a reward model."""
         if self.recipe is not None and self.is_scorer:
             raise UsageError(
                 f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
@@ -75,7 +74,7 @@ class ModelSource:
 
 
 def plays(source: ModelSource, template: Word | None) -> bool:
-    """Whether a model is asked in turns that an environment answers: its run's, under its own template."""
+    """Return True if an environment answers the model's turns: its run's, under its own template."""
     recipe = source.recipe
     if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
         return False
@@ -83,13 +82,13 @@ def plays(source: ModelSource, template: Word | None) -> bool:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path is, or in which it is a quantized copy."""
+    """Return the checkpoint of a path: itself, or the folder of a quantized copy."""
     return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
 
 
 @dataclass(frozen=True)
 class OpenedModel(Sampler):
-    """A model by name that can be asked. ``model`` is None where the engine samples in another process."""
+    """A loaded model. ``model`` is None where the engine samples in another process."""
 
     source: ModelSource
     model: Any
@@ -99,11 +98,11 @@ class OpenedModel(Sampler):
         return self.source.label
 
     def with_template(self, template: Word | None) -> OpenedModel:
-        """The same model, asked and graded by another template (None: its own, with its run's rewards)."""
+        """Return the model under another template (None: its own, with its run's rewards)."""
         return replace(self, grader=grader_for(self.source, template), stage=None)
 
     def on_stage(self, template: Word | None) -> OpenedModel:
-        """``with_template``, with its run's environment and tools where it has any and keeps its template.
+        """Return the model with its run's environment and tools where it has any and keeps its template.
 
         Raises:
             UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
@@ -127,10 +126,9 @@ def open_model(
     dtype: Dtype | None = None,
     device: Device | None = None,
 ) -> OpenedModel:
-    """Load a model with the template that it was trained with (``template`` None), or another.
+    """Load a model with the template of its training (``template`` None), or another.
 
-    An engine that samples elsewhere gets no model here: its tokenizer alone is loaded, and where the engine has an
-    option ``checkpoint``, it is told which model is meant.
+    For an engine that samples elsewhere the tokenizer alone is loaded, and its option ``checkpoint`` names the model.
 
     Raises:
         UsageError: no such model, one that cannot be loaded, or a reward model.
@@ -154,10 +152,10 @@ def open_model(
 
 
 def grader_for(source: ModelSource, template: Word | None) -> Grader:
-    """The grader under a template; with a run's own template, its rewards count too.
+    """Return the grader under a template, with the run's rewards if it is the run's own.
 
-    But for those that are models: a policy can be asked where its judge is gone, and ``evaluate --best-of`` names one;
-    and for code that a stored recipe names and nobody allowed (see ``check_rewards``).
+    Rewards that are models are left out (a policy can be asked where its judge is gone), and so is code that a stored
+    recipe names and that is not allowed (see ``check_rewards``).
     """
     word = template or source.template
     own = source.recipe is not None and word.name == source.template.name
@@ -168,10 +166,10 @@ def grader_for(source: ModelSource, template: Word | None) -> Grader:
 
 
 def check_rewards(source: ModelSource, template: Word | None) -> None:
-    """Before a run's rewards are measured, and none may be missing.
+    """Refuse to measure a run's rewards without one of them.
 
     Raises:
-        UnallowedCode: one is code that the run's recipe names, and nobody allowed it.
+        UnallowedCode: one is code that the run's recipe names, and it is not allowed.
     """
     if source.recipe is not None and (template is None or template.name == source.template.name):
         for index, reward in enumerate(source.recipe.rewards):
@@ -179,7 +177,7 @@ def check_rewards(source: ModelSource, template: Word | None) -> None:
 
 
 def complete_template(template: Word | None, source: ModelSource) -> Word | None:
-    """Options alone (``--template.preamble``), or the name of the run's own template, add to what the run had."""
+    """Add options (``--template.preamble``) to the run's own template, if that or no other is named."""
     own = source.template
     if template is None or template.name not in ("", own.name):
         return template

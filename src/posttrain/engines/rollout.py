@@ -26,12 +26,13 @@ from posttrain.world import ONE, World
 if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
 
-SEEDS = 1 << 31  # of environments: what every generator of random numbers takes
+SEEDS = 1 << 31  # of environments: the range of every generator of random numbers
+SLOW_SECONDS = 60.0  # of a reward for all answers of a batch, after which a warning is given
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A completion to be graded: what was asked, and what came (see ``Rollout.text``)."""
+    """A completion to be graded, with its prompt (``text``: see ``Rollout.text``)."""
 
     example: Example
     prompt: str
@@ -43,7 +44,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Every part unweighted, their weighted sum, the answer that was graded, and what the grader said of it."""
+    """Every part unweighted, their weighted sum, the answer that was graded, and the grader's outcome."""
 
     parts: dict[str, float]
     reward: float
@@ -51,16 +52,12 @@ class Grade:
     outcome: str
 
 
-SLOW_SECONDS = 60.0  # that a reward may take for all answers of a batch before something is said
-
-
 @dataclass(frozen=True)
 class Grader:
     """The rewards of a recipe with their weights, bound to a template's extraction rule.
 
-    Two facts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where
-    an example has an answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards
-    that keep something.
+    Two parts are always measured, at weight 0 unless the recipe rewards them: ``correct`` (where an example has an
+    answer) and the format of a template that asks for one. ``folder``: the run's own, for rewards that store something.
     """
 
     template: Template
@@ -69,7 +66,7 @@ class Grader:
     folder: Path | None = None
 
     def grade(self, attempts: Sequence[Attempt]) -> list[Grade]:
-        """Every part of every attempt unweighted, and the weighted sums, in order.
+        """Return every part of every attempt unweighted, and the weighted sums, in order.
 
         Raises:
             RewardFailure: a reward raised, returned no finite number, or closed a file that is not its own.
@@ -106,7 +103,7 @@ class Grader:
 
 @contextmanager
 def _watched(name: str, count: int) -> Iterator[None]:
-    """Say that a reward takes long, which may be for ever; what it prints goes to standard error."""
+    """Warn of a reward that takes long, maybe for ever; its output goes to standard error."""
     message = (
         f"reward {name!r}: {count} answers have taken more than {SLOW_SECONDS:g} seconds so far, and it is waited for. "
         "Ctrl-C ends the run; give what the function waits for a time limit"
@@ -136,18 +133,16 @@ def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -
         if isinstance(reward, Verdict) and name == "correct":
             outcome, extracted = reward.outcome, reward.extracted if reward.extracted is not None else extracted
     total = check_size(total, f"the weighted sum of the rewards is {total:g}")
-    if outcome == "ungraded" and failure:  # whether an answer is right is not for a judge to change
+    if outcome == "ungraded" and failure:  # a judge does not change the grader's outcome
         outcome = failure
     return Grade(facts | values, total, extracted, outcome)
 
 
 def build_grader(words: Sequence[RewardWord], template: Template, folder: Path | None = None) -> Grader:
-    """Bind the rewards of a recipe; a name that stands twice gets a number behind it.
-
-    ``folder``: of the run, for what a reward keeps.
+    """Bind the rewards of a recipe; a name that occurs twice gets a number.
 
     Raises:
-        UsageError: a reward that cannot be computed from what there is, before anything is sampled.
+        UsageError: a reward whose arguments are not there.
     """
     names = reward_parts(words, template.name, has_tags=bool(template.tags))
     bound: list[tuple[str, float, BoundReward]] = []
@@ -161,11 +156,11 @@ def build_grader(words: Sequence[RewardWord], template: Template, folder: Path |
 
 @dataclass(frozen=True)
 class Sampler:
-    """What answers, and who grades: an engine with its tokenizer, a grader under a template.
+    """An engine with its tokenizer, and a grader under a template.
 
-    ``context_tokens``: of a prompt and its answer together, at most the model's context. Each process of a ``world``
-    samples and grades its share of the prompts, and has the answers to all. ``stage``: what answers between the turns
-    of a completion, where it may have several; the grader's template is then the stage's.
+    ``context_tokens``: the limit of a prompt and its answer together. Each process of a ``world`` samples and grades
+    its share of the prompts, and has the answers to all. ``stage``: the environment of completions of several turns;
+    the grader's template is then the stage's.
     """
 
     engine: Engine
@@ -176,7 +171,7 @@ class Sampler:
     stage: Stage | None = field(default=None, kw_only=True)
 
     def sampling(self, max_tokens: int, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Sampling:
-        """How tokens are drawn; a completion ends where the template says."""
+        """Return the options of sampling; a completion ends at the template's end tokens."""
         ends = stop_ids(self.tokenizer, self.grader.template)
         turn = self.stage.max_turn_tokens if self.stage is not None else None
         return Sampling(max_tokens, temperature, top_k, top_p, ends, self.context_tokens, turn)
@@ -187,9 +182,8 @@ class RolloutRequest:
     """``group`` completions of every prompt, the token ids of which are ``prompts``.
 
     ``key``: (seed, purpose, counter) from which every completion's random numbers derive, together with its place
-    (prompt slot, sample). ``slots`` are those of the prompts (0, 1, ... by default), for a caller who asks for them in
-    several calls; ``prompt_indices`` under which they are recorded (0, 1, ... by default), and ``passes`` over the rows
-    in which each of them stands (0 by default).
+    (prompt slot, sample). ``slots``: of the prompts (0, 1, ... by default), for requests in several calls.
+    ``prompt_indices``: under which they are recorded (0, 1, ... by default). ``passes``: epochs (0 by default).
     """
 
     examples: Sequence[Example]
@@ -203,15 +197,15 @@ class RolloutRequest:
     passes: Sequence[int] | None = None
 
     def keys(self, number: int) -> list[int]:
-        """Of prompt ``number``, one for each of its completions."""
+        """Return the keys of the completions of prompt ``number``."""
         slot = number if self.slots is None else self.slots[number]
         return [derive_key(*self.key, slot, g) for g in range(self.group)]
 
 
 def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]], float]:
-    """Sample completions and grade them: the rollouts grouped by prompt, and the seconds spent in grading.
+    """Sample completions and grade them; return the rollouts grouped by prompt, and the seconds spent in grading.
 
-    What graders and rewards see as the text of a completion of several turns is its last turn.
+    The graded text of a completion of several turns is its last turn.
     """
     grader, group = sampler.grader, asked.group
     numbers = range(len(asked.prompts))
@@ -227,7 +221,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
     return [
         [
             Rollout(
-                example=_opened(asked.examples[i], one),
+                example=replace(asked.examples[i], messages=one.messages or asked.examples[i].messages),
                 prompt_ids=one.prompt,
                 completion=one.completion,
                 text=text,
@@ -251,7 +245,7 @@ def collect(sampler: Sampler, asked: RolloutRequest) -> tuple[list[list[Rollout]
 def _play(
     sampler: Sampler, asked: RolloutRequest, mine: Sequence[int], keys: list[list[int]], slots: Sequence[int]
 ) -> list[list[Episode]]:
-    """One episode for each key: of one turn, or of several where there is a stage."""
+    """Return one episode for each key: of one turn, or of several where there is a stage."""
     stage = sampler.stage
     if stage is None:
         prompts = [asked.prompts[i] for i in mine]
@@ -266,13 +260,8 @@ def _play(
     return episodes.play([asked.examples[i] for i in mine], keys, seeds)
 
 
-def _opened(example: Example, episode: Episode) -> Example:
-    """The example as it was asked: with what an environment opened it with."""
-    return example if episode.messages is None else replace(example, messages=episode.messages)
-
-
 def _text(sampler: Sampler, episode: Episode) -> str:
-    """What is graded of a completion."""
+    """Return the graded text of a completion."""
     if episode.turns:
         return episode.turns[-1].text
     return decode_response(sampler.tokenizer, sampler.grader.template, episode.completion.ids, episode.prompt)
@@ -280,7 +269,7 @@ def _text(sampler: Sampler, episode: Episode) -> str:
 
 def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
     prompt = sampler.tokenizer.decode(list(episode.prompt), skip_special_tokens=False)
-    has_failed = episode.completion.finish == "environment_failed"  # graded for the record; nobody is paid that
+    has_failed = episode.completion.finish == "environment_failed"  # graded for the record, never trained on
     reward = 0.0 if has_failed and episode.reward is None else episode.reward
     return Attempt(example, prompt, _text(sampler, episode), episode.completion, episode.turns, reward)
 
@@ -288,16 +277,7 @@ def _attempt(sampler: Sampler, example: Example, episode: Episode) -> Attempt:
 def encode_prompts(
     tokenizer: Any, template: Template, examples: Sequence[Example], limit: int
 ) -> tuple[list[int], list[list[int]], int]:
-    """Token ids of every prompt that fits into ``limit`` tokens.
-
-    Returns the indices kept, their ids, and how many were dropped as too long.
-    """
-    kept, encoded, dropped = [], [], 0
-    for index, example in enumerate(examples):
-        ids = encode_prompt(tokenizer, template, example.messages, example.variables)
-        if len(ids) > limit:
-            dropped += 1
-        else:
-            kept.append(index)
-            encoded.append(ids)
-    return kept, encoded, dropped
+    """Return the indices of the prompts of at most ``limit`` tokens, their ids, and how many were dropped."""
+    encoded = [encode_prompt(tokenizer, template, example.messages, example.variables) for example in examples]
+    kept = [index for index, ids in enumerate(encoded) if len(ids) <= limit]
+    return kept, [encoded[index] for index in kept], len(encoded) - len(kept)

@@ -1,4 +1,4 @@
-"""An engine that says what it is told: for tests, and for trying a recipe without sampling."""
+"""An engine with given answers: for tests, and for trying a recipe without sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.engines.conversation import Groups
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
 from posttrain.registry import register
-from posttrain.types import Completion
+from posttrain.types import Completion, Finish
 
 Ids = Sequence[int]
 
@@ -36,10 +36,9 @@ class ScriptedEngine(Engine):
             choices; or a function of (prompt, key) that gives the ids themselves.
         logprob: the log-probability of every token.
 
-    A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``, so
-    it depends on its key alone. It is cut after the first of ``sampling.stop_ids`` (finish
-    ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends without either counts
-    as stopped. ``calls`` keeps what was asked, for a test to look at.
+    A completion whose key's first uniform number is u takes choice ``floor(u * len(choices))``. It is cut after the
+    first of ``sampling.stop_ids`` (finish ``stop``) or at ``sampling.max_tokens`` (finish ``length``); one that ends
+    without either counts as stopped. ``calls`` keeps the arguments, for tests.
     """
 
     def __init__(
@@ -64,30 +63,20 @@ class ScriptedEngine(Engine):
             if not len(prompt):
                 raise UsageError(f"prompt {i} is empty: a model needs at least one token to continue from")
         return [
-            [self._cut(self._choose(tuple(prompt), key), sampling, len(prompt)) for key in row]
+            [self._complete(tuple(prompt), key, sampling) for key in row]
             for prompt, row in zip(prompts, keys, strict=True)
         ]
 
-    def _choose(self, prompt: tuple[int, ...], key: int) -> Ids:
+    def _complete(self, prompt: tuple[int, ...], key: int, sampling: Sampling) -> Completion:
         if callable(self.choices):
-            return self.choices(prompt, key)
-        choices = self.choices
-        if isinstance(choices, Mapping):
-            if prompt not in choices:
+            ids = self.choices(prompt, key)
+        else:
+            choices = self.choices.get(prompt) if isinstance(self.choices, Mapping) else self.choices
+            if choices is None:
                 raise UsageError(f"the script has no completions for the prompt {list(prompt)}")
-            choices = choices[prompt]
-        return choices[int(uniforms([key], 1)[0, 0] * len(choices))]
-
-    def _cut(self, ids: Ids, sampling: Sampling, prompt_tokens: int) -> Completion:
-        taken: list[int] = []
-        limit = min(sampling.max_tokens, sampling.within(self.context_tokens) - prompt_tokens)
-        for token in ids:
-            if len(taken) == limit:
-                return self._completion(taken, "length")
-            taken.append(int(token))
-            if token in sampling.stop_ids:
-                break
-        return self._completion(taken, "stop")
-
-    def _completion(self, ids: list[int], finish: Any) -> Completion:
-        return Completion(tuple(ids), (self.logprob,) * len(ids), finish, self.version)
+            ids = choices[int(uniforms([key], 1)[0, 0] * len(choices))]
+        limit = min(sampling.max_tokens, sampling.within(self.context_tokens) - len(prompt))
+        stop = next((i + 1 for i, token in enumerate(ids) if token in sampling.stop_ids), len(ids))
+        finish: Finish = "stop" if stop <= limit else "length"
+        taken = tuple(map(int, ids[: min(stop, limit)]))
+        return Completion(taken, (self.logprob,) * len(taken), finish, self.version)

@@ -20,7 +20,7 @@ def served_names(model: str) -> tuple[str, ...]:
     """Return the names under which a server may have ``model``, the one of ``posttrain serve-command`` first.
 
     ``tiny-grpo-step-000120-1f8a09c3``: run, checkpoint, fingerprint of the weights. A model that is only a hub name
-    goes by that. The second name is the folder itself, which vLLM takes when it is given no name.
+    has that name. The second name is the folder itself, which vLLM takes when it is given no name.
 
     Raises:
         UsageError: no such folder or run.
@@ -50,19 +50,15 @@ def fingerprint(folder: Path) -> str:
     equality.
     """
     digest = hashlib.blake2b(digest_size=4)
-    files = sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)})
     known = stated_digests(folder)
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        digest.update(known[file.name].encode() if file.name in known else _sampled(file))
+    for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        if file.name in known:
+            digest.update(known[file.name].encode())
+            continue
+        with file.open("rb") as opened:
+            for i in range(NUM_BLOCKS):
+                opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
+                digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def _sampled(file: Path) -> bytes:
-    size = file.stat().st_size
-    content = b""
-    with file.open("rb") as opened:
-        for i in range(NUM_BLOCKS):
-            opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
-            content += opened.read(BLOCK_BYTES)
-    return content

@@ -1,4 +1,4 @@
-"""The weights of a trained model as a server takes them: whole, in one order, adapters merged."""
+"""The weights of a trained model as a server takes them: unsharded, in one order, adapters merged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FILE_BYTES = 1 << 30
 
 
 def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every weight under the name that it has in a checkpoint, always in the same order.
+    """Yield (name, tensor) of every weight under its name in a checkpoint, always in the same order.
 
-    A weight that stands in two places (a tied head) comes once. Adapters are merged into copies, one at a time. Where
-    each process has a part of the model (FSDP2), all of them take all weights, in step; without ``gathers`` a weight
-    is the part, which has the shape of the whole, and each process may take them alone.
+    A tied head comes once. Adapters are merged into copies, one at a time. A sharded model (FSDP2) is gathered, in step
+    by all processes; without ``gathers`` a weight is the shard, which has the shape of the whole, and each process may
+    read them alone.
 
     Raises:
         UsageError: weights of 4 or 8 bits, which cannot be merged exactly.
@@ -40,8 +40,7 @@ def checkpoint_weights(model: Any, *, gathers: bool = True) -> Iterator[tuple[st
 
 def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: bool = False) -> None:
     """Write configuration and tokenizer, from which a server builds the model. ``untie``: with a head of its own."""
-    base = _base(model)
-    config = copy.deepcopy(base.config)
+    config = copy.deepcopy(_base(model).config)
     if untie:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
@@ -49,40 +48,32 @@ def save_without_weights(model: Any, tokenizer: Any, folder: Path, *, untie: boo
 
 
 def untied(model: Any, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights, with a tied head once more under its own name."""
-    base = _base(model)
-    parameters = [(name, id(weight)) for name, weight in base.named_parameters(remove_duplicate=False)]
+    """Yield the weights, with a tied head once more under its own name."""
     first: dict[int, str] = {}
-    again = {name: first[key] for name, key in parameters if first.setdefault(key, name) != name}
+    again: dict[str, list[str]] = {}
+    for name, weight in _base(model).named_parameters(remove_duplicate=False):
+        if first.setdefault(id(weight), name) != name:
+            again.setdefault(first[id(weight)], []).append(name)
     for name, tensor in weights:
-        yield name, tensor
-        yield from ((other, tensor) for other, tied_to in again.items() if tied_to == name)
+        yield from ((one, tensor) for one in (name, *again.get(name, ())))
 
 
 def save_weights(
     weights: Iterator[tuple[str, Tensor]], folder: Path | None, dtype: torch.dtype, bytes_per_file: int = FILE_BYTES
 ) -> None:
-    """Write the weights as safetensors files of a folder. None: only take them, as the processes do that write none."""
+    """Write the weights as safetensors files of a folder. None: only gather them, as processes do that write none."""
     pending: dict[str, Tensor] = {}
-    num_files = size = 0
-
-    def write() -> None:
-        nonlocal num_files, size
-        assert folder is not None
-        num_files += 1
-        save_file(pending, folder / f"model-{num_files:05d}.safetensors", metadata={"format": "pt"})
-        pending.clear()
-        size = 0
-
+    num_files = 0
     for name, tensor in weights:
         if folder is None:
             continue
+        if sum(one.nbytes for one in pending.values()) >= bytes_per_file:
+            num_files += 1
+            save_file(pending, folder / f"model-{num_files:05d}.safetensors", metadata={"format": "pt"})
+            pending.clear()
         pending[name] = tensor.to("cpu", dtype, copy=True).contiguous()
-        size += pending[name].nbytes
-        if size >= bytes_per_file:
-            write()
-    if pending:
-        write()
+    if folder is not None and pending:
+        save_file(pending, folder / f"model-{num_files + 1:05d}.safetensors", metadata={"format": "pt"})
 
 
 def _base(model: Any) -> Any:

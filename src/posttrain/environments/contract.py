@@ -1,18 +1,17 @@
-"""What an environment is: a class whose ``reset`` begins an episode and whose public methods are tools.
+"""The contract of an environment: a class whose ``reset`` begins an episode and whose public methods are tools.
 
-The contract is that of TRL's ``environment_factory``, so that a class written for it runs as it is:
+It is that of TRL's ``environment_factory``, so that a class written for it runs as it is:
 
 - It is made without arguments, once for each completion. (Keyword-only parameters with types are its options.)
-- ``reset(**row) -> str | None`` begins an episode. It is given the example's fields that it asks for (``id``,
-  ``prompt``, ``answer``, those of ``meta``, and ``seed``, the same for all completions of a group). The text that it
-  returns follows the prompt's last user message.
-- Every other public method is a tool: its parameters have types, it has a docstring, what it returns is read by the
-  model. What it raises is read by the model, too, and recorded.
-- ``get_reward() -> float`` (optional) is what the reward ``environment`` pays, asked once, at the end.
-- ``get_turn_reward() -> float`` (optional) is what the reward ``turn_rewards`` pays for the turn whose calls have just
-  been run; asked once behind each turn with calls.
+- ``reset(**row) -> str | None`` begins an episode. It gets the example's fields that it names (``id``, ``prompt``,
+  ``answer``, those of ``meta``, and ``seed``, the same for all completions of a group). The text that it returns
+  follows the prompt's last user message.
+- Every other public method is a tool: its parameters have types, it has a docstring, the model reads its result. The
+  model also reads its exceptions, which are recorded.
+- ``get_reward() -> float`` (optional): the reward ``environment``, read once, at the end.
+- ``get_turn_reward() -> float`` (optional): the reward ``turn_rewards``, read once after each turn with calls.
 - An attribute ``done`` (optional) that has become true ends the episode.
-- ``close()`` (optional) gives back what it holds.
+- ``close()`` (optional) gives back resources.
 
 Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward`` or
 ``get_turn_reward``, or is needed again while a call of it hangs, is broken: that is no reward of 0, the episode is
@@ -44,9 +43,9 @@ class EnvironmentFailed(Exception):
 
 @dataclass(frozen=True)
 class Toolset:
-    """What a recipe gives its model to act with: an environment, made anew for each completion, and tools.
+    """The environment of a recipe, made anew for each completion, and its tools.
 
-    ``name`` is what messages call it; ``make`` is None where there are only tools.
+    ``name`` is for messages; ``make`` is None where there are only tools.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Toolset:
     pays_turns: bool = False
 
     def open(self, pool: Pool, seconds: float) -> Session:
-        """For one completion; each of its calls runs in the pool, for at most so many seconds."""
+        """Return the session of one completion; each of its calls runs in the pool, for at most ``seconds``."""
         return Session(self, pool, seconds)
 
     @property
@@ -65,26 +64,28 @@ class Toolset:
 
 
 def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> Toolset:
-    """The environment and the tools that a recipe names, checked: one environment is made for that.
+    """Return the environment and the tools of a recipe, checked: one environment is made for that.
 
     Raises:
         UsageError: no such environment; a class without reset; a tool without types or docstring; two of one name.
-        UnallowedCode: code that nobody allowed.
+        UnallowedCode: code that is not allowed.
     """
     tools: dict[str, Tool] = {}
     make, gives_reward, pays_turns, name = None, False, False, "tools"
     if environment is not None:
         name = environment.name
-        entry = registry.find("environment", name, "environment")
-        make = entry.bind(environment.options, "environment")
+        make = registry.find("environment", name, "environment").bind(environment.options, "environment")
         place = f"environment {name!r}"
         probe = registry.call("environment", make)
         kind = type(probe)
         if not callable(getattr(kind, "reset", None)):
             raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
         gives_reward, pays_turns = (callable(getattr(kind, m, None)) for m in ("get_reward", "get_turn_reward"))
-        for method_name in _tool_names(kind):
-            tools[method_name] = make_tool(getattr(kind, method_name), place, method=True)
+        for base in reversed(kind.__mro__[:-1]):  # a base's methods first, in the order in which they are written
+            for method in (name for name, member in vars(base).items() if inspect.isfunction(member)):
+                function = getattr(kind, method)
+                if not method.startswith("_") and method not in NO_TOOLS and inspect.isfunction(function):
+                    tools[method] = make_tool(function, place, method=True)
         if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
             registry.call("environment", probe.close)
     for index, path in enumerate(functions):
@@ -101,32 +102,22 @@ def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> To
 
 
 def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
-    """Refuse rewards that ask an environment for what it does not give.
+    """Refuse rewards that the environment does not give.
 
     Raises:
         UsageError: with the method that is missing.
     """
-    asked = {
+    needed = {
         "environment": ("get_reward", toolset.gives_reward),
         "turn_rewards": ("get_turn_reward", toolset.pays_turns),
     }
-    for reward, (method, is_there) in asked.items():
+    for reward, (method, is_there) in needed.items():
         if reward in rewards and not is_there:
             raise UsageError(f"rewards: {toolset.name!r} has no {method}, which the reward {reward} asks; write one")
 
 
-def _tool_names(kind: type) -> list[str]:
-    """The public methods that are tools, in the order in which they are written, a base's first."""
-    seen: dict[str, None] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        for name, member in vars(base).items():
-            if not name.startswith("_") and name not in NO_TOOLS and inspect.isfunction(member):
-                seen[name] = None
-    return [name for name in seen if inspect.isfunction(getattr(kind, name, None))]
-
-
 class Session:
-    """One episode: an environment of its own, the calls that are made of it, and why it is broken, if it is."""
+    """One episode: an environment of its own, its calls, and its ``failure``, if it is broken."""
 
     def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
         self.toolset, self.pool, self.seconds = toolset, pool, seconds
@@ -149,7 +140,7 @@ class Session:
         self._job = self.pool.submit(reset, self.seconds)
 
     def opening(self) -> str:
-        """The text that reset returned, maybe empty; ``failure`` says why there is none."""
+        """Return the text of reset, maybe empty; after an error ``failure`` is set."""
         if self._job is None:
             return ""
         text = self._outcome(self._job, "reset")
@@ -159,16 +150,14 @@ class Session:
         return text if isinstance(text, str) else ""
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:
-        """Begin a call; None where the environment is broken by now, as ``failure`` says."""
-        if not tool.method:
-            return self.pool.submit(lambda: tool.function(**arguments), self.seconds)
-        if not self._is_free(f"tool {tool.name!r}"):
+        """Begin a call; return None and set ``failure`` where the environment is broken."""
+        if tool.method and not self._is_free(f"tool {tool.name!r}"):
             return None
-        method = getattr(self.environment, tool.name)
-        return self.pool.submit(lambda: method(**arguments), self.seconds)
+        function = getattr(self.environment, tool.name) if tool.method else tool.function
+        return self.pool.submit(lambda: function(**arguments), self.seconds)
 
     def answer(self, tool: Tool, stated: str, job: Job) -> Call:
-        """What came of a call; waits for it. ``failure`` is set where it shows that the environment is broken."""
+        """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
         self.pool.wait(job)
         outcome: CallOutcome = "ok"
         if not job.done:
@@ -186,24 +175,24 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the environment says that the episode is over."""
+        """True once the environment has ended the episode."""
         return bool(getattr(self.environment, "done", False))
 
     def reward(self) -> float | None:
-        """What get_reward says; None without one, or where the environment is broken, as ``failure`` then says."""
+        """Return get_reward; None without one, or where the environment is broken, with ``failure`` set."""
         return self._number("get_reward") if self.toolset.gives_reward else None
 
     def turn_reward(self) -> float | None:
-        """What get_turn_reward says of the turn whose calls were run; None as ``reward``."""
+        """Return get_turn_reward for the turn whose calls were run; None as ``reward``."""
         return self._number("get_turn_reward") if self.toolset.pays_turns else None
 
     def close(self) -> Job | None:
-        """Begin to let the environment give back what it holds; None where there is nothing to do."""
+        """Begin to close the environment; return None where there is nothing to do."""
         closes = callable(getattr(self.environment, "close", None))
         return self.pool.submit(self.environment.close, self.seconds) if closes else None
 
     def _is_free(self, what: str) -> bool:
-        if self._late is not None and not self.pool.has_come_back(self._late):
+        if self._late is not None and not self._late.done:
             self.failure = f"{what} is needed while a call that took longer than {self.seconds:g} seconds still runs"
         return not self.failure
 
@@ -211,12 +200,9 @@ class Session:
         if self.failure or not self._is_free(method):
             return None
         value = self._outcome(self.pool.submit(getattr(self.environment, method), self.seconds), method)
-        if self.failure:
-            return None
-        if not isinstance(value, Real) or not math.isfinite(float(value)):
+        if not self.failure and (not isinstance(value, Real) or not math.isfinite(float(value))):
             self.failure = f"{method} returned {value!r:.80}, which is no finite number"
-            return None
-        return float(value)
+        return None if self.failure else float(value)
 
     def _outcome(self, job: Job, what: str) -> Any:
         self.pool.wait(job)
@@ -228,7 +214,7 @@ class Session:
 
 
 def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str, Any]:
-    """Of an example's fields and the seed, those that a ``reset`` asks for; all, if it takes any."""
+    """Return the example's fields and the seed that ``reset`` names; all, if it takes any."""
     fields = {
         **{name: value for name, value in example.meta.items() if name.isidentifier()},
         "id": example.id,
@@ -243,7 +229,7 @@ def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str,
 
 
 def opened(example: Example, text: str) -> list[Message]:
-    """The messages of an example with an environment's opening behind the last one of the user."""
+    """Return the messages of an example with an environment's opening appended to the last one of the user."""
     messages = list(example.messages)
     if text.strip():
         last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)

@@ -35,8 +35,8 @@ class _Arguments(BaseModel):
 class Tool:
     """A function that a model may call.
 
-    ``schema`` describes it as OpenAI's and the chat templates' ``tools`` do. ``method``: it is looked up in the
-    environment of the completion that calls it, under its name; otherwise ``function`` itself is called.
+    ``schema``: in the form of OpenAI's and the chat templates' ``tools``. ``method``: the environment's method of this
+    name is called, otherwise ``function`` itself.
     """
 
     name: str
@@ -51,13 +51,10 @@ class Tool:
         return tuple(self.arguments.model_fields)
 
     def read(self, stated: Mapping[str, Any] | str) -> dict[str, Any]:
-        """The arguments of a call, of the types that the function asks for.
-
-        Args:
-            stated: by name, or the text of the only one.
+        """Return the arguments of a call in the function's types; ``stated``: by name, or the text of the only one.
 
         Raises:
-            ValueError: they do not fit; the message says what is wrong.
+            ValueError: they do not fit.
         """
         if isinstance(stated, str):
             texts = {name: self._is_text(name) for name in self.parameters}
@@ -67,16 +64,11 @@ class Tool:
             checked = self.arguments.model_validate(dict(stated))
         except ValidationError as error:
             wrong = "; ".join(_explain(item) for item in error.errors())
-            raise ValueError(f"{self.name}: {wrong}. It takes: {self.usage}") from None
+            raise ValueError(f"{self.name}: {wrong}. It takes: {usage_of(self.schema)}") from None
         return {name: getattr(checked, name) for name in self.parameters}
 
     def _is_text(self, name: str) -> bool:
         return name not in self.arguments.model_fields or self.arguments.model_fields[name].annotation is str
-
-    @property
-    def usage(self) -> str:
-        """Its parameters with their types, as a reader would write them."""
-        return usage_of(self.schema)
 
 
 def read_text(value: Any, is_text: bool) -> Any:
@@ -90,16 +82,16 @@ def read_text(value: Any, is_text: bool) -> Any:
 
 
 def usage_of(schema: Mapping[str, Any]) -> str:
-    """The parameters in a tool's schema with their types, as a reader would write them."""
+    """Return the parameters in a tool's schema with their types, for a reader."""
     return ", ".join(f"{name} ({_type_of(one)})" for name, one in properties_of(schema).items()) or "nothing"
 
 
 def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str, Any]:
-    """Arguments by name, of a text that states them as a JSON object, or the bare value of the only one.
+    """Return arguments by name, from a JSON object, or from the bare value of the only one.
 
     Args:
         tool: its name, for messages.
-        parameters: which there are, and whether each is a text.
+        parameters: True for each that is a text.
 
     Raises:
         ValueError: no JSON, or a bare value for a tool that takes another number of arguments.
@@ -126,13 +118,13 @@ def by_name(tool: str, parameters: Mapping[str, bool], text: str) -> Mapping[str
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters in a tool's schema, which may be a stranger's."""
+    """Return the parameters in a tool's schema, which may be of any origin."""
     properties = (schema["function"].get("parameters") or {}).get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def make_tool(function: Callable[..., Any], place: str, *, method: bool = False) -> Tool:
-    """A tool from its signature and docstring; ``place`` begins messages. A ``method`` has ``self`` first.
+    """Make a tool from a signature and docstring; ``place`` begins messages. A ``method`` has ``self`` first.
 
     Raises:
         UsageError: a parameter without a type, or of one that JSON has no value for; no docstring.
@@ -169,7 +161,7 @@ def make_tool(function: Callable[..., Any], place: str, *, method: bool = False)
 
 
 def result_text(result: Any) -> str:
-    """What a tool returned, as the model reads it: text as it is, anything else as JSON or as Python prints it."""
+    """Return a tool's result for the model: text as it is, anything else as JSON or as Python prints it."""
     if isinstance(result, str):
         text = result
     else:
@@ -182,7 +174,7 @@ def result_text(result: Any) -> str:
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """(what the tool does, each argument's description) of a docstring in Google's form."""
+    """Return (description, descriptions of the arguments) of a docstring in Google's form."""
     start = _ARGUMENTS.search(doc)
     before = doc[: start.start()] if start else doc
     heading = _SECTION.search(before)
@@ -195,7 +187,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _plain_schema(schema: Mapping[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON schema of the arguments, with their descriptions and without pydantic's titles."""
+    """Return the JSON schema of the arguments, with their descriptions and without pydantic's titles."""
     plain = {key: value for key, value in schema.items() if key not in ("title", "description", "additionalProperties")}
     properties = {}
     for name, one in schema.get("properties", {}).items():
@@ -225,7 +217,7 @@ def _explain(item: Any) -> str:
 
 
 def describe_tools(schemas: Iterable[Mapping[str, Any]]) -> str:
-    """What a model without tools of its own is told: how they are called, and which there are."""
+    """Describe the tools, and how to call them, to a model whose chat template has no tools."""
     lines = [
         "You can use tools. To call one, write <tool>name: arguments</tool> and end your turn; its result follows "
         "between <result> and </result>. Arguments are a JSON object, or the plain value of the only one.",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.judging.reward import PairJudge
+from posttrain.engines.judging import PairJudge
 from posttrain.engines.models import ModelSource, OpenedModel, complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states

@@ -13,7 +13,7 @@ from posttrain.commands.console import leaves_out_tables, open_console, print_ta
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options import words_of
-from posttrain.engines.judging.reward import SUFFIXES, read_pair_judge
+from posttrain.engines.judging import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label

@@ -63,8 +63,8 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_address(parser, 8000)
     parser.add_argument("--gpus", type=naturals, metavar="0,1", help="numbers of the GPUs it may use (default: vLLM's)")
-    about = "for a run in training, which sends its weights (engine.url): nccl (default), files, or gloo of contrib/"
-    parser.add_argument("--follows", nargs="?", const="nccl", choices=("nccl", "files", "gloo"), help=about)
+    about = "for a run in training, which sends its weights (engine.url): nccl (default) or files"
+    parser.add_argument("--follows", nargs="?", const="nccl", choices=("nccl", "files"), help=about)
     about = "start it as a module of this Python, for CPU builds without `vllm serve`"
     parser.add_argument("--module", metavar="PYTHON", nargs="?", const="python", help=about)
 
@@ -152,13 +152,14 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: no such model, or a run that trained a reward model.
     """
-    from posttrain.engines.vllm.command import ServerOptions, server_command
+    from posttrain.engines.vllm.server import server_command
     from posttrain.runs.models import find_source
 
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()
     section = source.section()
-    options = ServerOptions(
+    command = server_command(
+        source.path,
         host=arguments.host,
         port=arguments.port,
         dtype=section.dtype,
@@ -167,12 +168,11 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
         trust_remote_code=section.runs_remote_code,
         transfer=arguments.follows,
     )
-    command = server_command(source.path, options)
     print(command.shell(), flush=True)
-    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    url = f"http://{host}:{options.port}"
+    host = "127.0.0.1" if arguments.host in ("0.0.0.0", "::") else arguments.host
+    url = f"http://{host}:{arguments.port}"
     use = f"posttrain evaluate {shlex.quote(arguments.model)} --engine vllm --engine.url {url}"
-    if options.transfer:
+    if arguments.follows:
         use = f"posttrain train RECIPE --rollout.engine.name vllm --rollout.engine.url {url}"
     print(f"# serves {command.name}; when it says that startup is complete:\n# {use}", file=sys.stderr)
     return 0

@@ -3,21 +3,19 @@
 Every row of the batch writes its next key and value into the same column (``cursor``); a row's
 prompt is placed so that it *ends* at the cursor of the moment when it is admitted, and ``starts``
 remembers where. So a decode step writes one slice per layer instead of scattering, prompts of
-different lengths need no padding, and the mask changes only when the membership of the batch does,
-or where a column says nothing of a row and becomes a hole of it. Positions (rotary or absolute) are
-the caller's and independent of the column.
+different lengths need no padding, and the mask changes only when the membership of the batch does.
+Positions (rotary or absolute) are the caller's and independent of the column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
 
 GROWTH = 1.5  # a full cache is rebuilt this much larger, or shifted when its left part is unused
 ALIGNMENT = 16  # columns; rows of a matrix product then begin on a cache line
@@ -62,7 +60,6 @@ class SlotCache:
         self.values = [self._empty(num_slots, s.heads, s.value_dim, VALUE_AXIS) for s in self.shapes]
         self.key_rows: list[Tensor] = []
         self.value_rows: list[Tensor] = []
-        self.holes: np.ndarray | None = None  # [num_slots, capacity], once there has been one
         self._bias: Tensor | None = None
 
     @property
@@ -71,11 +68,11 @@ class SlotCache:
         return self.cursor + 1 - self.first
 
     def bias(self) -> Tensor | None:
-        """``[count, width]``: 0 where a row may look, -inf before its start and in its holes; None when all may."""
+        """Return ``[count, width]``: 0 where a row may look, -inf before its start; None when all may look anywhere."""
         return None if self._bias is None else self._bias.narrow(1, self.first, self.width)
 
     def mask(self) -> Tensor | None:
-        """``bias`` as attention takes it, ``[count, 1, 1, width]``; on a GPU aligned, once for all layers of a step."""
+        """Return ``bias`` as attention takes it, ``[count, 1, 1, width]``; aligned on a GPU."""
         bias = self.bias()
         mask = None if bias is None else bias[:, None, None, :]
         return mask if mask is None or mask.device.type == "cpu" else aligned(mask)
@@ -99,8 +96,6 @@ class SlotCache:
         ends a round of placements with ``refresh``.
         """
         rows = slice(self.count, self.count + len(prompt_of_row))
-        if self.holes is not None:
-            self.holes[rows] = False
         if self.shared is not None:
             self.shared.admit(prefix, names, rows, prompt_of_row)
             self.starts[rows] = self.cursor
@@ -132,8 +127,6 @@ class SlotCache:
                 window = tensor.narrow(axis, self.first, used)
                 window[target] = window[source]
         self.starts[list(targets)] = self.starts[list(sources)]
-        if self.holes is not None:
-            self.holes[list(targets)] = self.holes[list(sources)]
         if self.shared is not None:
             self.shared.entry_of_row[list(targets)] = self.shared.entry_of_row[list(sources)]
 
@@ -152,27 +145,11 @@ class SlotCache:
         self.first = int(starts.min())
         self.key_rows = [k[:count] for k in self.keys]
         self.value_rows = [v[:count] for v in self.values]
-        holes = None if self.holes is None or not self.holes[:count].any() else self.holes[:count]
-        if int(starts.max()) == self.first and holes is None:
+        if int(starts.max()) == self.first:
             self._bias = None
             return
         hidden = torch.arange(self.capacity, device=self.device) < torch.as_tensor(starts, device=self.device)[:, None]
-        if holes is not None:
-            hidden |= torch.from_numpy(holes).to(self.device)
         self._bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
-
-    def hide(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Make holes of the last ``counts[i]`` columns before the cursor of row ``rows[i]``: it does not look there."""
-        if self.holes is None:
-            self.holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
-        row = np.repeat(np.array(rows), counts)
-        column = np.concatenate([np.arange(self.cursor - count, self.cursor) for count in counts])
-        self.holes[row, column] = True
-        if self._bias is None:
-            self._view_rows()
-        else:
-            index = (torch.from_numpy(row).to(self.device), torch.from_numpy(column).to(self.device))
-            self._bias[index] = -torch.inf
 
     def advance(self) -> None:
         """The column at the cursor is written; go to the next, making room where there is none."""
@@ -185,9 +162,9 @@ class SlotCache:
             self._rebuild(0, int(self.capacity * GROWTH) + 1)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[count, heads, dim]`` at the cursor; all that the rows may look at, per head.
+        """Write ``[count, heads, dim]`` at the cursor; return views of all that the rows may look at.
 
-        Returns views ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
+        They are ``[count, heads, width, dim]``, of keys ``[count, heads, dim, width]`` if transposed.
         """
         axis, key_rows, value_rows = self.key_axis, self.key_rows[layer], self.value_rows[layer]
         key_rows.select(axis, self.cursor).copy_(keys)
@@ -196,7 +173,7 @@ class SlotCache:
         return key_rows.narrow(axis, self.first, width), value_rows.narrow(VALUE_AXIS, self.first, width)
 
     def _by_kind(self) -> tuple[tuple[list[Tensor], int], tuple[list[Tensor], int]]:
-        """The layers' keys and values, each with the axis of its columns."""
+        """Return the layers' keys and values, each with the axis of its columns."""
         return (self.keys, self.key_axis), (self.values, VALUE_AXIS)
 
     def _empty(self, num_slots: int, heads: int, dim: int, axis: int) -> Tensor:
@@ -214,11 +191,6 @@ class SlotCache:
                 new = self._empty(old.shape[0], old.shape[1], old.shape[5 - axis], axis)
                 new.narrow(axis, self.first + shift, used).copy_(old.narrow(axis, self.first, used))
                 tensors[i] = new
-        if self.holes is not None:
-            holes = np.zeros((len(self.starts), self.capacity), dtype=bool)
-            kept = slice(self.first + shift, self.cursor + shift)
-            holes[:, kept] = self.holes[:, self.first : self.cursor]
-            self.holes = holes
         self.starts[: self.count] += shift
         self.first += shift
         self.cursor += shift
@@ -226,8 +198,10 @@ class SlotCache:
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """``mask [R, 1, 1, W]`` in memory of its own whose strides are multiples of 16: memory-efficient attention takes no
-    other, so it would be copied in every layer, or refused where it begins in the middle of a larger one."""
+    """Copy ``mask [R, 1, 1, W]`` to memory whose strides are multiples of 16.
+
+    Memory-efficient attention takes no other: it would be copied in every layer, or refused inside a larger one.
+    """
     width = mask.shape[-1]
     return mask.new_empty((*mask.shape[:-1], _aligned(width)))[..., :width].copy_(mask)
 
@@ -237,7 +211,7 @@ def _aligned(columns: int) -> int:
 
 
 class Decoder(Protocol):
-    """What the scheduler asks of a decoding path, over the weights of the moment: two forward passes."""
+    """A decoding path over the weights of the moment: two forward passes."""
 
     name: str
     shapes: list[LayerShape]
@@ -246,11 +220,11 @@ class Decoder(Protocol):
     can_share: bool  # decode attends to ``cache.shared``
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
-        """Keys and values of P prompts (ragged, none empty)."""
+        """Return keys and values of P prompts (ragged, none empty)."""
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """One step: ``int64 [R]`` tokens at their positions ``int64 [R]``; logits ``[R, V]``.
+        """Return logits ``[R, V]`` of one step: ``int64 [R]`` tokens at their positions ``int64 [R]``.
 
         Writes every layer's keys and values at the cache's cursor and does not advance it.
         """
@@ -258,9 +232,121 @@ class Decoder(Protocol):
 
 
 def pad_right(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``int64 [P, L]``, each row padded with its own last token.
-
-    Padding on the right is never seen by a causal model's earlier positions, so any id will do.
-    """
+    """Return ``int64 [P, L]``, each row padded with its own last token, which earlier positions never see."""
     width = max(len(p) for p in prompts)
     return torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts], dtype=torch.long, device=device)
+
+
+# Prompts' keys and values, kept once however many rows continue from them: at a decode step the queries of all rows of
+# a prompt meet its keys in one matrix product, so the prompt is read once per group (as in Hydragen, Juravsky et al.
+# 2024). The scores go back to row order, where one softmax spans the prompt and the row's own columns.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Key/value heads of one layer, the size of a key and of a value, and their dtype."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of P prompts, per layer ``[P, L, heads, dim]``, valid up to ``lengths[p]``."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    lengths: list[int]
+
+    def select(self, index: int) -> Prefix:
+        """Return one prompt alone, in memory of its own."""
+        one = slice(index, index + 1)
+        return Prefix([k[one].clone() for k in self.keys], [v[one].clone() for v in self.values], [self.lengths[index]])
+
+
+class SharedPrefixes:
+    """E prompts in use, and which row of the batch continues from which.
+
+    Per layer: keys ``[E, heads, dim, L]``, values ``[E, heads, L, dim]``, zeros past a prompt's length. All layers must
+    have the same number of key/value heads H.
+
+    After ``refresh``, with R rows and at most G of them per prompt: ``to_groups`` ``int64
+    [E*H*G]`` picks from rows ``[R*H]`` (places that no row takes repeat row 0), ``to_rows``
+    ``int64 [R*H]`` picks back; ``bias`` ``[E*H, 1, L]`` masks what lies past a shorter prompt.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], num_slots: int, device: torch.device) -> None:
+        self.heads = shapes[0].heads
+        assert all(shape.heads == self.heads for shape in shapes), "one index serves all layers"
+        self.device = device
+        self.names: list[int] = []
+        self.lengths: list[int] = []
+        self.keys = [torch.zeros((0, s.heads, s.key_dim, 0), dtype=s.dtype, device=device) for s in shapes]
+        self.values = [torch.zeros((0, s.heads, 0, s.value_dim), dtype=s.dtype, device=device) for s in shapes]
+        self.entry_of_row = np.zeros(num_slots, dtype=np.int64)
+        self.to_groups = self.to_rows = torch.zeros(0, dtype=torch.long, device=device)
+        self.bias: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Length of the longest prompt in use."""
+        return max(self.lengths, default=0)
+
+    def admit(self, prefix: Prefix, names: Sequence[int], rows: slice, prompt_of_row: Sequence[int]) -> None:
+        """Keep the prompts of ``prefix``, known from now on by ``names``, and point ``rows`` to them."""
+        fresh = [p for p, name in enumerate(names) if name not in self.names]
+        if fresh:
+            self._append(prefix, fresh)
+            self.names += [names[p] for p in fresh]
+        self.entry_of_row[rows] = [self.names.index(names[p]) for p in prompt_of_row]
+
+    def refresh(self, count: int) -> None:
+        """Forget prompts that none of the first ``count`` rows uses; index the others."""
+        used, entries = np.unique(self.entry_of_row[:count], return_inverse=True)
+        if len(used) < len(self.names):
+            self._keep(used.tolist())
+            self.entry_of_row[:count] = entries
+        if count == 0:
+            return
+        sizes = np.bincount(entries, minlength=len(used))
+        most = int(sizes.max())
+        order = np.argsort(entries, kind="stable")
+        place = np.empty(count, dtype=np.int64)  # each row's place within its group
+        place[order] = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        to_rows = (entries[:, None] * self.heads + np.arange(self.heads)) * most + place[:, None]
+        to_groups = np.zeros(len(used) * self.heads * most, dtype=np.int64)
+        to_groups[to_rows.ravel()] = np.arange(count * self.heads)
+        self.to_rows = torch.from_numpy(to_rows.ravel()).to(self.device)
+        self.to_groups = torch.from_numpy(to_groups).to(self.device)
+        self.bias = None
+        if min(self.lengths) < self.width:
+            lengths = torch.tensor(self.lengths, device=self.device).repeat_interleave(self.heads)
+            past = torch.arange(self.width, device=self.device) >= lengths[:, None]
+            zeros = torch.zeros(past.shape, dtype=self.keys[0].dtype, device=self.device)
+            self.bias = zeros.masked_fill_(past, -torch.inf)[:, None]
+
+    def _append(self, prefix: Prefix, fresh: Sequence[int]) -> None:
+        old, count = len(self.names), len(fresh)
+        self.lengths += [prefix.lengths[p] for p in fresh]
+        width = self.width
+        index = torch.tensor(list(fresh), device=self.device)
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            before, heads = values.shape[2], values.shape[1]
+            new_keys = keys.new_zeros((old + count, heads, keys.shape[2], width))
+            new_values = values.new_zeros((old + count, heads, width, values.shape[3]))
+            new_keys[:old, :, :, :before] = keys
+            new_values[:old, :, :before] = values
+            # What the prefill computed for its padding is finite and stays under the mask.
+            filled = min(width, prefix.keys[layer].shape[1])
+            new_keys[old:, :, :, :filled] = prefix.keys[layer][index, :filled].permute(0, 2, 3, 1)
+            new_values[old:, :, :filled] = prefix.values[layer][index, :filled].permute(0, 2, 1, 3)
+            self.keys[layer], self.values[layer] = new_keys, new_values
+
+    def _keep(self, entries: Sequence[int]) -> None:
+        self.names = [self.names[e] for e in entries]
+        self.lengths = [self.lengths[e] for e in entries]
+        index, width = torch.tensor(list(entries), dtype=torch.long, device=self.device), self.width
+        self.keys = [k[index, :, :, :width] for k in self.keys]
+        self.values = [v[index, :, :width] for v in self.values]

@@ -1,9 +1,9 @@
 """The engine in the trainer's process: samples with the trainer's own weights, by reference.
 
-Nothing is copied, synchronized or merged: every generation reads the parameters where they are, so
-the next one after an optimizer step uses the new weights. There are two decoding paths, one
-over the model's own modules (any architecture) and a leaner one for a family of blocks that it
-knows; comparing log-probabilities with the model's own forward decides which one samples.
+Nothing is copied, synchronized or merged: every generation reads the parameters where they are. There are a fast path
+for one family of blocks, a reference path over the model's own modules for every architecture, and a plain path for
+models whose state is not keys and values. Their log-probabilities, compared with the model's own forward pass, decide
+which one samples.
 """
 
 from __future__ import annotations
@@ -12,49 +12,40 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling, num_tokens_of
 from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
-from posttrain.engines.native.cache import Decoder
+from posttrain.engines.native.cache import Decoder, LayerShape
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.prefixes import LayerShape
 from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
-from posttrain.errors import EngineMismatch, PosttrainError, RecipeError, first_line
+from posttrain.errors import EngineMismatch, PosttrainError, first_line
 from posttrain.models.forward.precision import full_precision
 from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
-MOST_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
-_SLOWER = {
+MAX_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
+PATHS: dict[Path, str] = {
+    "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
     "plain": "the model's own cache, prompts of one length at a time",
     "reread": "no cache: every token reads all tokens before it",
 }
+_OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
 
 
-def check_native(options: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the options as they are, if they are in range.
-
-    Raises:
-        RecipeError: naming ``key``, under which they stand, and the option.
-    """
-    if options["slots"] < 1:
-        raise RecipeError(f"{key}.slots: {options['slots']} rows cannot sample; give 1 or more")
-    return options
-
-
-@register("engine", guarantee="L2", complete=check_native)
+@register("engine", guarantee="L2")
 def native(
     model: Any,
     tokenizer: Any,
     *,
-    slots: int = 64,
+    slots: Annotated[int, Field(ge=1)] = 64,
     cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
@@ -63,10 +54,9 @@ def native(
     log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
     log-probabilities equal the model's; every other architecture samples through its own modules.
 
-    ``cuda_graphs``: on a GPU of NVIDIA's the steps of the lean path are recorded, and replayed by one launch each. One
+    ``cuda_graphs``: on an NVIDIA GPU the steps of the fast path are recorded, and replayed by one launch each. One
     answer of every batch is compared with the model's own forward pass.
     """
-    check_native({"slots": slots}, "engine")
     engine = NativeEngine(model, slots=slots, cuda_graphs=cuda_graphs)
     engine.num_tokens = num_tokens_of(tokenizer)
     return engine
@@ -79,26 +69,18 @@ class NativeEngine(Engine):
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        slots: int = 64,
-        path: Literal["lean", "modules"] = "lean",
-        cuda_graphs: bool = False,
+        self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean", cuda_graphs: bool = False
     ) -> None:
-        self.model = model
-        self.slots = slots
-        self.wanted = path
+        self.model, self.slots, self.wanted, self.cuda_graphs = model, slots, path, cuda_graphs
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
-        self._told: set[str] = set()
-        self.cuda_graphs = cuda_graphs
+        self._known_notices: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
-        # Ends the rows of a prompt whose answers nobody awaits any more, with ``length``.
+        # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
         self.is_abandoned: Callable[[int], bool] | None = None
 
     @property
     def path(self) -> Path:
-        """The decoding path that serves the model as it is now (found out by a probe, once)."""
+        """The decoding path of the model as it is now (found by a probe, once)."""
         with sampling_mode(self.model):
             return self._choose(PROBED_TOKENS)[0]
 
@@ -116,7 +98,7 @@ class NativeEngine(Engine):
         Raises:
             UsageError: an empty prompt, one that leaves no room in the model's context, an id
                 outside the vocabulary, or sampling options out of range.
-            EngineMismatch: the probe found no path that computes what the model computes.
+            EngineMismatch: no path computes what the model computes.
             RunFailure: the model's logits are not finite.
         """
         assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
@@ -132,7 +114,7 @@ class NativeEngine(Engine):
     ) -> int:
         check_prompts(prompts, self.context_tokens, self.vocab_size)
         with sampling_mode(self.model):
-            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN
+            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN_FORWARD
         if reads_anew:
             return super()._converse(prompts, rows, sampling, respondent)
         self._sample(prompts, rows, sampling, respondent)
@@ -145,7 +127,7 @@ class NativeEngine(Engine):
         sampling: Sampling,
         respondent: Respondent | None = None,
     ) -> None:
-        """Bring every row to its end."""
+        """Complete every row."""
         if not rows:
             return
         reach = _reach(prompts, rows)
@@ -156,13 +138,13 @@ class NativeEngine(Engine):
                 "never sampled"
             )
         with sampling_mode(self.model):
-            path = self._choose(reach)[0]
-            if path in _OWN:
+            path, shapes = self._choose(reach)
+            if path in _OWN_FORWARD:
                 from posttrain.engines.native.modules import sample_plainly
 
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
-                self._schedule(self._bind(reach), prompts, rows, sampling, respondent)
+                self._schedule(self._bind(path, shapes, reach), prompts, rows, sampling, respondent)
         for row in rows:
             check_finite(row)
 
@@ -176,18 +158,18 @@ class NativeEngine(Engine):
     ) -> None:
         with torch.inference_mode(decoder.name == "lean"):
             work = (decoder, prompts, rows, sampling, self.slots)
-            if respondent is None:
-                schedule = Schedule(*work)
-                schedule.is_abandoned = self.is_abandoned
-                if self.cuda_graphs:
-                    schedule.record()
-                schedule.run()
-                if schedule.recorded is not None:
-                    self._compare_longest(prompts, rows, sampling)
-            else:
+            if respondent is not None:
                 from posttrain.engines.native.turns import Turns
 
                 Turns(*work, respondent=respondent, vocab_size=self.vocab_size).run()
+                return
+            schedule = Schedule(*work)
+            schedule.is_abandoned = self.is_abandoned
+            if self.cuda_graphs:
+                schedule.record()
+            schedule.run()
+            if schedule.recorded is not None:
+                self._compare_longest(prompts, rows, sampling)
 
     def _compare_longest(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
@@ -203,29 +185,28 @@ class NativeEngine(Engine):
         logits = logits[-len(row.ids) - 1 : -1].float() / (sampling.temperature or 1.0)
         expected = logits.log_softmax(-1).gather(1, ids[0, -len(row.ids) :, None])[:, 0]
         gap = float((expected.cpu() - torch.tensor(row.logprobs)).abs().mean())
-        if not gap <= MOST_GAP:
+        if not gap <= MAX_GAP:
             raise EngineMismatch(
                 f"rollout.engine.cuda_graphs: recorded steps differ from the model by {gap:.1e} nats per token, at "
-                f"most {MOST_GAP} is allowed; leave cuda_graphs out, and please report this"
+                f"most {MAX_GAP} is allowed; leave cuda_graphs out, and please report this"
             )
 
-    def _bind(self, reach: int) -> Decoder:
-        """The chosen path over the parameters of this moment, for positions below ``reach``."""
-        path, shapes = self._choose(reach)
-        assert path not in _OWN, "these read the model's own cache"
+    def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
+        """Return the path over the parameters of this moment, for positions below ``reach``."""
         if path == "modules":
-            return modules_decoder(self.model, shapes)
+            from posttrain.engines.native.modules import ModulesDecoder  # which few models need
+
+            return ModulesDecoder(self.model, shapes)
         decoder = LeanDecoder.bind(self.model, reach)
         assert decoder is not None, "the structure has just been checked"
         return decoder
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
-        """The path for rows of ``reach`` tokens of the model as it is built now.
+        """Return the path for rows of ``reach`` tokens of the model as it is built now.
 
         It is probed where the structure is new, or the rows are the first to get past a switch of the configuration.
         """
-        context = context_length(self.model.config)
-        reach = min(context, max(reach, PROBED_TOKENS))
+        reach = min(context_length(self.model.config), max(reach, PROBED_TOKENS))
         switches = find_switches(self.model.config, reach)
         structure = _structure(self.model), switches
         if structure not in self._chosen:
@@ -246,31 +227,30 @@ class NativeEngine(Engine):
                     self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
             return max(found, key=lambda one: one[0] - one[1])
 
-        refused = ""
-        if self.wanted != "modules":
-            try:
-                _attempt(partial(self._probe_lean, reach, probe_decoder))
-            except EngineMismatch as reason:
-                refused = str(reason)
-            else:
-                return "lean", shapes
-        from posttrain.engines.native.modules import probe_plainly
+        def probe_own(is_cached: bool) -> tuple[float, float]:
+            from posttrain.engines.native.modules import probe_plainly
 
-        lengths = [length for batch in batches for length in batch]
+            lengths = [length for batch in batches for length in batch]
+            return probe_plainly(self.model, reach, lengths, is_cached=is_cached)
+
         ways: dict[Path, Callable[[], tuple[float, float]]] = {
-            "modules": lambda: probe_decoder(modules_decoder(self.model)),
-            "plain": lambda: probe_plainly(self.model, reach, lengths, is_cached=True),
-            "reread": lambda: probe_plainly(self.model, reach, lengths, is_cached=False),
+            "lean": partial(self._probe_lean, reach, probe_decoder),
+            "modules": lambda: probe_decoder(self._bind("modules", None, reach)),
+            "plain": partial(probe_own, True),
+            "reread": partial(probe_own, False),
         }
-        reasons = []
+        if self.wanted == "modules":
+            del ways["lean"]
+        reasons: dict[Path, str] = {}
         for path, compute in ways.items():
             try:
                 _attempt(compute)
             except EngineMismatch as reason:
-                refused = str(reason)
-                reasons.append(f"{_SLOWER[path]}: {refused}")
+                reasons[path] = str(reason)
             else:
-                self._tell(path, refused)
+                if reasons:
+                    faster = list(reasons.values())[-1]
+                    self._say(f"sampling takes a slower path, {PATHS[path]}: of the faster one, {faster}")
                 return path, shapes
         shorter = ""
         if len(batches) > 1:
@@ -282,7 +262,7 @@ class NativeEngine(Engine):
             )
         raise EngineMismatch(
             f"{type(self.model).__name__}: the native engine cannot sample from this architecture. "
-            f"{'; '.join(reasons)}{shorter}"
+            f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
         )
 
     @full_precision()  # binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product
@@ -296,22 +276,14 @@ class NativeEngine(Engine):
             )
         return probe_decoder(decoder)
 
-    def _tell(self, path: Path, reason: str) -> None:
-        """Say which slower path samples, and why."""
-        if reason:
-            self._say(f"sampling takes a slower path, {_SLOWER[path]}: of the faster one, {reason}")
-
     def _say(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._known_notices:
+            self._known_notices.add(line)
             self._notices = (*self._notices, line)
 
 
-_OWN = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
-
-
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
-    """How many tokens the longest of ``rows`` may have, with its prompt."""
+    """Return the largest number of tokens that any of ``rows`` may have, with its prompt."""
     return max(len(prompts[row.prompt]) + row.limit for row in rows)
 
 
@@ -319,7 +291,7 @@ def _attempt(compute: Callable[[], tuple[float, float]]) -> None:
     """Probe a path.
 
     Raises:
-        EngineMismatch: it cannot be taken: its log-probabilities are not the model's, or a library raises anything.
+        EngineMismatch: its log-probabilities are not the model's, or a library raises anything.
     """
     try:
         difference, tolerance = compute()
@@ -334,18 +306,11 @@ def _attempt(compute: Callable[[], tuple[float, float]]) -> None:
         )
 
 
-def modules_decoder(model: Any, shapes: list[LayerShape] | None = None) -> Decoder:
-    """The path of any architecture, which few models need."""
-    from posttrain.engines.native.modules import ModulesDecoder
-
-    return ModulesDecoder(model, shapes)
-
-
 @contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, no gradients, no autocast; every module's own mode is put back.
+    """Set evaluation mode, no gradients, no autocast; every module's own mode is put back.
 
-    Nor cuDNN's attention: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
+    cuDNN's attention is off: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
     """
     modes = [(module, module.training) for module in model.modules()]
     device_type = next(model.parameters()).device.type
@@ -362,14 +327,14 @@ def sampling_mode(model: Any) -> Iterator[None]:
 
 
 def _structure(model: Any) -> Any:
-    """What a path depends on besides the parameters' values: modules, dtype, device, hooks."""
+    """Return the facts on which a path depends besides the parameters' values: modules, dtype, device, hooks."""
     parameter = next(model.parameters())
     kinds = tuple((name, type(module)) for name, module in model.named_modules())
     return kinds, parameter.dtype, parameter.device, _has_hooks(model)
 
 
 def _has_hooks(model: Any) -> bool:
-    """Whether anything watches or replaces the forward pass of a module."""
+    """Return True if anything watches or replaces the forward pass of a module."""
     return any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
     )

@@ -47,7 +47,7 @@ class Window:
         self.columns = torch.arange(first, end, device=column.device)
 
     def mask(self) -> Tensor:
-        """``[rows, 1, 1, width]``: 0 where a row may look, -inf elsewhere."""
+        """Return ``[rows, 1, 1, width]``: 0 where a row may look, -inf elsewhere."""
         hidden = (self.columns < self.starts) | (self.columns > self.column)
         bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=hidden.device)
         return bias.masked_fill_(hidden, -torch.inf)[:, None, None, :]
@@ -75,7 +75,7 @@ class RecordedSteps:
         wide = torch.promote_types(decoder.dtype, torch.float32)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.starts = torch.zeros(slots, dtype=torch.long, device=device)
-        # What the steps since the host last looked drew, and how many these were.
+        # The draws of the steps since the host last looked, and their number.
         self.ids = torch.zeros((most_steps, slots), dtype=torch.long, device=device)
         self.probabilities = torch.zeros((most_steps, slots), dtype=wide, device=device)
         self.num_steps = torch.zeros(1, dtype=torch.long, device=device)
@@ -155,8 +155,8 @@ def window_of(cache: SlotCache) -> tuple[int, int]:
 def recorded(step: Callable[[], None], changed: Sequence[Tensor], memory: Any) -> Callable[[], None]:
     """Return ``step`` as the replay of a CUDA graph in ``memory``; on a CPU ``step`` itself.
 
-    It is called once before it is recorded, which the libraries need to prepare themselves; ``changed`` are the tensors
-    that a second call would find changed, and are put back. (Keys and values are written again as they are.)
+    It is called once before it is recorded, which the libraries need to prepare themselves; the tensors ``changed`` are
+    then put back. (Keys and values are written again as they are.)
     """
     device = changed[0].device
     if device.type != "cuda":

@@ -1,10 +1,9 @@
-"""The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and what is built alike.
+"""The fast decoding path for one family of blocks: Qwen3, Qwen2, Llama and their like.
 
-At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path
-issues few operations a layer and reads a group's prompt once, over the very same parameters (nothing
-is copied, merged or fused, so nothing can be stale). Projections are
-separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of 41 microseconds and would
-have to be kept in step.
+At small sizes a decode step costs dispatch and memory traffic as much as arithmetic. This path issues few operations a
+layer and reads a group's prompt once, over the very same parameters (nothing is copied, merged or fused, so nothing can
+be stale). Projections are separate products written side by side into one buffer: at 64 rows a fused weight saves 2 of
+41 microseconds and would have to be kept in step.
 
 The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qwen3)::
 
@@ -12,9 +11,8 @@ The block, for a row vector x (RMS norms n1, n2; per-head norms on q and k in Qw
     x = x + softmax(rope(q) rope(K)^T s) V Wo
     x = x + (silu(x2 Wg) * x2 Wu) Wd              x2 = n2(x)
 
-``LeanDecoder.bind`` refuses a model whose parts are not exactly these; ``probe`` then compares
-log-probabilities with the model's own forward, so a part that looks alike but computes otherwise is
-found out.
+``LeanDecoder.bind`` refuses a model whose parts are not exactly these; ``probe`` then compares log-probabilities with
+the model's own forward, which finds a part that looks alike but computes otherwise.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posttrain.engines.native.cache import SlotCache, pad_right
-from posttrain.engines.native.prefixes import LayerShape, Prefix, SharedPrefixes
+from posttrain.engines.native.cache import LayerShape, Prefix, SharedPrefixes, SlotCache, pad_right
 from posttrain.models.forward.linear import ONEDNN_LEAST, onednn_product, takes_onednn
 from posttrain.models.lora import LowRank, low_rank_terms
 
@@ -103,11 +100,7 @@ class LeanDecoder:
 
     @staticmethod
     def bind(model: Any, max_positions: int) -> LeanDecoder | None:
-        """A decoder over the model's current parameters, or None if its parts are not ours.
-
-        Args:
-            max_positions: positions that this generation may reach.
-        """
+        """Return a decoder for positions below ``max_positions``, or None if the model's parts are not ours."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
         if base is None or type(head) is not nn.Linear or not _fits(base, inner.config):
@@ -140,20 +133,8 @@ class LeanDecoder:
         return Prefix(keys, values, [len(p) for p in prompts])
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        return self.run(tokens, positions, lambda cos, sin: self._attend_by_torch(cos, sin, cache))
-
-    def run(self, tokens: Tensor, positions: Tensor, begin: Callable[[Tensor, Tensor], Attend]) -> Tensor:
-        """Logits ``[R, V]`` of one step; ``begin`` says how its layers attend, given cos and sin of the positions."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        attend = begin(cos, sin)
-        hidden = F.embedding(tokens, self.embedding)
-        for index, layer in enumerate(self.layers):
-            hidden = self._block(index, layer, hidden, attend)
-        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
-
-    def _attend_by_torch(self, cos: Tensor, sin: Tensor, cache: SlotCache) -> Attend:
-        bias = cache.mask()
-        rows = len(cos)
+        bias, rows = cache.mask(), len(tokens)
 
         def attend(index: int, layer: Layer, work: Workspace) -> Tensor:
             q, k = self.turn(layer, work, cos, sin)
@@ -162,11 +143,14 @@ class LeanDecoder:
             if self.transposed:
                 return self._attend_plainly(index, query, keys, values, bias, cache.shared)
             # The query heads that share a key head stand as query positions: no mask of their own, and no enable_gqa,
-            # beside which neither flash nor memory-efficient attention takes a mask.
+            # with which neither flash nor memory-efficient attention takes a mask.
             mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scale)
             return mixed.reshape(rows, -1)
 
-        return attend
+        hidden = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            hidden = self._block(index, layer, hidden, attend)
+        return multiply(rms_norm(hidden, self.norm, self.eps), self.head, self.head_bias)
 
     def _attend_plainly(
         self,
@@ -177,7 +161,7 @@ class LeanDecoder:
         bias: Tensor | None,
         shared: SharedPrefixes | None,
     ) -> Tensor:
-        """Attention of ``query [R, heads, group, dim]``; returns ``[R, heads * group * dim]``."""
+        """Return the attention ``[R, heads * group * dim]`` of ``query [R, heads, group, dim]``."""
         rows, heads, group, dim = query.shape
         flat = query.view(rows * heads, group, dim)
         values = values.flatten(0, 1)
@@ -199,7 +183,7 @@ class LeanDecoder:
         return mixed.baddbmm_(weights[:, :, width:], values).view(rows, -1)
 
     def _block(self, index: int, layer: Layer, hidden: Tensor, attend: Attend) -> Tensor:
-        """One block on ``[N, hidden]``; ``hidden`` is overwritten."""
+        """Compute one block on ``[N, hidden]``; ``hidden`` is overwritten."""
         work = self._workspace(hidden.shape[0])
         x = rms_norm(hidden, layer.norm1, layer.eps)
         layer.q.into(x, work.q)
@@ -207,10 +191,10 @@ class LeanDecoder:
         layer.v.into(x, work.v)
         hidden = layer.o.add_to(hidden, attend(index, layer, work))
         x = rms_norm(hidden, layer.norm2, layer.eps)
-        return layer.down.add_to(hidden, _swiglu(layer.gate.apply(x), layer.up.apply(x)))
+        return layer.down.add_to(hidden, F.silu(layer.gate.apply(x), inplace=True).mul_(layer.up.apply(x)))
 
     def turn(self, layer: Layer, work: Workspace, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
+        """Return queries and keys ``[N, heads, head_dim]``, normed and rotated. cos, sin ``[N, 1, head_dim]``."""
         rotated, count = work.rotated, self.num_queries
         if layer.head_norm is not None:
             rotated = rms_norm(rotated, layer.head_norm, layer.head_eps)
@@ -230,22 +214,17 @@ class LeanDecoder:
         return self._work
 
     def drop_workspace(self) -> None:
-        """The next block has a buffer of its own."""
+        """Give the next block a buffer of its own."""
         self._work = None
 
     def _bind_rotary(self, base: Any, max_positions: int) -> None:
-        """cos and sin ``[max_positions, 1, head_dim]``; sin carries the sign of the half turn."""
+        """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""
         positions = torch.arange(max_positions, device=self.device)[None]
         cos, sin = base.rotary_emb(self.embedding[:1], positions)
         sign = torch.ones(self.head_dim, dtype=sin.dtype, device=self.device)
         sign[: self.head_dim // 2] = -1
         self.cos = cos[0, :, None, :]
         self.sin = (sin[0] * sign)[:, None, :]
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) up``; ``gate`` is overwritten."""
-    return F.silu(gate, inplace=True).mul_(up)
 
 
 def _bind_layer(layer: Any) -> Layer:
@@ -274,7 +253,7 @@ def _bind_layer(layer: Any) -> Layer:
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of any layer, which some families' attention modules have and others' configuration alone."""
+    """Return the sliding window of any layer; in some families the configuration alone has it."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     is_used = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
@@ -282,7 +261,7 @@ def _window(config: Any) -> int | None:
 
 
 def _fits(base: Any, config: Any) -> bool:
-    """Whether the parts are those of the block above, each of a type that we know."""
+    """Return True if the parts are those of the block above, each of a known type."""
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     if not all(hasattr(base, name) for name in parts) or set(dict(base.named_children())) != set(parts):
         return False
@@ -316,7 +295,7 @@ def _layer_fits(layer: Any) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + b`` for x ``[N, in]``, weight ``[out, in]``: ``[N, out]``, a new tensor."""
+    """Return ``x W^T + b`` for x ``[N, in]``, weight ``[out, in]``: ``[N, out]``, a new tensor."""
     if x.shape[0] * weight.numel() >= ONEDNN_LEAST and takes_onednn(weight):
         return onednn_product(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -332,7 +311,7 @@ class Projection:
 
     @classmethod
     def bind(cls, module: Any) -> Projection:
-        """The parameters of a linear layer, or of a LoRA around one, by reference."""
+        """Take the parameters of a linear layer, or of a LoRA around one, by reference."""
         terms = low_rank_terms(module)
         assert terms is not None, "the caller has checked that the module is plain"
         linear, adapters = terms
@@ -351,13 +330,13 @@ class Projection:
         self._adapt(x, out)
 
     def apply(self, x: Tensor) -> Tensor:
-        """``[N, size]``, a new tensor."""
+        """Return ``[N, size]``, a new tensor."""
         out = multiply(x, self.weight, self.bias)
         self._adapt(x, out)
         return out
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """``residual + projection(x)``, in place."""
+        """Add the projection of x to ``residual``, in place."""
         if x.shape[0] * self.weight.numel() >= ONEDNN_LEAST and takes_onednn(self.weight):
             residual.add_(multiply(x, self.weight, self.bias))
         else:
@@ -377,7 +356,7 @@ class Projection:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), in fp32, or in float64 where x is."""
+    """Normalize by the root mean square of the last dimension (Zhang & Sennrich 2019), in fp32, or x's float64."""
     if x.dtype.itemsize < 4:
         return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
     if x.device.type == "cuda" and weight.ndim == 1 and x.dtype == weight.dtype:

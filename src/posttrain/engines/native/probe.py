@@ -1,4 +1,4 @@
-"""Is a decoding path the model? Compared on a few ragged sequences before it is used."""
+"""The comparison of a decoding path with the model, on a few ragged sequences, before the path is used."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engines.native.cache import Decoder, SlotCache
-from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
+from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator
 
 PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
 LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
-
-
-# Of tokens and positions ``int64 [R]``: logits ``[R, V]``
-Step = Callable[[Tensor, Tensor], Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and positions ``int64 [R]``: logits ``[R, V]``
 
 
 def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
@@ -36,12 +32,9 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
 
 @full_precision()
 def probe(
-    model: Any,
-    decoder: Decoder,
-    context: int,
-    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    model: Any, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
 ) -> tuple[float, float]:
-    """The largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
     Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
     than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
@@ -57,51 +50,42 @@ def probe(
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
     bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
-    difference, spread = 0.0, 0.0
     ways = [_from_slots(decoder, bodies, steps)]
     if decoder.can_share:
         ways.append(_from_slots(decoder, bodies, steps, share=True))
     if decoder.name == "lean" and decoder.device.type == "cuda":
         ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
     decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
+    difference = spread = 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=decoder.device)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
         expected = logits[lengths[i] - 1 :].log_softmax(-1)
-        difference = max(difference, *(_largest(expected - logprobs[i]) for logprobs in decoded), 0.0)
+        difference = max(difference, *(largest(expected - logprobs[i]) for logprobs in decoded))
         spread = max(spread, float(expected.std(-1).max()))
-    half = decoder.shapes[0].dtype.itemsize < 4
-    tolerance = 1e-2 + 0.1 * spread if half else 1e-5 + 1e-3 * spread
-    return difference, tolerance
+    return difference, tolerance_of(decoder.shapes[0].dtype, spread)
 
 
 def _from_slots(
     decoder: Decoder, bodies: list[list[int]], steps: int, *, share: bool = False, as_recorded: bool = False
 ) -> Step:
-    """Return what decodes after prompts without their last tokens; ``as_recorded``: as steps are made for a graph."""
-    longest = max(map(len, bodies))
-    shape = (decoder.shapes, len(bodies), decoder.device)
-    shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
-    cache = SlotCache(
-        decoder.shapes,
-        len(bodies),
-        longest + steps + 1,
-        device=decoder.device,
-        transposed=decoder.transposed,
-        shared=shared,
-    )
+    """Return the steps after prompts without their last tokens; ``as_recorded``: as they are made for a CUDA graph."""
+    longest, count = max(map(len, bodies)), len(bodies)
+    shared = SharedPrefixes(decoder.shapes, count, decoder.device) if share else None
+    layout: dict[str, Any] = {"device": decoder.device, "transposed": decoder.transposed, "shared": shared}
+    cache = SlotCache(decoder.shapes, count, longest + steps + 1, **layout)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])
-    names = list(range(len(bodies)))
+    names = list(range(count))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
-    cache.refresh(len(bodies))
+    cache.refresh(count)
     seen: Any = cache
     column = torch.full((1,), cache.cursor, device=decoder.device)
     if as_recorded:
         from posttrain.engines.native.graphs import Window
 
         starts = torch.from_numpy(cache.starts).to(decoder.device)
-        seen = Window(cache, len(bodies), 0, cache.capacity, column, starts)
+        seen = Window(cache, count, 0, cache.capacity, column, starts)
 
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
         logits = decoder.decode(tokens, positions, seen)
@@ -113,7 +97,7 @@ def _from_slots(
 
 
 def _decode(decode: Step, rows: list[list[int]], lengths: list[int], steps: int, device: torch.device) -> Tensor:
-    """Log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
+    """Return log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
     logprobs = []
     for step in range(steps):
         tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=device)
@@ -122,6 +106,11 @@ def _decode(decode: Step, rows: list[list[int]], lengths: list[int], steps: int,
     return torch.stack(logprobs, 1)
 
 
-def _largest(difference: Tensor) -> float:
-    """The largest absolute entry; NaN, which compares as nothing, counts as infinite."""
+def largest(difference: Tensor) -> float:
+    """Return the largest absolute entry; NaN, which compares as nothing, counts as infinite."""
     return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())
+
+
+def tolerance_of(dtype: torch.dtype, spread: float) -> float:
+    """Return the allowed difference in nats for logits of this standard deviation."""
+    return 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread

@@ -48,7 +48,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> tuple[T
 
 
 def first_beyond(units: Tensor, uniforms: Tensor) -> Tensor:
-    """``int64 [R, 1]``: the first column whose cumulative sum exceeds the share ``uniforms [R, 1]`` of its row's total.
+    """Return the first column ``int64 [R, 1]`` whose cumulative sum exceeds the share ``uniforms [R, 1]`` of the total.
 
     Of a large vocabulary, ``units int64 [R, V]``, blocks are summed first, and one block is summed up column by column:
     the same sums, for integers have no order, and a seventh of the memory traffic of all cumulative sums.

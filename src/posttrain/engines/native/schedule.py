@@ -4,7 +4,7 @@ A row enters with its prompt's keys and values (computed once per prompt, all bu
 feeds the last prompt token first and then whatever it drew. The rows in flight are always the first
 slots, so a finished row costs nothing once its place is taken by another.
 
-On a GPU the host looks at the drawn tokens only every few steps; what a row drew past its end is
+On a GPU the host looks at the drawn tokens only every few steps; tokens past the end of a row are
 discarded, so the completions are the same.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.conversation import Conversation
-from posttrain.engines.native.cache import Decoder, SlotCache
+from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.engines.native.prefixes import Prefix, SharedPrefixes
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
@@ -66,12 +65,12 @@ class Schedule:
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
-        self.recorded: RecordedSteps | None = None  # what makes the steps, where they are recorded
+        self.recorded: RecordedSteps | None = None  # replays the steps, where they are recorded
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
         self._make_room(rows)
 
     def _make_room(self, rows: Sequence[Conversation]) -> None:
-        """What the slots hold on the device."""
+        """Allocate the state of the slots on the device."""
         decoder, sampling, prompts = self.decoder, self.sampling, self.prompts
         self.kept: tuple[int, Prefix] | None = None  # a prompt some of whose rows still wait
         limit = max(row.limit for row in rows)
@@ -81,23 +80,15 @@ class Schedule:
         self.counters = torch.zeros((2, self.num_slots), dtype=torch.long, device=device)
         self.draws: Tensor | None = None
         if sampling.temperature > 0:
-            width = limit
-            self.draws = with_float64(torch.zeros((self.num_slots, width), device=device)).double()
+            self.draws = with_float64(torch.zeros((self.num_slots, limit), device=device)).double()
         share = decoder.can_share and len(rows) >= ROWS_WORTH_SHARING * len({row.prompt for row in rows})
         longest = 0 if share else max(map(len, prompts))
-        shape = (decoder.shapes, self.num_slots, device)
-        shared = SharedPrefixes(*shape, transposed=decoder.transposed) if share else None
-        self.cache = SlotCache(
-            decoder.shapes,
-            self.num_slots,
-            longest + min(limit, FIRST_COLUMNS) + 1,
-            device=device,
-            transposed=decoder.transposed,
-            shared=shared,
-        )
+        shared = SharedPrefixes(decoder.shapes, self.num_slots, device) if share else None
+        layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
+        self.cache = SlotCache(decoder.shapes, self.num_slots, longest + min(limit, FIRST_COLUMNS) + 1, **layout)
 
     def record(self) -> None:
-        """Make the steps as CUDA graphs from now on, if the decoder is the fast path and on a GPU of NVIDIA's."""
+        """Make the steps as CUDA graphs from now on, if the decoder is the fast path on an NVIDIA GPU."""
         if isinstance(self.decoder, LeanDecoder) and self.decoder.device.type == "cuda":
             from posttrain.engines.native.graphs import RecordedSteps
 
@@ -113,7 +104,7 @@ class Schedule:
                 self._collect(*self._step(self._burst()))
 
     def _burst(self) -> int:
-        """Steps until the host must look: a row at its limit, or perhaps at a stop token."""
+        """Return the steps until the host must look: a row at its limit, or perhaps at a stop token."""
         nearest = int(self.remaining[: len(self.batch)].min())
         if not self.sampling.stop_ids:
             return min(nearest, LONGEST_BURST if self.is_abandoned is None else STEPS_BETWEEN_LOOKS)
@@ -142,7 +133,7 @@ class Schedule:
         return torch.stack(ids).tolist(), torch.stack(probabilities).log_().tolist()
 
     def _next(self, drawn: Tensor) -> Tensor:
-        """What every row of the batch says and is fed next, ``int64 [R]``: what was drawn for it."""
+        """Return the next id of every row of the batch, ``int64 [R]``: the drawn one."""
         return drawn
 
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
@@ -154,7 +145,7 @@ class Schedule:
                     row.finish = "length"
 
     def _append(self, r: int, ids: list[list[int]], logprobs: list[list[float]]) -> Finish | None:
-        """Put what the row in slot ``r`` drew behind its ids, up to its end; how it ended."""
+        """Append the tokens of the row in slot ``r``, up to its end; return how it ended."""
         row, stop_ids = self.batch[r], self.sampling.stop_ids
         for step_ids, step_logprobs in zip(ids, logprobs, strict=True):
             row.ids.append(step_ids[r])
@@ -217,14 +208,13 @@ class Schedule:
         return bool(self.waiting) and self.waiting[0].prompt == prompt
 
     def _prefill(self, order: Sequence[int]) -> Prefix:
-        """The prompts without their last tokens, which are fed in the first decode step."""
+        """Compute the prompts without their last tokens, which are fed in the first decode step."""
         bodies = [self.prompts[prompt][:-1] for prompt in order]
-        filled = [body or [0] for body in bodies]  # a prompt of one token has no body; its stand-in is not used
-        prefix = self.decoder.prefill(filled)
+        prefix = self.decoder.prefill([body or [0] for body in bodies])  # a prompt of one token has no body
         return Prefix(prefix.keys, prefix.values, [len(body) for body in bodies])
 
     def _chunks(self, rows: list[Conversation]) -> list[list[Conversation]]:
-        """``rows`` cut between prompts so that one prefill pads to at most PREFILL_TOKENS."""
+        """Cut ``rows`` between prompts so that one prefill pads to at most PREFILL_TOKENS."""
         chunks: list[list[Conversation]] = []
         seen: set[int] = set()
         longest = 0
@@ -262,7 +252,7 @@ class Schedule:
 
 
 def check_finite(row: Conversation) -> None:
-    """Refuse what a model said whose weights have diverged.
+    """Refuse the completion of a model whose weights have diverged.
 
     Raises:
         RunFailure: the model gave log-probabilities that are not finite.

@@ -6,7 +6,7 @@ The tokens are those that the native engine draws for the same key, one at a tim
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def stream(
 ) -> Generator[StreamedToken, None, None]:
     """Draw one completion of ``prompt``; each token is given as soon as it is there.
 
-    Closing the iterator ends the work. ``finish`` is ``stop`` at a stop token, else ``length``, and tells of the
-    last token only.
+    Closing the iterator ends the work. ``finish`` is ``stop`` at a stop token, else ``length``, and counts for the last
+    token only.
 
     Raises:
         UsageError: an empty prompt, one that leaves no room in the model's context, or sampling options out of range.
@@ -52,36 +52,33 @@ def stream(
     context = sampling.within(context_length(model.config))
     check_sampling(sampling)
     check_prompts([prompt], context, int(model.get_input_embeddings().weight.shape[0]))
-    limit = min(sampling.max_tokens, context - len(prompt))
-    device = next(model.parameters()).device
-    numbers = None if sampling.temperature == 0 else torch.as_tensor(uniforms([key], limit), device=device)
-    return _decode(model, torch.tensor([list(prompt)], device=device), limit, numbers, sampling, num_likely)
+    return _decode(model, list(prompt), key, min(sampling.max_tokens, context - len(prompt)), sampling, num_likely)
 
 
 def _decode(
-    model: Any, ids: torch.Tensor, limit: int, numbers: torch.Tensor | None, sampling: Sampling, num_likely: int
+    model: Any, ids: list[int], key: int, limit: int, sampling: Sampling, num_likely: int
 ) -> Generator[StreamedToken, None, None]:
-    cache = DynamicCache()
+    device, cache = next(model.parameters()).device, DynamicCache()
+    numbers = None if sampling.temperature == 0 else torch.as_tensor(uniforms([key], limit), device=device)
     for step in range(limit):
         with sampling_mode(model):  # entered anew for each token: in between, the model belongs to others
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            token = _draw_one(logits, None if numbers is None else numbers[:, step : step + 1], sampling, num_likely)
-        stops = token.id in sampling.stop_ids
-        is_last = stops or step + 1 == limit
-        yield replace(token, is_last=is_last, finish="stop" if stops else "length")
-        if is_last:
+            read = torch.tensor([ids], device=device)
+            logits = model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            drawn, _ = draw(logits, None if numbers is None else numbers[:, step, None], sampling)
+        table = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)[0]
+        if not torch.isfinite(table.max()):
+            raise RunFailure("the model's logits are not finite, so no token can be drawn from them")
+        token = int(drawn[0])
+        values, places = table.topk(min(num_likely, table.shape[0]))
+        stops = token in sampling.stop_ids
+        yield StreamedToken(
+            token,
+            float(table[token]),
+            float(torch.special.entr(table.exp()).sum()),
+            tuple(zip(places.tolist(), values.tolist(), strict=True)),
+            is_last=stops or step + 1 == limit,
+            finish="stop" if stops else "length",
+        )
+        if stops:
             return
-        ids = torch.tensor([[token.id]], device=ids.device)
-
-
-def _draw_one(logits: torch.Tensor, number: torch.Tensor | None, sampling: Sampling, num_likely: int) -> StreamedToken:
-    drawn, _ = draw(logits, number, sampling)
-    scaled = logits.float() if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
-    table = scaled.log_softmax(-1)[0]
-    logprob = float(table[drawn[0]])
-    if not torch.isfinite(table.max()):
-        raise RunFailure("the model's logits are not finite, so no token can be drawn from them")
-    entropy = float(torch.special.entr(table.exp()).sum())
-    values, places = table.topk(min(num_likely, table.shape[0]))
-    likely = tuple(zip(places.tolist(), values.tolist(), strict=True))
-    return StreamedToken(int(drawn[0]), logprob, entropy, likely, is_last=False, finish="length")
+        ids = [token]

@@ -1,11 +1,9 @@
 """Several turns in one generation: what was read and written stays in the cache, and a row goes on where it was.
 
 A row that has ended its turn keeps its slot. The reply is fed through the ordinary decode steps, each of its ids in the
-place of the one that would have been drawn, so nothing is read twice and no second path computes it. Columns that are
-written while a row waits, or after its turn ended within one look, are holes of that row.
-
-The batch waits for the replies, so that every bit of the result is a function of the keys and the replies, not of the
-clock.
+place of the one that would have been drawn, so nothing is read twice and no second path computes it. The host looks at
+every step, so no row goes on past the end of its turn. The batch waits for the replies, so that every bit of the result
+is a function of the keys and the replies, not of the clock.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from posttrain.engines.base import check_ids
 from posttrain.engines.conversation import Conversation, Respondent, turn_key
-from posttrain.engines.native.prefixes import Prefix
+from posttrain.engines.native.cache import Prefix
 from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import uniforms
 
@@ -34,8 +32,8 @@ class Turns(Schedule):
         super().__init__(*args)
         self.respondent = respondent
         self.vocab_size = vocab_size
-        self.cut: list[Conversation] = []  # ended for want of room; their last reply is not said
-        # Per slot: what is said at each step of its turn (-1: what is drawn), ...
+        self.cut: list[Conversation] = []  # ended for want of room; their last reply is not fed
+        # Per slot: the id at each step of its turn (-1: the drawn one), ...
         limit = max(row.limit for row in self.waiting)
         self.said = torch.full((self.num_slots, limit), -1, dtype=torch.long, device=self.decoder.device)
         # ... and how much of the reply is still to be fed.
@@ -56,17 +54,19 @@ class Turns(Schedule):
         said = self.said[:rows].gather(1, self.counters[1, :rows, None])[:, 0]
         return torch.where(said < 0, drawn, said)
 
+    def _burst(self) -> int:
+        return 1
+
     def _collect(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
-        steps = len(ids)
-        self.remaining[: len(self.batch)] -= steps
-        idle: dict[int, int] = {}  # of the rows whose turn ended: steps of this look that came after its end
+        self.remaining[: len(self.batch)] -= 1
+        ended_rows = []
         for r, row in enumerate(self.batch):
             if row.finish is not None:
                 continue
-            replied = min(steps, int(self.unsaid[r]))
-            self.unsaid[r] -= replied
-            before = len(row.ids)
-            ended = self._append(r, ids[replied:], logprobs[replied:])
+            if self.unsaid[r]:
+                self.unsaid[r] -= 1
+                continue
+            ended = self._append(r, ids, logprobs)
             if ended is None:
                 continue
             self.respondent.hear(row.prompt, row.sample, row.end_turn(), ended)
@@ -74,25 +74,15 @@ class Turns(Schedule):
                 row.finish = ended
                 self.cut.append(row)
             else:
-                idle[r] = steps - replied - (len(row.ids) - before)
-        if idle:
-            self._go_on(idle)
-
-    def _go_on(self, idle: dict[int, int]) -> None:
-        """Hide what was written after the end of the turns, and say the replies."""
-        waiting = list(idle)
-        if hidden := [r for r in waiting if idle[r]]:
-            self.cache.hide(hidden, [idle[r] for r in hidden])
-        # A turn's last id is fed when its row goes on.
-        rows = [self.batch[r] for r in waiting]
-        positions = [len(self.prompts[row.prompt]) + len(row.ids) - 1 for row in rows]
-        self._seat(waiting, [row.ids[-1] for row in rows], positions)
-        for r in waiting:
+                ended_rows.append(r)
+        for r in ended_rows:
             self._reply(r)
 
     def _reply(self, r: int) -> None:
-        """Say the reply to the row in slot ``r``, which goes on behind it or is at its end."""
+        """Feed the reply to the row in slot ``r``, which then goes on or is at its end."""
         row = self.batch[r]
+        # A turn's last id is fed when its row goes on.
+        self._seat([r], [row.ids[-1]], [len(self.prompts[row.prompt]) + len(row.ids) - 1])
         reply = self.respondent.reply(row.prompt, row.sample)
         if reply.ids:
             check_ids(
@@ -100,7 +90,7 @@ class Turns(Schedule):
             )
         row.add_reply(reply)
         if row.finish is not None:
-            self.remaining[r] = self._positions_left(r)
+            self.remaining[r] = row.room(None) + 1  # a finished row that stays in the batch has positions too
             return
         count, room = len(reply.ids), row.room(self.sampling.max_turn_tokens)
         self.unsaid[r] = count
@@ -110,10 +100,6 @@ class Turns(Schedule):
         if self.draws is not None:
             numbers = uniforms([turn_key(row.key, row.num_turns)], room)[0]
             self.draws[r, count : count + room] = torch.from_numpy(numbers)
-
-    def _positions_left(self, r: int) -> int:
-        """Steps that may be taken from a turn's last id on: what stands in for the row has positions too."""
-        return self.batch[r].room(None) + 1
 
     def _move(self, targets: list[int], sources: list[int]) -> None:
         super()._move(targets, sources)

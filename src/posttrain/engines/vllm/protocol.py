@@ -1,8 +1,7 @@
-"""What is said to a vLLM server, and how its answers are read. No sockets here: plain data in and out.
+"""Requests to a vLLM server and the reading of its answers, as plain data.
 
-Three endpoints of its OpenAI-compatible HTTP interface are used: ``/v1/models``, ``/tokenize`` and
-``/v1/completions``. The prompt goes out as token ids, and token ids come back (``return_token_ids``,
-vLLM 0.10.2 and later), so no text is tokenized a second time on the way.
+Three endpoints of its OpenAI-compatible HTTP interface are used: ``/v1/models``, ``/tokenize`` and ``/v1/completions``.
+Prompts go out as token ids, and token ids come back (``return_token_ids``, vLLM 0.10.2 and later).
 """
 
 from __future__ import annotations
@@ -11,28 +10,24 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import Interrupted, Unreadable
 from posttrain.errors import UsageError
 from posttrain.types import Completion, Finish
 
-# vLLM puts smaller temperatures up to this one, and refuses larger ones than 2.
+# vLLM raises smaller temperatures to this one, and refuses larger ones than 2.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-MODE_TOKENS = 8
-MASKED = -100.0  # the least that vLLM takes
-# Above this a number is no log-probability, rounding included.
-MAX_LOGPROB = 1e-3
-LARGEST_FLOAT = sys.float_info.max
+LOWEST_BIAS = -100.0  # that vLLM takes
+MAX_LOGPROB = 1e-3  # rounding included
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """An entry of ``/v1/models``: the name to ask for, the folder or hub name behind it, prompt and answer in tokens.
-
-    ``context`` is None where the server does not tell.
-    """
+    """An entry of ``/v1/models``: its name, the folder or hub name, and its context in tokens (None: not known)."""
 
     name: str
     root: str
@@ -41,10 +36,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One completion: of ``prompt``, at most ``limit`` tokens, drawn with ``seed``.
-
-    ``logprobs``: log-probabilities are wanted too (they cost the server time). ``unused``: ids that are never drawn.
-    """
+    """One completion of ``prompt`` with at most ``limit`` tokens. Ids of ``unused`` are never drawn."""
 
     model: str
     prompt: tuple[int, ...]
@@ -55,11 +47,10 @@ class CompletionRequest:
     unused: range = range(0)
 
     def body(self) -> dict[str, Any]:
-        """The JSON of ``POST /v1/completions``.
+        """Return the JSON of ``POST /v1/completions``.
 
-        Every option that a model's ``generation_config.json`` could set on the server is given, so
-        that none comes from there; only ``stop_ids`` end a completion, not the server's idea of an
-        end token.
+        It has every option that a model's ``generation_config.json`` could set on the server, so that none comes from
+        there. Only ``stop_ids`` end a completion, not the server's own end token.
         """
         greedy = self.sampling.temperature == 0
         body: dict[str, Any] = {
@@ -82,50 +73,67 @@ class CompletionRequest:
         if self.logprobs:
             body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
         if self.unused:
-            body["logit_bias"] = {str(token): MASKED for token in self.unused}
+            body["logit_bias"] = {str(token): LOWEST_BIAS for token in self.unused}
         return body
 
 
-def seed_of(key: int) -> int:
-    """The seed that stands for a completion's 64-bit key: its lower 63 bits, the range vLLM takes."""
-    return key % (1 << 63)
+class _Card(BaseModel, strict=True):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: PositiveInt | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Card]
+
+
+class _Logprobs(BaseModel, strict=True):
+    tokens: list[str]
+    token_logprobs: list[Annotated[float, Field(ge=-sys.float_info.max, le=MAX_LOGPROB)]]
+
+
+class _Choice(BaseModel, strict=True):
+    finish_reason: str | None = None
+    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completions(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
 def read_models(answer: Any) -> list[ServedModel]:
-    """The models of ``/v1/models``; an adapter has the context of the model under it.
+    """Return the models of ``/v1/models``; an adapter has the context of the model under it.
 
     Raises:
         Unreadable: not such an answer.
     """
     try:
-        cards = [dict(card) for card in answer["data"]]
-        contexts = {str(card["id"]): card.get("max_model_len") for card in cards}
-        for context in contexts.values():
-            if context is not None and (type(context) is not int or context < 1):
-                raise ValueError(f"max_model_len is {context!r:.80}")
-        return [
-            ServedModel(
-                name=str(card["id"]),
-                root=str(card.get("root") or card["id"]),
-                context=contexts[str(card["id"])] or contexts.get(str(card.get("parent"))),
-            )
-            for card in cards
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"/v1/models lists no models ({type(error).__name__}: {error})") from None
+        cards = _Models.model_validate(answer).data
+    except ValidationError as error:
+        raise Unreadable(f"/v1/models lists no models ({_first_fault(error)})") from None
+    contexts = {card.id: card.max_model_len for card in cards}
+    return [ServedModel(c.id, c.root or c.id, c.max_model_len or contexts.get(c.parent or "")) for c in cards]
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
 
 
 def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: str = "engine") -> ServedModel:
-    """The first of ``wanted`` that is served; without a wish, the only one there is.
+    """Return the first of ``wanted`` that is served; if none is named, the only one that there is.
 
     Raises:
         UsageError: none of them is served, or several are and none was named.
     """
-    there = ", ".join(repr(model.name) for model in models) or "nothing"
+    by_name = {model.name: model for model in models}
+    there = ", ".join(map(repr, by_name)) or "nothing"
     for name in wanted:
-        for model in models:
-            if model.name == name:
-                return model
+        if name in by_name:
+            return by_name[name]
     if wanted:
         raise UsageError(
             f"the server has {there}, not {wanted[0]!r}: it was started with another model, or before these weights "
@@ -138,7 +146,7 @@ def choose_model(models: Sequence[ServedModel], wanted: Sequence[str], where: st
 
 
 def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | None) -> Completion:
-    """The completion of an answer of ``/v1/completions``, checked against what was asked.
+    """Return the completion of an answer of ``/v1/completions``, compared with the request.
 
     Without log-probabilities in the request they are NaN, one per id.
 
@@ -146,78 +154,40 @@ def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | N
         Unreadable: ids or log-probabilities are missing, or do not fit the request.
         Interrupted: the server gave the request up.
     """
-    if not isinstance(answer, dict):
-        raise Unreadable(f"not a completion but {type(answer).__name__}")
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        count = f"{len(choices)} choices" if isinstance(choices, list) else "no list of choices"
-        raise Unreadable(f"{count} where one completion was asked for")
-    choice = choices[0]
-    finish = choice.get("finish_reason")
-    if finish not in ("stop", "length"):
-        raise Interrupted(f"the server ended a completion with {finish!r}")
-    ids = _read_ids(choice, request, vocab_size)
-    ended: Finish = "stop" if ids[-1] in request.sampling.stop_ids else "length"
-    if ended == "length" and (finish == "stop" or len(ids) != request.limit):
+    try:
+        (choice,) = _Completions.model_validate(answer).choices
+    except ValidationError as error:
+        raise Unreadable(_first_fault(error)) from None
+    if choice.finish_reason not in ("stop", "length"):
+        raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
+    ids, stops, read = tuple(choice.token_ids), request.sampling.stop_ids, choice.prompt_token_ids
+    check_vocabulary(ids, vocab_size)
+    if read is not None and tuple(read) != request.prompt:
+        raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
+    ended: Finish = "stop" if ids[-1] in stops else "length"
+    if ended == "length" and (choice.finish_reason == "stop" or len(ids) != request.limit):
         raise Unreadable(
-            f"a completion of {len(ids)} tokens that ends with id {ids[-1]} ({finish}), where {request.limit} tokens "
-            f"or one of the stop ids {sorted(request.sampling.stop_ids)} end it; start the server with "
+            f"a completion of {len(ids)} tokens that ends with id {ids[-1]} ({choice.finish_reason}), where "
+            f"{request.limit} tokens or one of the stop ids {sorted(stops)} end it; start the server with "
             "--generation-config vllm, so that it stops at nothing else"
         )
-    if any(token in request.sampling.stop_ids for token in ids[:-1]):
+    if stops & set(ids[:-1]):
         raise Unreadable("a completion that goes on after a stop id")
-    return Completion(ids, _read_logprobs(choice, request, ids), ended)
+    if not request.logprobs:
+        return Completion(ids, (math.nan,) * len(ids), ended)
+    if choice.logprobs is None or choice.logprobs.tokens != [f"token_id:{token}" for token in ids]:
+        raise Unreadable("log-probabilities of other tokens than those of the completion, or none")
+    if len(choice.logprobs.token_logprobs) != len(ids):
+        raise Unreadable(f"{len(choice.logprobs.token_logprobs)} log-probabilities for {len(ids)} tokens")
+    return Completion(ids, tuple(min(value, 0.0) for value in choice.logprobs.token_logprobs), ended)
 
 
-def _read_ids(choice: dict[str, Any], request: CompletionRequest, vocab_size: int | None) -> tuple[int, ...]:
-    ids = choice.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise Unreadable("no token ids; they come with vLLM 0.10.2 and later (return_token_ids)")
+def check_vocabulary(ids: Sequence[int], vocab_size: int | None) -> None:
+    """Refuse ids that the model does not have.
+
+    Raises:
+        Unreadable: naming the first.
+    """
     outside = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
     if outside:
         raise Unreadable(f"token id {outside[0]}, but the model's vocabulary has {vocab_size} entries")
-    read = choice.get("prompt_token_ids")
-    if read is not None and (not isinstance(read, list) or tuple(read) != request.prompt):
-        size = f"of {len(read)} tokens" if isinstance(read, list) else f"{read!r:.80}"
-        raise Unreadable(f"it read a prompt {size} that is not the one sent, of {len(request.prompt)}")
-    return tuple(ids)
-
-
-def _read_logprobs(choice: dict[str, Any], request: CompletionRequest, ids: tuple[int, ...]) -> tuple[float, ...]:
-    if not request.logprobs:
-        return (math.nan,) * len(ids)
-    logprobs = choice.get("logprobs")
-    logprobs = logprobs if isinstance(logprobs, dict) else {}
-    values, tokens = logprobs.get("token_logprobs"), logprobs.get("tokens")
-    if not isinstance(values, list) or not isinstance(tokens, list) or len(values) != len(ids):
-        count = len(values) if isinstance(values, list) else "no"
-        raise Unreadable(f"{count} log-probabilities for {len(ids)} tokens")
-    if tokens != [f"token_id:{token}" for token in ids]:
-        raise Unreadable("log-probabilities of other tokens than those of the completion")
-    for value in values:
-        if type(value) not in (int, float) or not -LARGEST_FLOAT <= value <= MAX_LOGPROB:
-            raise Unreadable(f"{value!r:.80} where a log-probability should be; is the server's --logprobs-mode one?")
-    return tuple(min(float(value), 0.0) for value in values)
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuse temperatures that vLLM would change or refuse.
-
-    Raises:
-        UsageError: the message says which it takes.
-    """
-    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(
-            f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
-            f"{MAX_TEMPERATURE:g}"
-        )
-
-
-def mode_request(model: ServedModel, prompt: Sequence[int]) -> CompletionRequest:
-    """A request whose answer tells raw from processed log-probabilities: with one token to draw, these are 0.
-
-    It continues the last id of ``prompt`` alone, after which hardly any model is certain of eight tokens.
-    """
-    limit = MODE_TOKENS if model.context is None else min(MODE_TOKENS, model.context - 1)
-    last = (int(prompt[-1]),)
-    return CompletionRequest(model.name, last, limit, Sampling(limit, temperature=1.0, top_k=1), seed=0)

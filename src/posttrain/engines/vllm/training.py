@@ -1,99 +1,89 @@
-"""vLLM servers whose weights follow a model in training: a user's, or the run's own.
+"""A vLLM server whose weights follow a model in training: a user's, or the run's own.
 
-Two things keep it honest. A server calls its weights what the last transfer called them, and is asked for that name
-before and after every batch: one that was started anew, or given weights by somebody else, does not pass. After every
-transfer both sides score a fixed batch, which catches what no name can: a tensor that did not arrive, a head that was
-packed before, a cache of prompts that was kept.
+The server names its weights by the label of the last transfer, and is asked for it before and after every batch: a
+server that was started anew, or that got weights from elsewhere, is refused. After every transfer both sides score a
+fixed batch, which finds what no label can: a tensor that did not arrive, a head that was packed before, a cache of
+prompts that was kept.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import secrets
-import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 
 from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
 from posttrain.engines.conversation import Groups
-from posttrain.engines.http import HttpServer, all_of, run
-from posttrain.engines.vllm.command import ServerOptions, Transfer, server_command
+from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of
+from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.probe import (
-    Scores,
-    default_tolerance,
-    largest_difference,
-    probe_bodies,
-    probe_prompts,
-    read_scores,
-)
-from posttrain.engines.vllm.server import OwnServer, free_port, interpreter
-from posttrain.engines.vllm.transfer import Gloo, GroupTransfer, Nccl, ask_all
+from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, check_vocabulary
+from posttrain.engines.vllm.server import OwnServer, find_interpreter, free_port, server_command
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
-from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.errors import EngineMismatch, RunFailure, UsageError, first_line
 from posttrain.option_types import LOOPBACK
+from posttrain.randomness import generator
 from posttrain.world import Within, World
 
-SERVED = "policy"  # the name of the model at the run's own servers
+SERVED = "policy"  # the name of the model at the run's own server
 SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
 MEMORY, PREFIX = Path("/dev/shm"), "posttrain-vllm-"
-LEFT_SECONDS = 3600.0  # a folder of a process that is gone is nobody's after this time
 
 
 class Trained(VllmEngine):
-    """See ``vllm``. The first ``sync`` starts the servers where the run has its own (``urls`` is empty).
+    """See ``vllm``. The first ``sync`` starts the server where the run has its own (``url`` is None).
 
-    ``own``: how these are started, as in ``ServerOptions``. Of several processes that train, the first has the servers,
-    and all ask them.
+    ``own``: options of ``server_command`` for it. Of several processes that train, the first controls the server, and
+    all ask it.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        urls: Sequence[str],
-        num_own: int,
+        url: str | None,
         own: dict[str, Any],
         *,
-        transfer: Literal["auto", "nccl", "files", "gloo"] = "auto",
         tolerance: float | None = None,
         **asking: Any,
     ) -> None:
         size = int(model.get_input_embeddings().weight.shape[0])
-        super().__init__(urls, tokenizer=tokenizer, vocab_size=size, **asking)
-        self.model, self.num_own, self.own = model, 0 if urls else num_own, ServerOptions(**own)
+        super().__init__(url, tokenizer=tokenizer, vocab_size=size, **asking)
+        self.model, self.own, self.starts = model, own, url is None
         self.device = next(model.parameters()).device
-        self.sleeps = not urls and self.device.type == "cuda" and self._shares_gpu()
-        self.transfer: Transfer = _chosen_transfer(self.device, self.sleeps) if transfer == "auto" else transfer
-        far = [server.base for server in self.servers if server.host not in LOOPBACK]
-        if self.transfer == "files" and far:
+        self.sleeps = self.starts and self.device.type == "cuda" and self._shares_gpu()
+        self.by_files = self.sleeps or self.device.type != "cuda"
+        if self.by_files and self._server is not None and self.server.host not in LOOPBACK:
             raise UsageError(
-                f"{self.where}.transfer: files are read by servers of this machine, and {far[0]} is another; use nccl"
+                f"{self.where}.url: without a GPU here weights go by files of this machine, and {self.server.base} is "
+                "another; name a server of this machine, or train on a GPU"
             )
-        self.dtype: torch.dtype = getattr(torch, self.own.dtype)
-        self.tolerance = default_tolerance(model, self.own.dtype) if tolerance is None else tolerance
-        self.version, self.label = -1, ""  # the servers have been given nothing yet
+        dtype = own.get("dtype", "float32")
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.tolerance = default_tolerance(model, dtype) if tolerance is None else tolerance
+        self.version, self.label = -1, ""  # the server has no weights yet
         self.is_asleep = False
         self._within: Within = lambda compute: compute()
-        self._processes: list[OwnServer] = []
-        self._group: GroupTransfer | None = None
+        self._process: OwnServer | None = None
+        self._group: NcclGroup | None = None
         self._memory: tempfile.TemporaryDirectory[str] | None = None
 
     def settle(self, folder: Path | None, world: World) -> Engine:
         """See ``Engine.settle``."""
-        if self.num_own and world.is_main:
-            interpreter()  # missed before anything is trained
-            if self.num_own > 1 and not self.own.gpus and self.device.type == "cuda":
-                raise UsageError(f"{self.where}.servers: {self.num_own} need GPUs of their own; name {self.where}.gpus")
+        if self.starts and world.is_main:
+            find_interpreter()  # missed before anything is trained
         return super().settle(folder, world)
 
     def take_parts(self, within: Within) -> None:
@@ -104,7 +94,7 @@ class Trained(VllmEngine):
         """See ``Engine.sync``.
 
         Raises:
-            UsageError: no server at an address, or one of another model or tokenizer, or that takes no weights.
+            UsageError: no server at the address, or one of another model or tokenizer, or that takes no weights.
         """
         if version == self.version and not self.is_asleep:
             return
@@ -112,14 +102,14 @@ class Trained(VllmEngine):
         scores: list[Scores] = []
         if self.world.is_main:
             self._prepare()
-        self.world.tell(None, "servers that wait for weights")
-        self._give_weights(label)
+        self.world.tell(None, "a server that waits for weights")
+        self._send_weights(label)
         if self.world.is_main:
-            scores = self._scores()
-        told = self.world.tell((label, scores, [server.base for server in self.servers]), "the servers' scores")
-        self.label, scores, urls = told
-        if not self.world.is_main and not self.servers:
-            self._reach(urls)
+            scores = self._session(self._scores)
+        base = self.server.base if self.world.is_main else None
+        self.label, scores, base = self.world.tell((label, scores, base), "the server's scores")
+        if self._server is None:
+            self._reach(base)
         difference = largest_difference(self.model, self._within, scores)
         if difference > self.tolerance:
             raise EngineMismatch(
@@ -131,7 +121,7 @@ class Trained(VllmEngine):
         self.version, self.is_asleep = version, False
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
-        """See ``Engine.generate``; the servers have the same weights before and after the batch."""
+        """See ``Engine.generate``; the server has the same weights before and after the batch."""
         if self.version < 0 or self.is_asleep:
             self.sync(max(self.version, 0))
         self._check_label()
@@ -142,161 +132,339 @@ class Trained(VllmEngine):
     def rest(self) -> None:
         """See ``Engine.rest``: on the trainer's own GPU the server gives its memory back."""
         if self.sleeps and not self.is_asleep and self.version >= 0:
-            self.world.tell(None, "answers before the servers sleep")
+            self.world.tell(None, "answers before the server sleeps")
             if self.world.is_main:
-                ask_all(self.servers, "POST", "/sleep?level=2")
+                control(self.server, "POST", "/sleep?level=2")
             self.is_asleep = True
 
     def close(self) -> None:
-        """End the servers, where they are the run's own."""
-        for process in self._processes:
-            process.stop()
+        """End the server, where it is the run's own."""
+        if self._process is not None:
+            self._process.stop()
         if self._memory is not None:
             self._memory.cleanup()
-        if self.num_own:
-            self._reach([])
-        self._processes, self._group, self._memory, self.version = [], None, None, -1
+        if self.starts:
+            self._reach(None)
+        self._process, self._group, self._memory, self.version = None, None, None, -1
+
+    def make_group(self) -> NcclGroup:
+        """Return a group with all workers of the server."""
+        return NcclGroup(self.server, self.server.timeout_seconds)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that are handed over. A CPU's server has no tied head, which it would not pack anew."""
+        """Yield the weights for the server. One on a CPU has no tied head, which it would not pack anew."""
         weights = checkpoint_weights(self.model)
         return untied(self.model, weights) if self._unties else weights
 
     @property
     def _unties(self) -> bool:
-        return bool(self.num_own) and self.device.type == "cpu" and self.transfer == "files"
+        return self.starts and self.device.type == "cpu"
 
     def _shares_gpu(self) -> bool:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        index = self.device.index or 0
-        return not self.own.gpus or (visible[index] if visible[0] else str(index)) in map(str, self.own.gpus)
+        index, gpus = self.device.index or 0, self.own.get("gpus", ())
+        return not gpus or (visible[index] if visible[0] else str(index)) in map(str, gpus)
 
     @property
-    def _place(self) -> Path:
+    def _folder(self) -> Path:
         assert self._memory is not None
         return Path(self._memory.name)
 
     def _prepare(self) -> None:
-        """Bring the servers to where they take weights; those that read files at their start are started later."""
+        """Bring the server to where it takes weights; one that reads files at its start is started later."""
         if self._memory is None:
-            self._memory = _folder_in_memory()
-            save_without_weights(self.model, self.tokenizer, self._place, untie=self._unties)
-        if not self.servers:
-            if self.transfer != "files":
+            place = MEMORY if MEMORY.is_dir() else None
+            self._memory = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
+            save_without_weights(self.model, self.tokenizer, self._folder, untie=self._unties)
+        if self._server is None:
+            if not self.by_files:
                 self._start()
             return
-        run(self._with_servers(self._connect))
+        self._session(self._connect)
         if self.is_asleep:
             torch.cuda.empty_cache()
-            ask_all(self.servers, "POST", "/wake_up?tags=weights")
+            control(self.server, "POST", "/wake_up?tags=weights")
             return
         if self.version >= 0:
-            self._scores()  # what a cache keeps of the weights before will show below
-        ask_all(self.servers, "POST", "/pause?mode=abort")
+            self._session(self._scores)  # fills a cache, which must not outlive the weights
+        control(self.server, "POST", "/pause?mode=abort")
 
     def _start(self) -> None:
-        """Start the run's own servers, side by side, and wait for them."""
-        share = len(self.own.gpus) // self.num_own
-        folder, urls = self.folder or self._place, []
-        for i in range(self.num_own):
-            options = replace(
-                self.own,
-                port=free_port(),
-                gpus=self.own.gpus[i * share : (i + 1) * share],
-                name=SERVED,
-                transfer=self.transfer,
-                is_empty=self.transfer != "files",
-                sleeps=self.sleeps,
-                interpreter=interpreter(),
-                whole_prompts=self.device.type == "cpu" and not self.own.gpus,
-                gpu_memory_utilization=self.own.gpu_memory_utilization or (SHARED_GPU if self.sleeps else None),
-            )
-            urls.append(f"http://127.0.0.1:{options.port}")
-            log = folder / ("vllm.log" if self.num_own == 1 else f"vllm-{i + 1}.log")
-            self._processes.append(OwnServer(server_command(str(self._place), options), urls[-1], log))
-        for process in self._processes:
-            process.wait()
-        self._reach(urls)
-        run(self._with_servers(self._connect))
+        """Start the run's own server, and wait for it.
 
-    def _give_weights(self, label: str) -> None:
-        """Replace the weights of all servers, which then answer again. Every process takes part with its part."""
+        A CPU's server reads no prompt in chunks, where vLLM 0.32 resets a seed or fails.
+        """
+        on_cpu = self.device.type == "cpu" and not self.own.get("gpus")
+        conditions = {
+            "load-format=dummy": not self.by_files,
+            "enable-sleep-mode": self.sleeps,
+            "no-enable-chunked-prefill": on_cpu,
+        }
+        options = self.own | {"port": free_port(), "interpreter": find_interpreter(), "name": SERVED}
+        options["transfer"] = "files" if self.by_files else "nccl"
+        options["switches"] = tuple(switch for switch, is_on in conditions.items() if is_on)
+        if self.sleeps and options.get("gpu_memory_utilization") is None:
+            options["gpu_memory_utilization"] = SHARED_GPU
+        url = f"http://127.0.0.1:{options['port']}"
+        log = (self.folder or self._folder) / "vllm.log"
+        self._process = OwnServer(server_command(str(self._folder), **options), url, log)
+        self._process.wait()
+        self._reach(url)
+        self._session(self._connect)
+
+    def _send_weights(self, label: str) -> None:
+        """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
         if not self.world.is_main:
             save_weights(self.weights(), None, self.dtype)
             return
         try:
-            if self.transfer == "files":
-                self._give_files(self._place)
+            if self.by_files:
+                self._send_files(self._folder)
             else:
                 if self._group is None:
-                    kind = Nccl if self.transfer == "nccl" else Gloo
-                    self._group = GroupTransfer(self.servers, kind, self.timeout_seconds)
+                    self._group = self.make_group()
                 announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model, gathers=False)]
-                self._group.send(self.servers, self.weights(), self.dtype, announced)
-            ask_all(self.servers, "POST", "/update_weight_version", {"new_version": label})
+                self._group.send(self.weights(), self.dtype, announced)
+            control(self.server, "POST", "/update_weight_version", {"new_version": label})
             if self.is_asleep:
-                ask_all(self.servers, "POST", "/wake_up?tags=kv_cache")
-            ask_all(self.servers, "POST", "/resume")
-            ask_all(self.servers, "POST", "/reset_prefix_cache")
+                control(self.server, "POST", "/wake_up?tags=kv_cache")
+            control(self.server, "POST", "/resume")
+            control(self.server, "POST", "/reset_prefix_cache")
         except RunFailure as failure:
             self._group = None
             raise RunFailure(f"the weights could not be handed over: {failure}") from None
 
-    def _give_files(self, folder: Path) -> None:
+    def _send_files(self, folder: Path) -> None:
         try:
             save_weights(self.weights(), folder, self.dtype)
-            if self.servers:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                ask_all(self.servers, "POST", "/collective_rpc", body)
-            else:
+            if self._server is None:
                 self._start()
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                control(self.server, "POST", "/collective_rpc", body)
         finally:
             for file in folder.glob("model-*.safetensors"):
                 file.unlink()
 
-    def _scores(self) -> list[Scores]:
-        """Return the servers' log-probabilities of a fixed batch."""
+    async def _scores(self) -> list[Scores]:
+        """Return the server's log-probabilities of a fixed batch."""
+        served, size = await self._connect(), self.vocab_size or 1
 
-        async def of_server(server: HttpServer) -> list[Scores]:
-            served = self._served[server.base]
-            context, size = served.context or UNLIMITED_CONTEXT, self.vocab_size or 1
+        async def score(body: dict[str, Any]) -> Scores:
+            read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
+            return await self._ask(body, read, "the probe")
 
-            async def score(body: dict[str, Any]) -> Scores:
-                read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
-                return await self._ask(server, body, read, "the probe")
-
-            return await all_of(score, probe_bodies(served, probe_prompts(size, context), context))
-
-        groups = run(self._with_servers(partial(all_of, of_server, self.servers)))
-        return [scores for group in groups for scores in group]
+        return await all_of(score, probe_bodies(served, size, served.context or UNLIMITED_CONTEXT))
 
     def _check_label(self) -> None:
-        """Refuse servers that have other weights than they were given last.
+        """Refuse a server that has other weights than it got last.
 
         Raises:
-            RunFailure: one was started anew meanwhile, or somebody else gave it weights.
+            RunFailure: it was started anew meanwhile, or got weights from elsewhere.
         """
-        labels = ask_all(self.servers, "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
-        for server, label in zip(self.servers, labels, strict=True):
-            if label != self.label:
-                raise RunFailure(
-                    f"{server.base}: the server has weights called {label[:60]!r}, and was given {self.label!r}: it "
-                    "was started anew, or another run hands it weights too. Continue when the run has the server for "
-                    "itself"
-                )
+        label = control(self.server, "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
+        if label != self.label:
+            raise RunFailure(
+                f"{self.server.base}: the server has weights called {label[:60]!r}, and was given {self.label!r}: it "
+                "was started anew, or another run hands it weights too. Continue when the run has the server for "
+                "itself"
+            )
 
 
-def _folder_in_memory() -> tempfile.TemporaryDirectory[str]:
-    """A folder of this process; those of processes that were killed are removed, since they take memory."""
-    if not MEMORY.is_dir():
-        return tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-    for left in MEMORY.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            is_old = time.time() - left.stat().st_mtime > LEFT_SECONDS
-            if is_old and not Path("/proc", left.name.removeprefix(PREFIX).partition("-")[0]).exists():
-                shutil.rmtree(left)
-    return tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY, ignore_cleanup_errors=True)
+# The routes by which a server takes weights, and the NCCL group that sends them.
+
+MAX_WORKERS = 1 << 16
+WORKERS = "/get_world_size"
 
 
-def _chosen_transfer(device: torch.device, shares: bool) -> Transfer:
-    return "nccl" if device.type == "cuda" and not shares else "files"
+def control(
+    server: HttpServer,
+    method: Literal["GET", "POST"],
+    path: str,
+    body: Any = None,
+    *,
+    read: Callable[[Any], Any] = lambda answer: answer,
+) -> Any:
+    """Ask a route of the server once, since it changes something.
+
+    Raises:
+        RunFailure: no answer, or a refusal; the message names server and route.
+    """
+    place = f"{server.base}: {path.partition('?')[0]}"
+    try:
+        return server.call(method, path, body, read=read, retries=0)
+    except (Unanswered, Unreadable) as error:
+        raise RunFailure(f"{place}: {error}") from None
+    except Refused as error:
+        missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
+        raise RunFailure(f"{place}: HTTP {error.status}: {error}{missing if error.status == 404 else ''}") from None
+
+
+class NcclGroup:
+    """A NCCL communicator of this process (rank 0) with all workers of a server.
+
+    ``timeout_seconds``: for every step, after which a missing worker ends the transfer.
+
+    Raises:
+        RunFailure: the server has no such routes, or its workers do not join.
+    """
+
+    def __init__(self, server: HttpServer, timeout_seconds: float) -> None:
+        self.server, self.timeout_seconds = server, timeout_seconds
+        size, identifier = 1 + control(server, "GET", WORKERS, read=read_num_workers), self.make_identifier()
+        about = {"nccl_unique_id_b64": base64.b64encode(identifier).decode(), "world_size": size, "rank_offset": 1}
+        self._together(
+            partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}),
+            partial(self.join, size, identifier),
+        )
+
+    def make_identifier(self) -> bytes:
+        """Return the name of a new group; its workers take it from the request."""
+        self.device = torch.cuda.current_device()
+        return bytes(nccl.unique_id())
+
+    def join(self, size: int, identifier: bytes) -> None:
+        """Enter the group; workers add up one number first."""
+        torch.cuda.set_device(self.device)  # in a thread of its own
+        self.communicator = nccl.init_rank(size, identifier, 0)
+        nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
+        torch.cuda.synchronize(self.device)
+
+    def broadcast(self, tensors: Iterator[Tensor]) -> None:
+        """Send the tensors; return once all workers have them."""
+        torch.cuda.set_device(self.device)
+        for tensor in tensors:
+            nccl.broadcast([tensor], 0, comms=[self.communicator])
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def send(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        announced: Sequence[tuple[str, torch.Size]],
+    ) -> None:
+        """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
+        about = {
+            "names": [name for name, _ in announced],
+            "dtype_names": [str(dtype).removeprefix("torch.")] * len(announced),
+            "shapes": [list(shape) for _, shape in announced],
+        }
+
+        def in_order() -> Iterator[Tensor]:
+            for (name, weight), expected in zip(weights, announced, strict=True):
+                assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
+                yield weight.to(dtype).contiguous()
+
+        control(self.server, "POST", "/start_weight_update")
+        self._together(
+            partial(control, self.server, "POST", "/update_weights", {"update_info": about}),
+            partial(self.broadcast, in_order()),
+        )
+        control(self.server, "POST", "/finish_weight_update", {})
+
+    def _together(self, *work: Callable[[], Any]) -> None:
+        """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
+        futures = [Future[None]() for _ in work]
+
+        def fill(future: Future[None], one: Callable[[], Any]) -> None:
+            try:
+                future.set_result(one())
+            except (RunFailure, RuntimeError, OSError, ValueError) as error:
+                future.set_exception(error)
+
+        for future, one in zip(futures, work, strict=True):
+            threading.Thread(target=fill, args=(future, one), daemon=True).start()
+        done, pending = wait(futures, self.timeout_seconds, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if (error := future.exception()) is not None:
+                raise error if isinstance(error, RunFailure) else RunFailure(f"a worker was lost: {first_line(error)}")
+        if pending:
+            raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
+
+
+def read_num_workers(answer: Any) -> int:
+    """Read the answer of ``WORKERS``."""
+    count = answer["world_size"]
+    if type(count) is not int or not 0 < count <= MAX_WORKERS:
+        raise Unreadable(f"a world_size of {count!r:.80}")
+    return count
+
+
+# A fixed batch that both sides score.
+
+# The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
+PROMPT_TOKENS = (300, 40, 7, 3)
+NEW_TOKENS = 8
+TOP = 20  # as many as a server gives by default
+# Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
+# size, which tells other weights apart but hardly one update from none.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
+
+    ids: tuple[int, ...]
+    places: dict[int, dict[int, float]]
+
+
+def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dict[str, Any]]:
+    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
+    lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
+    numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
+    greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
+    for i, length in enumerate(lengths):
+        prompt = tuple(numbers[i, :length].tolist())
+        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
+        bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
+    return bodies
+
+
+def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
+    """Return the scores of an answer to one of ``probe_bodies``.
+
+    Raises:
+        Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = (*prompt, *map(int, choice["token_ids"]))
+        if len(ids) > len(prompt) + NEW_TOKENS:
+            raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
+        of_prompt = choice.get("prompt_logprobs") or []
+        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
+        for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
+            places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
+    if not any(places.values()) or not all(0 < place < len(ids) for place in places):
+        raise Unreadable("no log-probabilities of a probe")
+    check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
+    return Scores(ids, places)
+
+
+def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
+    """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
+
+    ``within``: gathers a sharded model around its forward passes.
+    """
+    worst = 0.0
+    with sampling_mode(model):
+        device = next(model.parameters()).device
+        for scores in scored:
+            ids = torch.tensor([scores.ids], device=device)
+            logits = within(partial(model, input_ids=ids, use_cache=False)).logits[0].float()
+            own = logits.log_softmax(-1).cpu()
+            where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
+            theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])
+            rows, columns = zip(*where, strict=True)
+            difference = (own[list(rows), list(columns)] - theirs).abs()
+            worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
+    return worst
+
+
+def default_tolerance(model: Any, dtype: str = "float32") -> float:
+    """Return the allowed difference, by the precision of the model here and of the server's."""
+    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
+    return HALF_TOLERANCE if is_half else TOLERANCE
