@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -214,23 +213,17 @@ def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPo
     assert facts == [[[], facts[0][1], "0", True]] * 8
 
 
-def test_a_worker_has_an_empty_folder_and_none_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     pool = WorkerPool(TARGET, 1, LIMITS)
     try:
-        for environment, files, relative in values(pool.run([["surroundings", 0]] * 8)):
+        for environment, folder, relative in values(pool.run([["surroundings", 0]] * 8)):
             assert set(environment) - {"LD_LIBRARY_PATH", "PYTHONHOME", "LC_CTYPE"} == {
                 "PYTHONHASHSEED", "PYTHONUTF8", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
             }  # fmt: skip
-            assert (files, relative) == ([], [])
-        assert list(tmp_path.iterdir()) == [], "the folder is gone while the worker is in it"
+            assert (folder, relative) == ("/", [])
     finally:
         pool.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_may_compile_still_has_no_effects_and_reads_no_strangers_files(tmp_path: Path) -> None:
@@ -283,20 +276,22 @@ def test_threads_share_a_pool(pool: WorkerPool) -> None:
     assert values(pool.run(echo(1))) == [1], "workers outlive the thread that started them"
 
 
-def test_a_forked_copy_of_the_program_gets_workers_of_its_own(pool: WorkerPool) -> None:
-    assert values(pool.run(echo(1))) == [1]
-    mine = set(values(pool.run([["pid", 0]] * 20)))
+def test_a_forked_copy_of_the_program_gets_workers_of_its_own() -> None:
+    def pids() -> set[int]:
+        return set(values(shared_pool(TARGET, 2, LIMITS).run([["pid", 0]] * 20)))
+
+    mine = pids()
     child = os.fork()
     if child == 0:
         ok = False
         try:
-            theirs = {result.value for result in pool.run([["pid", 0]] * 20)}
-            ok = not theirs & mine
-            pool.close()
+            ok = not pids() & mine
+            shared_pool(TARGET, 2, LIMITS).close()
         finally:
             os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert set(values(pool.run([["pid", 0]] * 20))) <= mine
+    assert pids() <= mine
+    shared_pool(TARGET, 2, LIMITS).close()
 
 
 def test_a_closed_pool_leaves_no_process_and_starts_again() -> None:
@@ -369,19 +364,6 @@ def test_workers_do_not_outlive_a_program_that_is_killed(item: str | None, secon
     script.communicate(timeout=30)
     limit = seconds + 5  # the limits of an item end those that are at work
     assert wait_until_gone(pids, limit) < limit
-
-
-def test_no_folder_stays_where_a_program_is_killed_while_its_workers_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    code = "import os; from posttrain.graders.sandbox.workers import Limits, _Worker\n"
-    code += "worker = _Worker('worker_functions:answer', Limits(1, 1.5)); worker._open()\n"
-    code += "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
-    script = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert script.returncode == -signal.SIGKILL
-    wait_until_gone([int(script.stdout)], 10)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_thread_that_is_left_behind_does_not_hold_up_the_end() -> None:

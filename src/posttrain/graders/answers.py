@@ -19,7 +19,7 @@ from posttrain.graders.grading import Submission, is_blank
 # quantities.
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -51,7 +51,7 @@ KNOWN_UNITS = SHORT_UNITS | frozenset(
      "hour", "minute", "second", "day", "week", "month", "year", "people", "person", "point", "million", "billion")
 )  # fmt: skip
 # More units; nouns whose plural has another form; what is measured without a plural.
-_NOUNS = _words(
+_NOUNS = word_set(
     """
     amp ampere amu atm bar bit bps btu bushel byte calorie cal carat celsius century coulomb cup decade decibel
     decimeter decimetre dyne erg fahrenheit farad fathom fortnight furlong gbp gigabyte hectare henry hertz horsepower
@@ -68,14 +68,14 @@ _NOUNS = _words(
     """
 )
 # What may stand instead of a unit: some of these alone (``17 left``), all of them with more (``17 per day``).
-_ALONE = _words(
+_ALONE = word_set(
     """
     total altogether overall combined together more fewer less left leftover remaining away apart later earlier ago old
     older younger long longer shorter tall taller high higher lower wide deep heavier lighter bigger larger smaller
     cheaper faster slower closer each all only exactly
     """
 )
-_STARTS = _ALONE | _words(
+_STARTS = _ALONE | word_set(
     """
     a an are as at among before after between by during every for from had has have in into of off on out per than
     until was were with within who worth
@@ -83,7 +83,7 @@ _STARTS = _ALONE | _words(
 )
 _NOT_PLURAL = re.compile(r".*(?:ss|us|is)|times|does|has|was|always|sometimes|besides|whereas|afterwards")
 # They take a number back, wherever they stand behind it.
-_HEDGES = _words(
+_HEDGES = word_set(
     """
     wrong false incorrect probable probably possible likely unlikely unsure uncertain unknown guess guesses
     approximately roughly nearly almost sure certain certainly yes yeah nope nah perhaps else otherwise instead
