@@ -1,4 +1,4 @@
-"""The panels of runs, data sets and calibrations: what a picture of each shows."""
+"""The panels of runs and data sets: what a picture of each shows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from posttrain.evals.statistics import Bin, wilson_interval
 from posttrain.reports.charts import LARGEST, Panel, Series
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
@@ -156,26 +154,6 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
         own = label if len(tasks) == 1 else f"{label} {task}"
         series.append(Series(own, [float(e.step) for e in points], values, low, high, is_points=True))
     return series
-
-
-def calibration_panels(bins: Sequence[Bin], *, what: str = "came true") -> list[Panel]:
-    """What a reward model predicts against what comes true, with the 95 % interval of each bin, and the predictions.
-
-    ``what``: what the observed share is of. On the diagonal predictions mean what they say; below it they are
-    overconfident.
-    """
-    assert bins, "without predictions there is no diagram"
-    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
-    low, high = zip(*(wilson_interval(b.observed * b.n, b.n) for b in bins), strict=True)
-    predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
-    shares = Series("", predicted, observed, list(low), list(high), is_points=True)
-    counts = Series("", [(b.low + b.high) / 2 for b in bins], [float(b.n) for b in bins], is_bars=True)
-    axis: dict[str, Any] = {"x_label": "predicted probability", "x_range": (start, 1.0)}
-    return [
-        Panel("Calibration", f"share that {what}; dotted: predictions mean what they say", [shares], is_share=True,
-              has_diagonal=True, **axis),
-        Panel("Predictions", "how many there are", [counts], y_label="count", **axis),
-    ]  # fmt: skip
 
 
 def data_panels(stats: Description, unit: str) -> list[Panel]:

@@ -22,19 +22,6 @@ def show_decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}" if name in results else NOTHING
 
 
-def show_area_interval(results: Results, name: str) -> str:
-    """The 95 % interval of an area under the curve."""
-    return f"{results[f'{name}_low']:.3f} – {results[f'{name}_high']:.3f}" if f"{name}_low" in results else NOTHING
-
-
-def show_points(results: Results, name: str) -> str:
-    """A difference of shares in percentage points, with its interval."""
-    if name not in results:
-        return NOTHING
-    value, low, high = (100 * results[key] for key in (name, f"{name}_low", f"{name}_high"))
-    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
-
-
 @dataclass(frozen=True)
 class Part:
     """One table of a view: what it is about, what is counted as n, and its columns (label, result, how it is shown).
@@ -48,11 +35,8 @@ class Part:
 
 
 _RIGHT = (("right", "accuracy", show_share), ("95 % interval", "accuracy", show_interval))
-_AREA = (("AUC", "auc", show_decimals), ("95 % interval", "auc", show_area_interval))
+_AREA = (("AUC", "auc", show_decimals),)
 _TOP = (("top 1", "top_one", show_share), ("95 % interval", "top_one", show_interval))
-_ERROR = ("calibration error", "calibration_error", show_decimals)
-_LOSS = (("log loss", "log_loss", show_decimals), _ERROR)
-_LENGTH = (("the longer one", "longer_accuracy", show_share), ("points over length", "gain_over_length", show_points))
 _CHOOSING = (("any one", "random_one", show_share), ("best there is", "oracle", show_share))
 _FIRST = (("first error", "accuracy", show_share), _RIGHT[1])
 _STEPS = (
@@ -63,17 +47,16 @@ _STEPS = (
     ("AUC", "step_auc", show_decimals),
 )
 PARTS: Mapping[str, Sequence[Part]] = {
-    "pairs": [Part("pairs", "n", (*_RIGHT, *_LENGTH, *_LOSS))],
+    "pairs": [Part("pairs", "n", (*_RIGHT, ("margin", "margin", show_decimals)))],
     "judged answers": [
-        Part("judged answers", "n", (*_RIGHT, *_AREA, *_LOSS)),
+        Part("judged answers", "n", (*_RIGHT, *_AREA)),
         Part("choosing among the answers to a problem", "num_problems", (*_TOP, *_CHOOSING)),
     ],
-    "labelled steps": [Part("labelled steps", "n", (*_FIRST, *_STEPS, _ERROR))],
+    "labelled steps": [Part("labelled steps", "n", (*_FIRST, *_STEPS))],
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "right: the chosen answer has the higher score; a tie counts half. The longer one: the accuracy of always "
-    "taking the longer text; points over length: against the better of the longer and the shorter.",
+    "pairs": "right: the chosen answer has the higher score; a tie counts half.",
     "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
     "problem is right; for comparison any one of them, and the best there is (some answer is right).",
     "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
@@ -133,13 +116,8 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     ]
 
 
-def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
-    """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
-    calibration = TextTable(
-        "Calibration",
-        ["predicted", "n", "mean prediction", "came true"],
-        [[f"{b.low:.0%} – {b.high:.0%}", str(b.n), f"{b.predicted:.1%}", f"{b.observed:.1%}"] for b in evaluation.bins],
-    )
+def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any]) -> str:
+    """The page of one evaluation, as Markdown."""
     shown = {name for part in PARTS[evaluation.view] for _, name, _ in part.columns} | {"num_problems"}
     further = [
         [name, show_number(evaluation.results, name)]
@@ -149,7 +127,6 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
     tables = [
         *score_tables([(label, evaluation)]),
         *kind_tables(evaluation.kinds),
-        *([calibration] if evaluation.bins else []),
         TextTable("Further results", ["result", "value"], further),
     ]
     parts = [
@@ -157,8 +134,6 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
         f"{NOTES[evaluation.view]}\n",
         *(to_markdown(table) for table in tables),
     ]
-    if picture is not None:
-        parts.append(f"![predicted against what came true]({picture})\n")
     if evaluation.dropped:
         parts.append("Not measured: " + ", ".join(f"{n} {reason}" for reason, n in evaluation.dropped.items()) + "\n")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,7 @@ VIEWS = {"pairs": evaluate_pairs, "judged answers": evaluate_judged, "labelled s
 
 @dataclass(slots=True, kw_only=True)
 class RewardEvaluation(View):
-    """``results`` by name (``accuracy`` is the mean of ``right`` over ``items``, where these have it).
-
-    ``view``: a key of ``VIEWS``. ``kinds``: by a fact of the items and its values, n and accuracy.
-    """
+    """A view of a task (a key of ``VIEWS``); ``kinds``: by a fact of the items and its values, n and accuracy."""
 
     name: str
     view: str
@@ -62,9 +59,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
     kinds = break_down(view.items)
-    return RewardEvaluation(
-        view.results, view.items, view.bins, view.dropped, name=task_label(task), view=name, kinds=kinds
-    )
+    return RewardEvaluation(view.results, view.items, view.dropped, name=task_label(task), view=name, kinds=kinds)
 
 
 def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
@@ -129,14 +124,12 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
 
 def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
     """A folder for each model and task: in its run, or below ``out``."""
-    several_models = len({source.label for source, _ in cells}) > 1
+    is_shared = out is not None and len({source.label for source, _ in cells}) > 1
     folders = []
     for source, task in cells:
         is_whole_run = source.run is not None and source.path == str(source.run)
-        names = (
-            task_label(task) if is_whole_run and not (out and several_models) else f"{source.label}-{task_label(task)}"
-        )
-        folders.append(place_of(source, out / slug(names) if out and len(cells) > 1 else out, names))
+        name = task_label(task) if is_whole_run and not is_shared else f"{source.label}-{task_label(task)}"
+        folders.append(place_of(source, out / slug(name) if out and len(cells) > 1 else out, name))
     return folders
 
 
@@ -153,7 +146,6 @@ def write_scores(scored: Scored, page: str) -> None:
         "results": one.results,
         "settings": scored.settings,
         "kinds": one.kinds,
-        "calibration": [asdict(b) for b in one.bins],
         "not_measured": one.dropped,
         "environment": describe_environment(),
     }
