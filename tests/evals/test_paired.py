@@ -104,8 +104,7 @@ def test_few_items_that_all_differ_alike_may_be_chance() -> None:
         "(McNemar's exact test: p = 0.25), on 3 items"
     )
     assert found.cautions() == [
-        "all 3 items differ by the same amount (+100.0 points), so the interval has no width and says nothing about "
-        "so few differences",
+        "all 3 items differ by the same amount, so the interval has no width",
         "3 items are few: below 30 the interval is too narrow; McNemar's exact test holds for few items too",
     ]
     several = compare_items(make_items(["ww"] * 3), make_items(["rr"] * 3), labels=LABELS, samples=2)

@@ -44,18 +44,6 @@ def test_nothing_graded_is_no_accuracy_of_zero() -> None:
     assert "nothing was graded" in notes_on([row], {})[0]
 
 
-def test_the_templates_share_of_the_accuracy_is_said() -> None:
-    rows = [Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", BETTER)]
-    rows += [Row("k", "boxed", "math/test", BETTER), Row("k", "plain", "math/test", BETTER)]  # alike: nothing to say
-    assert notes_on(rows, {}) == ["math/test · m: the template alone moves it from 21.0% (plain) to 62.0% (boxed)"]
-
-
-def test_a_small_difference_of_templates_is_not_sold_as_one() -> None:
-    near = RESULTS | {"accuracy": 0.25, "accuracy_low": 0.15, "accuracy_high": 0.4}
-    rows = [Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", near)]
-    assert notes_on(rows, {})[0].endswith("to 25.0% (boxed), which the intervals cannot tell from chance")
-
-
 def test_what_a_reader_must_know() -> None:
     bad = RESULTS | {
         "num_graded": 40.0, "prompts_too_long": 3.0, "grading_failures": 0.02, "truncated": 0.31, "unscored": 0.1

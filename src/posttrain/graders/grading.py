@@ -85,8 +85,7 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
     return verdicts
 
 
-# Whether a text has anything to see in it: one meaning of "there is an answer" for all graders and rewards.
-
+# What can be seen: one meaning of "there is an answer" for all graders and rewards.
 # Controls, formats (zero-width space, byte order mark), surrogates, private and unassigned characters, separators;
 # marks, which are seen only on a letter.
 _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Mc", "Me"))
@@ -114,9 +113,6 @@ def only_seen(text: str) -> str:
     )
 
 
-# Several gold answers, each of which is right.
-
-
 @register("grader", batched=True)
 def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list[Verdict]:
     """Right if the answer equals any of the gold answers in ``meta["answers"]``.
@@ -132,10 +128,10 @@ def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list
         replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
     ]
     verdicts = iter(grade(mode, asked))
-    return [_combine([next(verdicts) for _ in own]) for own in golds]
-
-
-def _combine(verdicts: Sequence[Verdict]) -> Verdict:
-    right = [verdict for verdict in verdicts if verdict.outcome == "right"]
-    failed = [verdict for verdict in verdicts if verdict.outcome in FAILURES]
-    return (right or failed or verdicts)[0]
+    found = []
+    for own in golds:
+        several = [next(verdicts) for _ in own]
+        right = [verdict for verdict in several if verdict.outcome == "right"]
+        failed = [verdict for verdict in several if verdict.outcome in FAILURES]
+        found.append((right or failed or several)[0])
+    return found
