@@ -13,19 +13,9 @@ from posttrain import registry
 from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import DataError
-from posttrain.evals.items import Item, digest_of, item_of, read_items, sample_of, write_items
+from posttrain.evals.items import Item, digest_of, read_items, sample_of, write_items
 from posttrain.recipes.sections import RewardWord
 from posttrain.types import Completion, Example, Message, Rollout
-
-
-def test_an_item_keeps_plain_facts_of_its_example() -> None:
-    messages = (Message("system", "Be brief."), Message("user", "1 + 1?"))
-    meta = {"level": 3, "subject": "sums", "score": len, "names": ["a"], "hard": True, "extra": None}
-    item = item_of(Example("sums/4", messages, "2", meta=meta), 7)
-    assert (item.id, item.index, item.answer, item.samples) == ("sums/4", 7, "2", ())
-    assert item.question == "system: Be brief.\n\nuser: 1 + 1?"
-    assert item.meta == {"level": 3, "subject": "sums", "hard": True, "extra": None}
-    assert (item.share, item.is_ungraded) == (0.0, False)
 
 
 def make_rollout(text: str, ids: list[int], **changes) -> Rollout:

@@ -9,7 +9,7 @@ import pytest
 from made_up_items import make_items
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item
-from posttrain.evals.paired import compare_items, pair_items, settings_apart, show_p
+from posttrain.evals.paired import compare_items, pair_items, settings_apart
 
 A = ["r"] * 4 + ["r"] * 1 + ["w"] * 3 + ["n"] * 2  # 5 of 10
 B = ["r"] * 4 + ["w"] * 1 + ["r"] * 3 + ["w"] * 2  # 7 of 10
@@ -87,13 +87,6 @@ def test_other_settings_are_refused_or_told() -> None:
         settings_apart(base, base | {"top_k": 5})
     apart = settings_apart(base, base | {"template": {"name": "plain"}, "model": "b"})
     assert apart == {"model": ("a", "b"), "template": ({"name": "boxed"}, {"name": "plain"})}
-
-
-@pytest.mark.parametrize(
-    ("p", "text"), [(0.0002, "p < 0.001"), (0.00251, "p = 0.0025"), (0.0449, "p = 0.045"), (1.0, "p = 1")]
-)
-def test_p_in_words(p: float, text: str) -> None:
-    assert show_p(p) == text
 
 
 def test_few_items_that_all_differ_alike_may_be_chance() -> None:

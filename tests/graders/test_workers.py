@@ -17,7 +17,7 @@ import pytest
 
 from posttrain.errors import RunFailure
 from posttrain.graders.sandbox import workers
-from posttrain.graders.sandbox.workers import Limits, Result, WorkerPool, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, Result, WorkerPool, shared_pool
 
 TARGET = "worker_functions:answer"
 LIMITS = Limits(cpu_seconds=0.3, wall_seconds=15.0, memory_bytes=128 * 2**20)
@@ -117,45 +117,6 @@ def test_waiting_is_limited_apart_from_computing() -> None:
     assert values([first, last]) == [0.01, 0.02]
 
 
-def test_waiting_is_no_computing(pool: WorkerPool) -> None:
-    assert values(pool.run([["sleep", 0.6]])) == [0.6]
-
-
-def test_memory_below_the_limit_is_there_for_every_item_and_output_goes_nowhere() -> None:
-    pool = WorkerPool(TARGET, 1, PATIENT)
-    try:
-        *sizes, read, text = values(pool.run([*[["allocate", 100 * 2**20]] * 4, ["print", "x"], ["repeat", 60_000]]))
-    finally:
-        pool.close()
-    assert (sizes, read, len(text)) == ([100 * 2**20] * 4, 0, 60_000)
-
-
-def test_many_bad_items_in_a_row_do_not_use_up_the_workers(pool: WorkerPool) -> None:
-    bad = [["spin", 0], ["fault", 0], ["allocate", 10**10], ["leave at once", 1], ["fault", 0]]
-    results = pool.run([*bad, *echo(*range(20)), *bad])
-    kinds = ["timeout", "crash", "crash", "crash", "crash"]
-    assert [result.kind for result in results] == [*kinds, *["value"] * 20, *kinds]
-    assert values(results[5:25]) == list(range(20))
-    assert values(pool.run(echo("still there"))) == ["still there"]
-
-
-def test_big_messages_both_ways_do_not_block(pool: WorkerPool) -> None:
-    sizes = values(pool.run([["length", "x" * 150_000]] * 60))
-    assert sizes == [150_000] * 60
-    texts = values(pool.run([["repeat", 60_000]] * 100))
-    assert {len(text) for text in texts} == {60_000}
-
-
-def test_results_do_not_depend_on_the_number_of_workers() -> None:
-    items = [*echo(*range(50)), ["spin", 0], ["raise", "x"], *echo(*range(50)), ["recurse", 0], ["fault", 1]]
-    found = []
-    for num_workers in (1, 3):
-        pool = WorkerPool(TARGET, num_workers, LIMITS)
-        found.append(pool.run(items))
-        pool.close()
-    assert found[0] == found[1]
-
-
 def test_a_worker_that_is_killed_from_outside_costs_nobody_the_result() -> None:
     pool = WorkerPool(TARGET, 2, Limits(cpu_seconds=5, wall_seconds=30))
     try:
@@ -201,11 +162,6 @@ def test_a_worker_has_no_effects(pool: WorkerPool, kind: str, tmp_path: Path) ->
 def test_a_worker_runs_no_text(pool: WorkerPool, kind: str, text: str) -> None:
     (result,) = pool.run([[kind, text]])
     assert (result.kind, result.reason) == ("crash", "PermissionError: a worker compiles no text")
-
-
-def test_a_worker_opens_no_connection(pool: WorkerPool) -> None:
-    (result,) = pool.run([["connect", 0]])
-    assert "PermissionError: a worker does no socket." in result.reason
 
 
 def test_a_worker_is_a_light_process_of_its_own_with_fixed_hashes(pool: WorkerPool) -> None:
@@ -261,21 +217,6 @@ def test_workers_that_die_before_they_are_ready_are_an_error(monkeypatch: pytest
         pool.run(echo(1))
 
 
-def test_threads_share_a_pool(pool: WorkerPool) -> None:
-    found: dict[int, list[Any]] = {}
-
-    def work(number: int) -> None:
-        found[number] = values(pool.run(echo(*range(number, number + 50))))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: list(range(number, number + 50)) for number in range(4)}
-    assert values(pool.run(echo(1))) == [1], "workers outlive the thread that started them"
-
-
 def test_a_forked_copy_of_the_program_gets_workers_of_its_own() -> None:
     def pids() -> set[int]:
         return set(values(shared_pool(TARGET, 2, LIMITS).run([["pid", 0]] * 20)))
@@ -303,12 +244,6 @@ def test_a_closed_pool_leaves_no_process_and_starts_again() -> None:
     assert pool.pids == []
     assert values(pool.run(echo(3))) == [3]
     pool.close()
-
-
-def test_pools_are_shared_by_their_settings() -> None:
-    assert shared_pool(TARGET, 1, LIMITS) is shared_pool(TARGET, 1, LIMITS)
-    assert shared_pool(TARGET, 1, LIMITS) is not shared_pool(TARGET, 2, LIMITS)
-    assert 1 <= count_cpus() <= (os.cpu_count() or 1)
 
 
 SCRIPT = """

@@ -16,8 +16,8 @@ from posttrain.evals.ranking import area_under_curve
 from posttrain.evals.statistics import paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
 from posttrain.reports.reward_model import difference_tables, shared_verdicts
-from posttrain.reward_models.evaluation import RewardEvaluation, evaluate_reward_model
-from posttrain.reward_models.measures import add_share, break_down, effective_number
+from posttrain.reward_models.evaluation import evaluate_reward_model
+from posttrain.reward_models.measures import RewardEvaluation, add_share, break_down, effective_number
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response
 
@@ -181,12 +181,6 @@ def test_steps_by_hand() -> None:
     assert results["step_auc"] == area_under_curve([p for p, z in pairs if z], [p for p, z in pairs if not z])
     assert {value: row["n"] for value, row in found.kinds["subset"].items()} == {"x": 2.0, "y": 3.0}
     json.dumps(found.items, allow_nan=False)
-
-
-def test_three_classes_a_neutral_step_is_no_error() -> None:
-    found = evaluated("process", [problem(0, solution([0.9, 0.8, 0.3], [2, 1, 0], 0.0))])
-    assert found.results["accuracy"] == found.results["step_accuracy"] == 1.0
-    assert found.results["positive_share"] == pytest.approx(2 / 3)
 
 
 # --- what is refused, and which items ---

@@ -25,12 +25,19 @@ from posttrain.types import Example, Response
 
 
 @dataclass(slots=True)
-class View:
-    """Results by name, one record per item, and how many items could not be measured, by reason."""
+class RewardEvaluation:
+    """A reward model measured on a task by a ``view`` of its data.
 
+    ``results`` by name, one record per item, how many items could not be measured, by reason, and ``kinds``: by a fact
+    of the items and its values, n and accuracy.
+    """
+
+    view: str
+    name: str = ""
     results: dict[str, float] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    kinds: Kinds = field(default_factory=dict)
 
 
 def add_share(
@@ -83,12 +90,12 @@ def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
     return by_kind([item["meta"] for item in judged], measure)
 
 
-def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Each example's best response against its worst, as training pairs them; pairs that training drops are dropped.
 
     ``accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
     """
-    view = View()
+    view = RewardEvaluation("pairs")
     pairs: list[tuple[Example, Response, Response]] = []
     for example in examples:
         (unit,) = rows_of(model.tokenizer, model.template, example, "pair")
@@ -122,13 +129,13 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:
     return view
 
 
-def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Answers that are right (1) or wrong (0), one or several to a problem.
 
     Over answers: ``auc``, and where a score states a probability ``accuracy`` (it is on the right side of one half,
     a tie counts one half). Over problems: see ``choose_among``.
     """
-    view = View()
+    view = RewardEvaluation("judged answers")
     if missing := sum(not example.responses for example in examples):
         view.dropped["no given responses"] = missing
     answers = [(example, response) for example in examples for response in example.responses]
@@ -185,7 +192,7 @@ def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, f
     return measures
 
 
-def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Solutions with labelled steps: is each step judged rightly, and is the first wrong one found?
 
     A step is good if its class is not the lowest, and called good if P(good) > 1/2; one without a label counts nowhere.
@@ -193,7 +200,7 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
     neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
     classes), ``positive_share`` and ``step_auc``.
     """
-    view = View()
+    view = RewardEvaluation("labelled steps")
     labelled: list[tuple[Example, int, Response]] = []
     for example in examples:
         if not example.responses:
@@ -232,7 +239,7 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
     return view
 
 
-def _summarize_steps(view: View) -> None:
+def _summarize_steps(view: RewardEvaluation) -> None:
     problems = [item["problem"] for item in view.items]
     add_share(view.results, "accuracy", [item["right"] for item in view.items], problems)
     view.results |= score_first_errors(

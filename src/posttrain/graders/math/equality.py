@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
+from posttrain.graders.answers import canonical_unit, parse_quantity, same_quantity, without_spaces
 from posttrain.graders.math.notation import unify
 from posttrain.graders.math.reading import (
     BasedNumber,
@@ -197,7 +197,8 @@ class Comparison:
         if isinstance(gold, Relation) or isinstance(answer, Relation):
             return self._same_relation(gold, answer)
         if isinstance(gold, Union) or isinstance(answer, Union):
-            return self._same_unordered(_parts(gold), _parts(answer)) if _is_set(gold) and _is_set(answer) else False
+            are_sets = isinstance(gold, Union | Collection) and isinstance(answer, Union | Collection)
+            return are_sets and self._same_unordered(_parts(gold), _parts(answer))
         if {type(gold), type(answer)} == {Matrix, Collection}:  # a vector as a tuple
             return self.same(_as_tuple(gold), _as_tuple(answer))
         if isinstance(gold, Collection) or isinstance(answer, Collection):
@@ -215,12 +216,9 @@ class Comparison:
         if gold == answer == _ELLIPSIS:
             return True
         if isinstance(gold, Number) and isinstance(answer, Number):
-            return self.same_number(gold.quantity, answer.quantity)
+            tolerance = float(abs(gold.quantity.value)) * self.relative_tolerance
+            return same_quantity(gold.quantity, answer.quantity, tolerance)
         return _same_expression(gold, answer)
-
-    def same_number(self, gold: Quantity, answer: Quantity) -> bool:
-        """Whether two quantities agree within the tolerance."""
-        return same_quantity(gold, answer, float(abs(gold.value)) * self.relative_tolerance)
 
     def _same_ordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
         return len(gold) == len(answer) and all(self.same(*pair) for pair in zip(gold, answer, strict=True))
@@ -379,10 +377,6 @@ def _as_tuple(form: Form) -> Form:
     if len(form.rows) > 1 and any(len(row) > 1 for row in form.rows):
         raise NotUnderstood("a matrix is no tuple")
     return Collection("(", ")", tuple(cell for row in form.rows for cell in row))
-
-
-def _is_set(form: Form) -> bool:
-    return isinstance(form, Union | Collection)
 
 
 def _parts(form: Form) -> tuple[Form, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from posttrain.graders.answers import NUMBER, Box, final_response, find_boxes, last_boxed, last_number, parse_quantity
+from posttrain.graders.answers import NUMBER, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
 MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
 MAX_BARE_CHARS = 400
@@ -126,17 +126,15 @@ def read_boxes(text: str) -> Boxes | None:
     if not boxes:
         return None
     first = len(boxes) - 1
-    while first and _joined(text, boxes[first - 1], boxes[first]):
+    while first:
+        between = text[boxes[first - 1].stop : boxes[first].begin]
+        if len(between) > _MAX_GLUE_CHARS or _GLUE.fullmatch(between) is None:
+            break
         first -= 1
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
         contents = list({parse_quantity(one) or one: one for one in dict.fromkeys(contents)}.values())
     return Boxes(tuple(contents), boxes[-1].stop)
-
-
-def _joined(text: str, one: Box, other: Box) -> bool:
-    between = text[one.stop : other.begin]
-    return len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
 
 
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:

@@ -157,7 +157,9 @@ def read_form(text: str, depth: int = 0) -> Form:
     if unions:
         return Union(tuple(read_form(part, depth + 1) for part in parts))
     if ("\\pm" in text or "\\mp" in text) and not text.startswith("\\{"):
-        return Collection("", "", tuple(read_form(signed, depth + 1) for signed in _both_signs(text)))
+        upper = text.replace("\\pm", "+").replace("\\mp", "-").strip().removeprefix("+")
+        lower = text.replace("\\pm", "-").replace("\\mp", "+")
+        return Collection("", "", tuple(read_form(signed, depth + 1) for signed in (upper, lower)))
     return _read_bracketed(text, depth) or _read_matrix(text, depth) or _read_expression(text, depth)
 
 
@@ -257,12 +259,6 @@ def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
     for form in forms:
         flat += form.items if isinstance(form, Collection) and not form.opening else (form,)
     return tuple(flat)
-
-
-def _both_signs(text: str) -> tuple[str, str]:
-    upper = text.replace("\\pm", "+").replace("\\mp", "-")
-    lower = text.replace("\\pm", "-").replace("\\mp", "+")
-    return upper.strip().removeprefix("+"), lower
 
 
 def _read_bracketed(text: str, depth: int) -> Form | None:

@@ -215,35 +215,37 @@ class _Worker:
 
     def _send(self, line: bytes) -> bool:
         """Send a line; return whether there is a process that reads it."""
-        if self.process is None or self.process.stdin is None:
+        process = self.process
+        if process is None or process.stdin is None:
             return False
         parts = memoryview(line)
         try:
             while parts:
-                parts = parts[os.write(self.process.stdin.fileno(), parts) :]
-        except OSError:  # it is gone
+                parts = parts[os.write(process.stdin.fileno(), parts) :]
+        except (OSError, ValueError):  # it is gone
             return False
         return True
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         """Return the next line as a mapping; None if there is none in time, or another thing than ours write."""
-        assert self.process is not None
-        assert self.process.stdout is not None
+        process = self.process
+        if process is None or process.stdout is None:
+            return None
         deadline, data = time.monotonic() + seconds, bytearray()
         poll = select.poll()
-        poll.register(self.process.stdout, select.POLLIN)
-        while not data.endswith(b"\n"):
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                self._is_overdue = True
-                return None
-            part = os.read(self.process.stdout.fileno(), MAX_RESULT_BYTES)
-            data += part
-            self._has_ended = not part
-            if self._has_ended or len(data) > 2 * MAX_RESULT_BYTES:
-                return None
         try:
+            poll.register(process.stdout, select.POLLIN)
+            while not data.endswith(b"\n"):
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    self._is_overdue = True
+                    return None
+                part = os.read(process.stdout.fileno(), MAX_RESULT_BYTES)
+                data += part
+                self._has_ended = not part
+                if self._has_ended or len(data) > 2 * MAX_RESULT_BYTES:
+                    return None
             answer = json.loads(data)
-        except ValueError:  # no JSON
+        except (OSError, ValueError):  # no JSON, or another thread has ended the process
             return None
         return answer if isinstance(answer, dict) else None
 
@@ -255,9 +257,9 @@ class _Worker:
         process, self.process = self.process, None
         if process is None:
             return 0
-        if self._has_ended:
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its limits end it
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
+            if self._has_ended:
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its limits end it
             os.killpg(process.pid, signal.SIGKILL)
         with process:
             return process.wait()
