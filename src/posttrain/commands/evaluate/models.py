@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
@@ -29,33 +28,29 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
-from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
+from posttrain.reports.evaluation import (
+    by_evaluation,
+    contest_table,
+    shown_value,
+    write_contest_page,
+    write_page,
+    write_table_page,
+)
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
 from posttrain.reward_models.evaluation import run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
 DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
-# Options of sampling with their defaults, which a reward model cannot use.
-SAMPLING = {
-    "samples": 1,
-    "k": None,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-    "max_tokens": None,
-    "best_of": None,
-    "engine": "native",
-    "seed": 0,
-    "batch": DEFAULT_BATCH,
-}
+# Options of sampling, which a reward model cannot use, with their defaults.
+SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of")) | {
+    "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
+}  # fmt: skip
 
 
 def run_models(arguments: argparse.Namespace) -> int:
     """Measure every cell, print a table, write results, records and a summary."""
-    plan = make_plan(request_of(arguments))
-    finished = _run(plan, arguments.quiet)
-    _show(plan, finished, arguments.quiet)
+    _run(make_plan(request_of(arguments)), arguments.quiet)
     return 0
 
 
@@ -86,13 +81,12 @@ def request_of(
 
 
 def _run(plan: Plan, quiet: bool) -> list[Finished]:
+    """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
-
-
-def _show(plan: Plan, finished: Sequence[Finished], quiet: bool) -> None:
+        finished = run_plan(plan, write_page, write_table_page, open_reward_model, progress)
     tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
     _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
+    return finished
 
 
 def _print(tables: Sequence[TextTable], notes: Sequence[str], place: str, quiet: bool) -> None:
@@ -132,8 +126,6 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             say(console, f"both on {plan.cells[0].name} ({options}); --task names another")
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
-        if not arguments.quiet:
-            _show(plan, [a, b], arguments.quiet)
     paired, apart = compare_finished(a, b, seed=arguments.seed)
     write_comparison(out, a, b, paired, apart)
     if leaves_out_tables(arguments.quiet):
@@ -141,7 +133,7 @@ def run_comparison(arguments: argparse.Namespace) -> int:
     say(console, f"A: {paired.a}   B: {paired.b}")
     for name, (left, right) in apart.items():
         if name not in ("model", "checkpoint"):
-            say(console, f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", "dim")
+            say(console, f"they also differ in {name}: A {shown_value(left)}, B {shown_value(right)}", "dim")
     print_table(console, differences_table(paired))
     say(console, paired.counts())
     say(console, f"\n{paired.in_words()}", "bold")
@@ -149,12 +141,6 @@ def run_comparison(arguments: argparse.Namespace) -> int:
         say(console, caution, "dim")
     say(console, f"comparison: {out / COMPARISON}")
     return 0
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{key}={inner}" for key, inner in value.items())
-    return str(value)
 
 
 def run_against(arguments: argparse.Namespace) -> int:
@@ -168,8 +154,7 @@ def run_against(arguments: argparse.Namespace) -> int:
     # Answers are drawn, unless the command says otherwise: a KL is between distributions.
     plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
     opened = {name: _open_judge(name, arguments, plan.sources[0].run) for name in judges}
-    console = open_console()
-    with choose_evaluation_progress(console, arguments.quiet) as progress:
+    with choose_evaluation_progress(open_console(), arguments.quiet) as progress:
         win_rate, notes = run_contest(plan, opened, progress)
     first, second = (source.label for source in plan.sources)
     table = contest_table(task_label(plan.task), first, second, win_rate.results, win_rate.others)
