@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grader_tables import read_cases
 
 from posttrain.graders.choice import LETTERS, chosen_letter, multiple_choice, read_gold
 from posttrain.graders.grading import Submission, Verdict
@@ -17,23 +18,16 @@ from posttrain.graders.grading import Submission, Verdict
 CHOICES = ("4", "-4", "B cells", "A and B")
 
 
-def texts(section: str) -> list[str]:
-    """The responses in a section of ``choice_texts.txt``, each as JSON."""
-    text = Path(__file__).with_name("choice_texts.txt").read_text(encoding="utf-8")
-    lines = text.partition(f"=== {section}\n")[2].partition("\n===")[0].splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def verdict(text: str, gold: str | None = "B", extracted: str | None = None, **meta: Any) -> Verdict:
     return multiple_choice(Submission(text, extracted, gold, meta))
 
 
-@pytest.mark.parametrize("text", texts("one letter"))
+@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "one letter"))
 def test_one_letter_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) == "B"
 
 
-@pytest.mark.parametrize("text", texts("nothing"))
+@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "nothing"))
 def test_nothing_is_chosen(text: str) -> None:
     assert chosen_letter(text, CHOICES) is None
 
@@ -41,13 +35,13 @@ def test_nothing_is_chosen(text: str) -> None:
 WORLD = ("a wolf", "the tide", "an oak", "some salt")
 
 
-@pytest.mark.parametrize("text", texts("taken back"))
+@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "taken back"))
 @pytest.mark.parametrize("form", ["{}", "<think>x</think> <answer> {} </answer>", "So it is \\boxed{{{}}}."])
 def test_a_choice_that_is_taken_back_or_reported_is_none(text: str, form: str) -> None:
     assert verdict(form.format(text), "A", text, choices=WORLD).outcome != "right"
 
 
-@pytest.mark.parametrize("text", texts("standing"))
+@pytest.mark.parametrize("text", read_cases("choice_texts.txt", "standing"))
 def test_what_is_said_of_other_letters_leaves_a_choice_standing(text: str) -> None:
     assert verdict(text, "B", choices=WORLD).outcome == "right"
 
@@ -58,24 +52,7 @@ def test_false_is_a_text_where_it_may_be_one() -> None:
     assert chosen_letter("B is false") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("B cells", "C"),  # a choice's text comes before a letter in it
-        ("The answer is B cells", "C"),
-        ("b CELLS.", "C"),
-        ("A and B", "D"),
-        ("D) A and B", "D"),
-        ("The answer is D. A and B.", "D"),
-        ("4", "A"),
-        ("The answer is E", "E"),  # no choice, and so never right
-        ("The answer is B.\nE", "E"),
-        ("The answer is B. Wait, no. It is C.", "C"),
-        ("B. Wait, no. It is C.", "C"),
-        ("The answer is B. No, it is E.", "E"),
-        ("The answer is A because it is.", "A"),
-    ],
-)
+@pytest.mark.parametrize(("text", "letter"), read_cases("answers.txt", "texts of choices"))
 def test_texts_of_choices(text: str, letter: str) -> None:
     assert chosen_letter(text, CHOICES) == letter
 
@@ -111,23 +88,7 @@ def test_what_a_response_makes_up_behind_its_answer_is_another_question() -> Non
     assert chosen_letter(f"Let me see.{more}", CHOICES) == "A"
 
 
-@pytest.mark.parametrize(
-    ("text", "extracted", "outcome"),
-    [
-        ("<think>A? No.</think> <answer> B </answer>", "B", "right"),
-        ("<think>The answer is B.</think> <answer> A </answer>", "A", "wrong"),
-        ("<think>The answer is B.", None, "no_answer"),
-        ("<think>The answer is B.</think> I do not know.", None, "no_answer"),
-        ("<think>x</think> The answer is B.", None, "right"),
-        ("<think>The answer is B.</think> <answer> A or B </answer>", "A or B", "no_answer"),
-        ("<think>x</think> <answer> -4 </answer>", "-4", "right"),
-        ("The answer is B, for 2 + 2 = 4", "4", "right"),  # a last number that is also choice A
-        ("It is 4 at first. \\boxed{B}", "B", "right"),
-        ("The answer is A. \\boxed{B} is the answer.", "B", "right"),
-        ("", "B", "right"),
-        ("", None, "no_answer"),
-    ],
-)
+@pytest.mark.parametrize(("text", "extracted", "outcome"), read_cases("answers.txt", "where the answer is read"))
 def test_where_the_answer_is_read(text: str, extracted: str | None, outcome: str) -> None:
     assert verdict(text, extracted=extracted, choices=CHOICES).outcome == outcome
 

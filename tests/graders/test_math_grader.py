@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from math_pairs import math_pairs
+from grader_tables import math_pairs
 
 from posttrain.errors import RecipeError
 from posttrain.graders.grading import Submission, Verdict, grade

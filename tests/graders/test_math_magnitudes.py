@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from math_pairs import math_pairs
+from grader_tables import math_pairs
 
 from posttrain.graders.math.equality import compare_answers
 from posttrain.graders.math.magnitudes import MAX_SPAN, digits_spanned, exact_value
