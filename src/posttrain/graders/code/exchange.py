@@ -179,35 +179,52 @@ def _seed_if_used(source: str) -> None:
         random.seed(0)
 
 
+class Refused(Exception):
+    """The program raised: the type and the text of the error."""
+
+
 def answer() -> None:
     """Run the program's end: load the program and answer calls until there are no more."""
     calls, replies = _take_pipes()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    try:
+
+    def load() -> list[Any]:
         with open(SOLUTION, encoding="utf-8") as file:
             source = file.read()
         _seed_if_used(source)
         exec(compile(source, SOLUTION, "exec"), module.__dict__)
-    except BaseException as error:  # noqa: BLE001
-        send(replies, ["failed", *_shown(error)])
+        return ["ready"]
+
+    def call(name: str, arguments: Any, keywords: Any) -> list[Any]:
+        if name not in module.__dict__:
+            raise NameError(f"name {name!r} is not defined")
+        return ["value", encode(module.__dict__[name](*decode(arguments), **decode(keywords)))]
+
+    try:
+        send(replies, _guarded(load))
+    except Refused as error:
+        send(replies, ["failed", *error.args])
         return
-    send(replies, ["ready"])
     while True:
         try:
-            name, arguments, keywords = receive(calls)
+            message = _guarded(call, *receive(calls))
         except EOFError:
             return
-        try:
-            if name not in module.__dict__:
-                raise NameError(f"name {name!r} is not defined")
-            message = ["value", encode(module.__dict__[name](*decode(arguments), **decode(keywords)))]
-        except BaseException as error:  # noqa: BLE001
-            message = ["raised", *_shown(error)]
+        except Refused as error:
+            message = ["raised", *error.args]
         try:
             send(replies, message)
         except NoPlainData as error:
             send(replies, ["raised", "TypeError", str(error)])
+
+
+def _guarded(function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+    """Call what runs code of the program."""
+    try:
+        return function(*arguments)
+    except BaseException as error:
+        raise Refused(*_shown(error)) from error
 
 
 def _shown(error: BaseException) -> tuple[str, str]:
