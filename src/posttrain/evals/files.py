@@ -190,7 +190,7 @@ def _read_unfinished(folder: Path) -> tuple[dict[str, Any] | None, list[Item]]:
 
 
 def is_evaluation(folder: str | Path) -> bool:
-    """Whether a folder is of an evaluation, finished or not, and not of a model or a run."""
+    """Return whether a folder is of an evaluation, finished or not, and not of a model or a run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
     return not is_other and any((path / name).is_file() for name in (RESULTS, UNFINISHED))

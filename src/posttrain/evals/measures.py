@@ -120,18 +120,18 @@ def graded_items(items: Sequence[Item]) -> list[Item]:
 
 
 def has_scores(items: Sequence[Item]) -> bool:
-    """Whether a reward model was asked about the samples."""
+    """Return whether a reward model was asked about the samples."""
     return any(sample.score is not None for item in items for sample in item.samples)
 
 
 def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
-    """What several samples per item can be measured by, for each k."""
+    """The measures of several samples per item, for each k."""
     kinds = ["pass", "majority", *(["best_of"] if has_scores(items) else [])]
     return [f"{kind}@{k}" for kind in kinds for k in ks]
 
 
 def item_values(items: Sequence[Item], name: str) -> list[float]:
-    """What each item contributes to a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
+    """The value of each item in a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
     kind, _, k = name.partition("@")
 
     def value_of(item: Item) -> float:
@@ -165,7 +165,7 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
 
 
 def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:
-    """What ``measure`` finds for each kind of item, given the places of its items, for each key of ``meta``.
+    """Apply ``measure`` to each kind of item, given the places of its items, for each key of ``meta``.
 
     Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
     ``MAX_KINDS`` kinds, at most half as many as there are items, and cuts them otherwise than the keys before.

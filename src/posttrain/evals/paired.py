@@ -70,7 +70,7 @@ class Paired:
         return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {facts}"
 
     def cautions(self) -> list[str]:
-        """Why the interval and its p are worth less than they look."""
+        """Reasons why the interval and its p say less than they seem to."""
         accuracy, notes = self.differences["accuracy"], []
         if accuracy.is_constant:
             notes.append(f"all {accuracy.n} items differ by the same amount, so the interval has no width")

@@ -55,7 +55,7 @@ MAX_NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn and counted: the same for every cell.
+    """Settings of drawing and counting answers, the same for every cell.
 
     ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
     """
@@ -80,7 +80,7 @@ def choose_drawing(
     top_p: float | None = None,
     **others: Any,
 ) -> Drawing:
-    """How answers are drawn, with the defaults that depend on one another.
+    """Return the settings of drawing, with the defaults that depend on one another.
 
     Raises:
         UsageError: an option that would do nothing, or k answers out of fewer.
@@ -104,7 +104,7 @@ def choose_drawing(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Which models are measured, on what, and how.
+    """A request: models, what they are measured on, and how.
 
     ``tasks``, ``templates``: none is each model's own. ``best_of``: the reward model that chooses among the samples.
     ``out``: where the files go; None: into the run, where there is one alone, else below ``evaluations``. ``alike``:
@@ -375,9 +375,9 @@ def notes_of(finished: Sequence[Finished]) -> list[str]:
     for one in finished:
         task = one.settings.get("task")
         options = task if isinstance(task, Mapping) else {}
-        told = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
-        if len(told) == 2:
-            drawn[f"{one.evaluation}: the problems are those of {' and '.join(told)}"] = None
+        drawn_by = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
+        if len(drawn_by) == 2:
+            drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
     return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
 
 

@@ -1,4 +1,4 @@
-"""How often the better answer comes first, and what voting and choosing by score gain.
+"""Agreement of scores with labels, and the gain of voting and of choosing by score.
 
 Pure functions of numbers. A tie counts one half, or is shared by those who are tied. An answer without a score has
 −inf: it is chosen last.
@@ -20,7 +20,7 @@ from posttrain.graders.answers import clean_answer, parse_quantity
 
 
 def vote_key(answer: str) -> str:
-    """What an answer votes for: equal keys are the same vote.
+    """Return what an answer votes for: equal keys are the same vote.
 
     Numbers vote for their value, exactly (``1/2``, ``0.5`` and ``.50`` alike), whatever unit or % sign stands
     behind it; a unit of one letter may be a variable and stays (``5x`` is not ``5``). Anything else votes for its
@@ -88,7 +88,7 @@ def _worth_by_top(votes: Sequence[tuple[int, Fraction]], most: int, k: int) -> d
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
-    """Of each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
+    """For each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
     return [0.5 + 0.5 * ((c > r) - (c < r)) for c, r in zip(chosen, rejected, strict=True)]
 
 
@@ -108,7 +108,7 @@ def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> fl
 
 
 def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
-    """How often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
+    """Return how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
 
     A subset's best answers are those of the highest score in it; where several are tied, each is chosen equally
     often. With the answers in falling order of score, the tied group g of m_g answers, behind b_g better ones, is
@@ -144,7 +144,7 @@ def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int |
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
-    """How well the first wrong step of solutions is found; None says that a solution has no error.
+    """Rate how well the first wrong step of solutions is found; None says that a solution has no error.
 
     ``accuracy_erroneous`` over those with an error (its place must be hit), ``accuracy_correct`` over those without;
     ``error_f1``, their harmonic mean: neither calling every solution wrong nor none pays. Zheng et al. (2024),

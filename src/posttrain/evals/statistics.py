@@ -1,4 +1,4 @@
-"""How sure a held-out number is: intervals of shares, several samples per item, two models on the same items, seeds.
+"""Uncertainty of held-out numbers: intervals of shares, several samples per item, two models on the same items, seeds.
 
 Pure functions of numbers. An item is the unit of chance everywhere: samples of one item hang together, so an
 interval counts items, never answers. Averages over all ways to take k of an item's samples are computed in

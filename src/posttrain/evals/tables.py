@@ -111,7 +111,7 @@ def results_table(rows: Sequence[Row]) -> TextTable:
 
 
 def at_k_table(results: Mapping[str, float]) -> TextTable | None:
-    """What several samples are worth, for each k; None where there is one sample or nothing was graded."""
+    """The results of several samples, for each k; None where there is one sample or nothing was graded."""
     kinds, ks = [kind for kind in AT_K if _ks(results, kind)], _ks(results, "pass")
     if not kinds:
         return None
@@ -135,7 +135,7 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
 
 
 def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What a reader must know beside the figures; ``dropped`` by evaluation, counts by reason."""
+    """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
     notes = []
     for row in rows:
         name = " · ".join(part for part in (row.evaluation, row.model, row.template) if part)

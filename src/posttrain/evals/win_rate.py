@@ -76,7 +76,7 @@ def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
-    """How often an answer of A is judged better than one of B; a tie counts one half.
+    """Measure how often an answer of A is judged better than one of B; a tie counts one half.
 
     Within an item every answer of A meets every answer of B; the mean of these is one number per item, and the
     intervals count items. An answer that the judge cannot score loses against one that it can (``unscored`` counts
@@ -181,7 +181,7 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
 
 
 def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequence[Contest]) -> str | None:
-    """Why the KL between two models cannot be measured here; None where it can."""
+    """Return why the KL between two models cannot be measured here; None where it can."""
     if a.model is None or b.model is None:
         return "it needs both models in this process; use --engine native"
     if drawing.temperature == 0:

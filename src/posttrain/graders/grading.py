@@ -1,4 +1,4 @@
-"""What a grader is given and what it says.
+"""Input and output of graders.
 
 A grader is a function of a ``Submission``, registered under its name in the kind ``grader``; its keyword-only
 parameters are its options. One that is registered with ``batched=True`` takes a sequence of submissions and
@@ -38,7 +38,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a grader found.
+    """The finding of a grader.
 
     ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
     of the submission stands). ``facts`` are further numbers by name, the same names for every submission of a
@@ -95,7 +95,7 @@ _WITHOUT_INK = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
+    """Return whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
 
 

@@ -55,7 +55,7 @@ def add_share(
 
 
 def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
-    """How many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
+    """Return how many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
 
     ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``; from 1 to n, and
     the number of clusters where all values are equal. Korn and Graubard (1998).

@@ -148,7 +148,7 @@ def _mean_per_token(
 
 @dataclass(frozen=True)
 class QuantizationRequest:
-    """Which model is stored in how many bits, where, and on what the loss is measured.
+    """A request: the model, the bits, the folder, and what the loss is measured on.
 
     ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
     checkpoint, or below ``quantized``.
@@ -290,7 +290,7 @@ def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> N
 
 
 def _bytes_on_disk(path: str) -> int | None:
-    """Of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
+    """Bytes of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
     folder = Path(path)
     if not folder.is_dir():
         return None

@@ -63,7 +63,7 @@ class RewardModel:
 
     @property
     def unscored(self) -> str:
-        """Why a score is None, in words."""
+        """The reason why a score is None."""
         long = f"longer than the model's {self.max_tokens} tokens"
         return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
 
@@ -101,7 +101,7 @@ class RewardModel:
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
-        """Of each solution, given as its steps, the probability that each step is good.
+        """Return for each solution, given as its steps, the probability that each step is good.
 
         With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
         error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.

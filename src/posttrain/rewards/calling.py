@@ -1,4 +1,4 @@
-"""How a reward function is called: it asks by parameter name for what it reads.
+"""Calling of reward functions: each asks by parameter name for what it reads.
 
 A reward is any function that returns a number. Its positional parameters are names from
 ``AVAILABLE``; its keyword-only parameters are options of the recipe. The same rule holds for

@@ -186,7 +186,7 @@ def truncated(finish: str) -> float:
 
 @register("reward")
 def environment(environment_reward: float | None) -> float:
-    """What the environment's ``get_reward()`` says at the end of the episode.
+    """Return the environment's ``get_reward()`` at the end of the episode.
 
     Raises:
         RewardFailure: the recipe has no environment, or one without ``get_reward``.
@@ -198,7 +198,7 @@ def environment(environment_reward: float | None) -> float:
 
 @register("reward")
 def tool_calls(turns: Sequence[Turn]) -> float:
-    """How many calls of tools were made, the malformed ones included; with a negative weight they cost something."""
+    """The number of calls of tools, the malformed ones included; with a negative weight they cost something."""
     return float(sum(len(turn.calls) for turn in turns))
 
 

@@ -28,7 +28,7 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Where programs and tests run: a sandbox that ``choose_sandbox`` gave, and their limits."""
+    """The sandbox of programs and tests, as ``choose_sandbox`` gave it, and their limits."""
 
     kind: Kind
     bounds: Bounds

@@ -76,7 +76,7 @@ def math(
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
-    """Whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
+    """Return whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
     if gold.strip() == answer.strip() != "":
         return True
     if len(answer) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:

@@ -1,4 +1,4 @@
-"""How far apart the terms of an expression may be, and comparison of what no number of digits tells apart.
+"""The distance between the terms of an expression, and comparison of what no number of digits tells apart.
 
 ``10^{60} + x`` and ``10^{60} + 2x`` agree to 60 digits: an evaluation needs so many digits more than the usual ones.
 Where they would be too many, values are compared exactly (rational numbers), by logarithms (products and powers), or

@@ -1,4 +1,4 @@
-"""How a mathematical answer is built: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
+"""The form of a mathematical answer: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
 
 The leaves are numbers, words, and expressions in LaTeX that ``equality`` compares. Nothing is evaluated here.
 """
@@ -197,7 +197,7 @@ def _unwrap(text: str, opening: str = "{") -> str:
 
 
 def _closing_of(text: str) -> int | None:
-    """Where the bracket with which the text begins closes."""
+    """Return where the bracket with which the text begins closes."""
     level = 0
     for match in _TOKENS.finditer(text):
         level += _LEVELS.get(match[0], 0)
@@ -340,5 +340,5 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def is_time(form: Form) -> bool:
-    """Whether it is a time of day: 1:03pm."""
+    """Return whether it is a time of day: 1:03pm."""
     return isinstance(form, Words) and _CLOCK.fullmatch(form.text) is not None

@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions have the same value. sympy works here and in ``magnitudes``.
+"""Equality of the values of mathematical expressions. sympy works here and in ``magnitudes``.
 
 LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
 compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
@@ -144,7 +144,7 @@ class PointComparison:
 
 
 def _general(number: int, place: int) -> Any:
-    """Of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
+    """The value of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
     kind = number % 6
     low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
     if kind == 5:
@@ -362,7 +362,7 @@ def parse_latex(latex: str) -> Any:
 
 
 def _vanishes(node: Any, num_letters: int) -> bool:
-    """Whether it is 0 times at least so many letters. sympy is asked about numbers only: it is slow with others."""
+    """Return whether it is 0 times at least so many letters. sympy is asked about numbers alone, where it is fast."""
     if not isinstance(node, sympy.Mul):
         return False
     factors = list(_factors(node))
@@ -408,7 +408,7 @@ def _as_variables(parsed: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
+    """Return whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
@@ -430,7 +430,7 @@ def constant_ratio(left: Any, right: Any) -> Any | None:
 
 
 def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
-    """Whether two constants differ by at most ``tolerance``.
+    """Return whether two constants differ by at most ``tolerance``.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
