@@ -41,9 +41,8 @@ def train(recipe: str, run: str, runs_dir: Path, overrides: list[str]) -> None:
 def measure(run: str, runs_dir: Path, task: Task) -> Any:
     found = evaluate_reward_model(open_reward_model(find_source(run, runs_dir)), task, n=len(task.examples))
     r = found.results
-    gain = f"{r['gain_over_length']:+.1%} [{r['gain_over_length_low']:+.1%}, {r['gain_over_length_high']:+.1%}]"
     accuracy = f"{r['accuracy']:.1%} [{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"
-    print(f"{run}: {accuracy}, over length {gain}, n {r['n']:.0f}", flush=True)
+    print(f"{run}: {accuracy}, n {r['n']:.0f}", flush=True)
     return found
 
 
@@ -53,7 +52,7 @@ def summarize(seeds: list[Any]) -> dict[str, float]:
     items = {item["id"]: item for item in seeds[0].items}
     shared = sorted(set.intersection(*(set(r) for r in rights)))
     mean = [statistics.fmean(r[i] for r in rights) for i in shared]
-    sign = [items[i]["chosen_characters"] - items[i]["rejected_characters"] for i in shared]
+    sign = [len(items[i]["chosen"]) - len(items[i]["rejected"]) for i in shared]
     longer = [0.5 if d == 0 else float(d > 0) for d in sign]
     baseline = longer if statistics.fmean(longer) >= 0.5 else [1.0 - x for x in longer]
     gain = paired_bootstrap(baseline, mean)

@@ -41,7 +41,7 @@ def read(folder: Path) -> tuple[dict, list[dict]]:
 @pytest.mark.parametrize(
     ("name", "view", "n", "measured"),
     [
-        ("rm", "pairs", 8, {"accuracy", "gain_over_length", "log_loss", "calibration_error"}),
+        ("rm", "pairs", 8, {"accuracy", "margin"}),
         ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "random_one", "oracle"}),
         ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc"}),
     ],
@@ -63,13 +63,10 @@ def test_a_reward_model_is_measured_on_its_own_task(
     rights = [item["right"] for item in items]
     assert results["accuracy"] == pytest.approx(sum(rights) / n)
     assert results["accuracy_low"] <= results["accuracy"] <= results["accuracy_high"]
-    assert sum(b["n"] for b in content["calibration"]) == (results["num_steps"] if name == "prm" else n)
     assert content["settings"]["task"]["split"] == "test"
     assert content["settings"]["step"] == 2
-    assert (folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "summary.md").read_text()
     assert page.startswith(f"# stories/test: {name}\n")
-    assert "![predicted against what came true](calibration.png)" in page
     assert items[0]["id"] in page
 
 

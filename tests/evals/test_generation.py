@@ -102,14 +102,6 @@ def test_prompts_that_are_too_long_count_as_wrong(tokenizer, grader) -> None:
     assert len(engine.calls[0][0]) == 6
 
 
-def test_a_prompt_needs_room_for_one_token(tokenizer, grader) -> None:
-    task = make_task(1)
-    length = len(encode_prompt(tokenizer, grader.template, task.examples[0].messages))
-    assert measure(tokenizer, grader, task, {}, context_tokens=length + 1)[0].results["prompts_too_long"] == 0.0
-    with pytest.raises(UsageError, match=f"no prompt fits into the model's {length} tokens"):
-        measure(tokenizer, grader, task, {}, context_tokens=length)
-
-
 def test_an_empty_task_is_refused(tokenizer, grader) -> None:
     with pytest.raises(UsageError, match="task 'sums', split 'test': no example"):
         measure(tokenizer, grader, make_task(0), {})
@@ -142,15 +134,6 @@ def test_answers_do_not_depend_on_batches_nor_on_what_else_is_asked(tokenizer, g
     assert [[s.text for s in item.samples] for item in other.items] != texts
     fewer, _ = drawn(tokenizer, grader, task, CHOICES, samples=2)
     assert [[s.text for s in item.samples] for item in fewer.items] == [row[:2] for row in texts]
-
-
-def test_a_prompt_that_does_not_fit_moves_no_other_items_answers(tokenizer, grader) -> None:
-    whole, _ = drawn(tokenizer, grader, make_task(8), CHOICES)
-    holed, _ = drawn(tokenizer, grader, make_task(8, long=(2, 5)), CHOICES, batch=2)
-    assert [item.samples for item in holed.items if item.samples] == [
-        item.samples for item in whole.items if item.index not in (2, 5)
-    ]
-    assert [item.index for item in holed.items if not item.samples] == [2, 5]
 
 
 def test_what_is_known_is_not_asked_again(tokenizer, grader) -> None:

@@ -13,19 +13,9 @@ from posttrain import registry
 from posttrain.engines.rollout import Sampler, build_grader
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import DataError
-from posttrain.evals.items import Item, digest_of, item_of, read_items, sample_of, with_scores, write_items
+from posttrain.evals.items import Item, digest_of, read_items, sample_of, write_items
 from posttrain.recipes.sections import RewardWord
 from posttrain.types import Completion, Example, Message, Rollout
-
-
-def test_an_item_keeps_plain_facts_of_its_example() -> None:
-    messages = (Message("system", "Be brief."), Message("user", "1 + 1?"))
-    meta = {"level": 3, "subject": "sums", "score": len, "names": ["a"], "hard": True, "extra": None}
-    item = item_of(Example("sums/4", messages, "2", meta=meta), 7)
-    assert (item.id, item.index, item.answer, item.samples) == ("sums/4", 7, "2", ())
-    assert item.question == "system: Be brief.\n\nuser: 1 + 1?"
-    assert item.meta == {"level": 3, "subject": "sums", "hard": True, "extra": None}
-    assert (item.share, item.is_ungraded) == (0.0, False)
 
 
 def make_rollout(text: str, ids: list[int], **changes) -> Rollout:
@@ -89,12 +79,6 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
     write_items(items, tmp_path / "items.jsonl")
     assert read_items(tmp_path / "items.jsonl") == items
-
-
-def test_scores_are_added_in_order() -> None:
-    items = with_scores([make_item(0, "rw"), Item("x/1", 1, "long", None)], [[0.5, None], []])
-    assert [sample.score for sample in items[0].samples] == [0.5, None]
-    assert items[1].samples == ()
 
 
 def test_a_file_that_holds_no_items_is_named_with_its_line(tmp_path: Path) -> None:

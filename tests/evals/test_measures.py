@@ -8,7 +8,7 @@ import pytest
 
 from made_up_items import make_item, make_items, make_sample
 from posttrain.evals.items import Item
-from posttrain.evals.measures import break_down, default_ks, summarize
+from posttrain.evals.measures import break_down, summarize
 from posttrain.evals.statistics import wilson_interval
 
 FOUR = ["rrrr", "rrww", "rwwn", "wwww"]  # 4, 2, 1, 0 of 4 right
@@ -149,11 +149,6 @@ def test_accuracy_by_kind() -> None:
     assert list(kinds["subject"]) == ["Algebra", "Geometry", "none"]
     assert kinds["subject"]["none"]["n"] == 2.0
     assert (kinds["level"]["2"]["accuracy_low"], kinds["level"]["2"]["accuracy_high"]) == wilson_interval(4, 4)
-
-
-@pytest.mark.parametrize(("samples", "ks"), [(1, ()), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
-def test_default_ks(samples: int, ks: tuple[int, ...]) -> None:
-    assert default_ks(samples) == ks
 
 
 def test_values_that_are_written_alike_are_one_kind() -> None:

@@ -6,8 +6,8 @@ from made_up_items import make_items
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item
 from posttrain.evals.measures import break_down, summarize
-from posttrain.evals.tables import Row, at_k_table, kind_tables, notes_on, results_table, to_markdown
-from posttrain.reports.evaluation import by_evaluation, write_page, write_table_page
+from posttrain.evals.tables import Row, kind_tables, notes_on, results_table, to_markdown
+from posttrain.reports.evaluation import write_page
 
 RESULTS = {
     "n": 50.0, "num_graded": 50.0, "samples": 1.0, "accuracy": 0.21, "accuracy_low": 0.1, "accuracy_high": 0.333,
@@ -44,18 +44,6 @@ def test_nothing_graded_is_no_accuracy_of_zero() -> None:
     assert "nothing was graded" in notes_on([row], {})[0]
 
 
-def test_the_templates_share_of_the_accuracy_is_said() -> None:
-    rows = [Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", BETTER)]
-    rows += [Row("k", "boxed", "math/test", BETTER), Row("k", "plain", "math/test", BETTER)]  # alike: nothing to say
-    assert notes_on(rows, {}) == ["math/test · m: the template alone moves it from 21.0% (plain) to 62.0% (boxed)"]
-
-
-def test_a_small_difference_of_templates_is_not_sold_as_one() -> None:
-    near = RESULTS | {"accuracy": 0.25, "accuracy_low": 0.15, "accuracy_high": 0.4}
-    rows = [Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", near)]
-    assert notes_on(rows, {})[0].endswith("to 25.0% (boxed), which the intervals cannot tell from chance")
-
-
 def test_what_a_reader_must_know() -> None:
     bad = RESULTS | {
         "num_graded": 40.0, "prompts_too_long": 3.0, "grading_failures": 0.02, "truncated": 0.31, "unscored": 0.1
@@ -78,15 +66,6 @@ def test_each_limit_is_told_with_what_moves_it() -> None:
         "x/test · m: 25.0% of the answers came to the limit of turns (rollout.max_turns)",
         "x/test · m: 12.5% of the answers ended as tools were too slow (rollout.tool_seconds)",
     ]
-
-
-def test_every_k_has_a_line() -> None:
-    results = summarize(make_items(["rrww", "wwww"]), samples=4, ks=(1, 2, 4))
-    table = at_k_table(results)
-    assert table is not None
-    assert table.header == ["k", "pass@k", "95 % interval", "majority@k", "95 % interval"]
-    assert [line[:2] for line in table.lines] == [["1", "25.0%"], ["2", "41.7%"], ["4", "50.0%"]]
-    assert at_k_table(RESULTS) is None
 
 
 def make_evaluation() -> Evaluation:
@@ -114,15 +93,6 @@ def test_the_page_of_one_evaluation() -> None:
     assert "- versions: python 3.11\n" in page
     assert "````\nLong | one\nwith ``` in it\n````" in page  # no text of the data ends its block
     assert "The prompt does not fit" in page
-
-
-def test_the_page_of_a_table() -> None:
-    rows = [Row("a", "plain", "x", RESULTS), Row("a", "plain", "y", BETTER), Row("b", "plain", "x", BETTER)]
-    assert [[row.model for row in own] for own in by_evaluation(rows)] == [["a", "b"], ["a"]]
-    page = write_table_page(rows, ["a note"], {"x · a": "x-a/summary.md"})
-    assert page.count("## x, n = 50") == 1
-    assert "- a note" in page
-    assert "- [x · a](x-a/summary.md)" in page
 
 
 def test_markdown_keeps_its_columns() -> None:

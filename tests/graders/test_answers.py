@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from grader_tables import read_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,43 +103,7 @@ def test_anything_else_is_no_number(text: str) -> None:
     assert parse_quantity(text) is None
 
 
-@pytest.mark.parametrize(
-    ("gold", "given", "same"),
-    [
-        ("18", "$18.00", True),
-        ("18", "18 dollars", True),
-        ("$18", "18 dollars", True),
-        ("$18", "18 euros", False),
-        ("1,000", "1000", True),
-        ("1/2", "2/4", True),
-        ("0.5", "1/2", True),
-        ("1/3", "0.333333333333", False),
-        (".5", "50%", True),
-        ("50", "50%", True),
-        ("50%", "0.5%", False),
-        ("50%", "0.5", True),
-        ("5 m", "5 s", False),
-        ("5", "5 m", False),
-        ("5", "5x", False),
-        ("5", "3ab", False),
-        ("5", "5 cm", True),
-        ("5 kg", "5 kilometers", False),
-        ("5 thousand", "5", False),
-        ("42", "42 43", False),
-        ("42", "the answer is 42", False),
-        ("0", "-0", True),
-        ("(a,b)", "(c,b)", False),
-        ("(a, b)", "(a,b)", True),
-        ("p - q", "p-q", True),
-        ("p - q", "P - Q", False),
-        ("A", "a", False),
-        ("Evelyn", "evelyn", True),
-        ("\\text{Evelyn}", "Evelyn.", True),
-        ("New York", "NewYork", False),
-        ("Tuesday", "4", False),
-        ("4", "Tuesday", False),
-    ],
-)
+@pytest.mark.parametrize(("gold", "given", "same"), read_cases("answers.txt", "same answer"))
 def test_same_answer(gold: str, given: str, same: bool) -> None:
     assert same_answer(gold, given) is same
     if same:
@@ -163,71 +128,12 @@ def test_any_text_equals_itself_or_is_read_without_error(text: str) -> None:
     assert same_answer(text, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("She has 5 apples and gives 2.", "2"),
-        ("so 5-3", "3"),
-        ("it is -3.", "-3"),
-        ("x = −4", "-4"),
-        ("costs $1,234.50 in all.", "$1,234.50"),
-        ("half is 3/4 of it", "3/4"),
-        ("1, 2, 3,", "3"),
-        ("about 12.5%", "12.5%"),
-        ("0.5", "0.5"),
-        (".5", ".5"),
-        ("The answer is 42. Done", "42"),
-        ("it holds 7e3", "7e3"),
-        ("about 2.5E+3 of them", "2.5E+3"),
-        ("that is 10^3", "10^3"),
-        ("10^{-3} m", "10^{-3}"),
-        ("1.5 \\times 10^3", "1.5 \\times 10^3"),
-        ("1.5 × 10^{-3}", "1.5 × 10^{-3}"),
-        ("1.5 x 10^3", "1.5 x 10^3"),
-        ("4 x 10 = 40", "40"),
-        ("10³", "10³"),
-        ("it took 1 1/2 hours", "1 1/2"),
-        ("1½", "1½"),
-        ("in all 10 000.", "10 000"),
-        ("1 2 3", "3"),
-        ("In 2010 300", "300"),
-        ("2^3", "2^3"),
-        ("is x^3.", "x^3"),
-        ("at 12:30", "12:30"),
-        ("version 1.2.3", "1.2.3"),
-        ("1_000", "1_000"),
-        ("so 3 million people", "3 million"),
-        ("\\frac{1}{2}", "\\frac{1}{2}"),
-        ("-2\\sqrt{3}", "-2\\sqrt{3}"),
-        ("the area is 5 m^2", "5 m^2"),
-        ("none at all", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "number"), read_cases("answers.txt", "last number"))
 def test_last_number(text: str, number: str | None) -> None:
     assert last_number(text) == number
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        ("\\boxed{4} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{\\left\\{1, 2\\right\\}}", "\\left\\{1, 2\\right\\}"),
-        ("\\boxed{ \\boxed{5} }", "5"),
-        ("\\boxed{1} and \\boxed{2", "1"),
-        ("\\boxed{2 and \\boxed{3}", "3"),
-        ("\\fbox{7}", "7"),
-        ("}}\\boxed {8}", "8"),
-        ("\\boxed{}", ""),
-        ("\\\\boxed{7}", "7"),
-        ("$\\boxed 7$ apples", "7"),
-        ("\\boxed -1,500.", "-1,500"),
-        ("\\boxed 7x", None),
-        ("a \\\\ \\boxed{3} b", "3"),
-        ("no box {5}", None),
-        ("\\boxed", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "content"), read_cases("answers.txt", "last boxed"))
 def test_last_boxed(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 

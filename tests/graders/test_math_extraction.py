@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from grader_tables import read_cases
 
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
 
@@ -74,31 +75,7 @@ def test_the_answer_of_a_solution(text: str, answer: str | None) -> None:
     assert (read_solution(text) or None) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "extracted", "answer"),
-    [
-        ("<think> 1 </think> <answer> 2 </answer>", "2", "2"),
-        ("<think> 1 </think> <answer> 2 </answer> 3", "2", "2"),
-        ("<think> 1 </think> <answer> 2 </answer> \\boxed{3}", "2", "2"),
-        ("<think> 1 </think> <answer> 2 </answer> 3", "3", "2"),  # a template that takes the last number
-        ("<think> 1 </think> <answer> The answer is \\boxed{2} </answer>", "The answer is \\boxed{2}", "2"),
-        ("<think> 1 </think> <answer> The final answer is: 2 </answer>", "The final answer is: 2", "2"),
-        ("<think> 1 </think> <answer> maybe 2 or 3 </answer>", "maybe 2 or 3", "maybe 2 or 3"),
-        ("<answer> 1 </answer> <answer> 2 </answer>", "2", "2"),
-        ("<answer> 1 </answer> <answer> 2 </answer>", "3", "1"),
-        ("<think> 1 </think> </answer> 2 <answer>", "2", None),
-        ("<think> 1 </think> <answer> 2", "2", None),
-        ("<think> 1 </think> <answer></answer>", None, None),
-        ("<think> \\boxed{1}", "1", None),
-        ("<think> \\boxed{1} </think> so \\boxed{2}", "2", "2"),
-        ("<think> \\boxed{1} </think> nothing", "1", "nothing"),
-        ("<reasoning> 1 </reasoning> <answer> 2 </answer>", "2", "2"),
-        ("<reasoning> <answer> 1 </answer> </reasoning> <answer> 2 </answer>", "2", "2"),
-        ("so \\boxed{1} and \\boxed{2}", "2", "1, 2"),  # the last box alone is what the template sees
-        ("The answer is $\\sqrt{2}$. See step 2.", "2", "\\sqrt{2}"),  # and so is the last number
-        ("a rule of its own", "[42]", "[42]"),
-    ],
-)
+@pytest.mark.parametrize(("text", "extracted", "answer"), read_cases("answers.txt", "template and text"))
 def test_what_the_template_found_and_what_the_text_says(text: str, extracted: str | None, answer: str | None) -> None:
     assert find_answer(text, extracted) == answer
 
@@ -108,20 +85,6 @@ def test_a_sentence_is_no_bare_answer(text: str, bare: bool) -> None:
     assert is_bare(text) is bare
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("Management:50(.20)=10\nCompany:10(.30)=3\nA: 3", "3"),
-        ("82 - 13 = <<82-13=69>>69 teachers\n69 + 9 = <<69+9=78>>78 teachers\nA: 78", "78"),
-        ("So the answer would be 20.", "20"),
-        ("Hence the answer must be $\\frac{1}{2}$.", "\\frac{1}{2}"),
-        ("So $x = 12$. It checks, so our answer is correct.", "x = 12"),
-        ("The result is 12, and we want the answer in radians.", "12"),
-        ("The answer is 8. This answer, but only this one, works.", "8"),
-        ("The answer is even. That answer works.", "even"),
-        ("Answer\nyes", "yes"),
-        ("5\n6", "5\n6"),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), read_cases("answers.txt", "mentions"))
 def test_what_only_mentions_the_answer_introduces_none(text: str, answer: str) -> None:
     assert read_solution(text) == answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from grader_tables import read_cases
 
 from posttrain.graders.answers import Quantity
 from posttrain.graders.math.equality import Statement, is_name, resolve
@@ -139,28 +140,6 @@ def test_what_relations_say() -> None:
         say("= 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_one"),
-    [
-        ("x", True),
-        ("x_{12}", True),
-        ("f(x)", True),
-        ("f(3)", True),
-        ("AB", True),
-        ("\\angle ABC", True),
-        ("\\theta", True),
-        ("\\overline{AB}", True),
-        ("\\frac{NO}{BO}", True),
-        ("(p,q)", True),
-        ("f^{-1}(x)", True),
-        ("x + y", False),
-        ("2x", False),
-        ("x^{2}", False),
-        ("3", False),
-        ("\\frac{1}{2}", False),
-        ("\\pi", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "is_one"), read_cases("answers.txt", "names"))
 def test_names(text: str, is_one: bool) -> None:
     assert is_name(text) is is_one

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from grader_tables import read_cases
 
 from posttrain.graders.answers import answer_region, final_response, tagged_response
 from posttrain.graders.grading import Submission
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("No thinking.", "No thinking."),
-        ("<think>x</think> y", " y"),
-        ("<think>x</think> y <think>z</think> w", " w"),
-        ("<reasoning>\nx\n</reasoning>\ny", "\ny"),
-        ("x</think>y", "y"),
-        ("<think>x", None),
-        ("<reasoning>x", None),
-        ("<think>x</think> y <think>z", None),
-        ("<reasoning>x</reasoning>y</think>z", "z"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), read_cases("answers.txt", "final response"))
 def test_thinking_is_over_at_the_last_closing_tag(text: str, expected: str | None) -> None:
     assert final_response(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>x</think> <answer> y </answer> z", "y"),
-        ("<think><answer>no</answer></think> y", " y"),
-        ("<answer>a <answer> b </answer> c </answer>", "b"),
-        ("</answer> y <answer>", "</answer> y <answer>"),
-        ("<answer>  </answer>", ""),
-        ("<answer> y", "<answer> y"),
-        ("<think>x", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), read_cases("answers.txt", "tagged response"))
 def test_answer_tags_are_no_part_of_the_response(text: str, expected: str | None) -> None:
     assert tagged_response(text) == expected
 

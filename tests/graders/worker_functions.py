@@ -70,7 +70,7 @@ def _facts(_: Any) -> list[Any]:
 
 
 def _surroundings(_: Any) -> list[Any]:
-    return [dict(os.environ), os.listdir("."), [place for place in sys.path if not os.path.isabs(place)]]
+    return [dict(os.environ), os.getcwd(), [place for place in sys.path if not os.path.isabs(place)]]
 
 
 BEHAVIOURS: dict[str, Any] = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from reward_runs import make_recipe, make_run, open_run, save_step
 
-from posttrain import registry
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
@@ -18,7 +17,7 @@ from posttrain.render import encode_plain, encode_prompt, end_id
 from posttrain.render.encoding import markers_of
 from posttrain.render.rows import Row
 from posttrain.reward_models.evaluation import evaluate_reward_model
-from posttrain.reward_models.scoring import RewardModel, reasoning_of, split_steps
+from posttrain.reward_models.scoring import RewardModel, split_steps
 from posttrain.store.checkpoint_files import mark_best
 from posttrain.tasks.base import Task
 from posttrain.train.build import Parts, prepare
@@ -75,7 +74,7 @@ def at_the_end(parts: Parts, ids: list[int], position: int = -1) -> torch.Tensor
         ("pair", {"accuracy": "pair_accuracy", "margin": "margin", "chosen_score": "chosen_score"}),
         ("adapter", {"accuracy": "pair_accuracy", "margin": "margin", "rejected_score": "rejected_score"}),
         ("judged", {"accuracy": "final_accuracy"}),
-        ("steps", {"step_accuracy": "step_accuracy", "positive_share": "positive_share", "log_loss": "loss"}),
+        ("steps", {"step_accuracy": "step_accuracy", "positive_share": "positive_share"}),
     ],
 )
 def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metrics: dict[str, str]) -> None:
@@ -146,20 +145,6 @@ def test_scores_depend_neither_on_the_batch_nor_on_the_order(models, runs, name:
     backward = score(model, asked[::-1])[::-1]
     for other in (alone, small, backward):
         assert other == pytest.approx(together, abs=1e-5)
-
-
-def test_prompts_of_one_length_are_not_taken_for_one_another(models) -> None:
-    """Rows of one prompt share its computation; rows of two prompts that are equally long must not."""
-    model = models["pair"]
-    examples = [Example(f"e/{n}", (Message("user", f"What is {n} plus 3?"),)) for n in (2, 7)]
-    asked = [examples[0], examples[1], examples[0], examples[1]]
-    texts = ["It is 5.", "It is 5.", "It is 10.", "It is 10."]
-    lengths = {len(encode_prompt(model.tokenizer, model.template, e.messages)) for e in examples}
-    assert len(lengths) == 1
-    together = model.score(asked, texts, ENDED * len(texts))
-    alone = [model.score([e], [text], ENDED)[0] for e, text in zip(asked, texts, strict=True)]
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert abs(together[0] - together[1]) > 1e-3
 
 
 def test_a_row_that_is_too_long_has_no_score_and_the_others_keep_theirs(models) -> None:
@@ -258,14 +243,6 @@ def test_reasoning_without_a_step_has_no_score(models) -> None:
     assert "without steps" in model.unscored
 
 
-def test_which_part_is_reasoning() -> None:
-    tagged = registry.find("template", "xml_reasoning").bind({})()
-    assert reasoning_of(tagged, "<reasoning>\nSo.\n</reasoning>\n<answer>\n5\n</answer>") == "\nSo.\n"
-    assert reasoning_of(tagged, "never closed") == "never closed"
-    plain = registry.find("template", "plain").bind({})()
-    assert reasoning_of(plain, "<reasoning>So.</reasoning> 5") == "<reasoning>So.</reasoning> 5"
-
-
 @pytest.mark.parametrize(
     ("text", "steps"),
     [
@@ -282,13 +259,6 @@ def test_which_part_is_reasoning() -> None:
 def test_steps_are_paragraphs_else_lines_else_sentences(text: str, steps: list[str]) -> None:
     assert split_steps(text) == steps
     assert "".join(steps) == text.rstrip()
-
-
-def test_splitting_takes_time_linear_in_the_text() -> None:
-    """A megabyte of spaces, of newlines, of full stops: what would hang is caught by the suite's own patience."""
-    for part in (" ", "\n", ".", ". ", "a\n", " \n", "\t"):
-        text = "x" + part * (1_000_000 // len(part)) + "y"
-        assert "".join(split_steps(text)) == text
 
 
 # --- what a score says ---

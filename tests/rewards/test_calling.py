@@ -49,14 +49,6 @@ def test_a_function_with_open_keywords_gets_everything() -> None:
     assert bind_reward(score)(GIVEN) == 127.0
 
 
-def test_registered_rewards_and_their_options() -> None:
-    reward = bind_reward(registry.find("reward", "overlong"), {"limit": 8, "cache": 4}, "rewards.0")
-    assert reward.name == "overlong"
-    assert reward.parameters == ("num_tokens",)
-    assert reward(GIVEN) == -0.75
-    assert bind_reward(registry.find("reward", "xml_format"))(GIVEN) == 1.0
-
-
 def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shoutiness.py").write_text(
         "def shout(text, *, bonus: float = 1.0):\n    return bonus * text.isupper()\n", encoding="utf-8"
@@ -100,18 +92,6 @@ def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float
         bind_reward(function, {}, "rewards.2")
 
 
-def test_an_exception_becomes_a_reward_failure_with_its_cause() -> None:
-    def broken(text: str) -> float:
-        return 1 / 0
-
-    with pytest.raises(
-        RewardFailure, match=r"reward 'broken', example 'gsm8k/train/3': .* ZeroDivisionError"
-    ) as caught:
-        bind_reward(broken)(GIVEN, "gsm8k/train/3")
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert caught.value.exit_code == 1
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -143,11 +123,6 @@ def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None
     result = bind_reward(fine)(GIVEN)
     assert result == number
     assert type(result) is float
-
-
-def test_a_usage_error_of_ours_passes_through() -> None:
-    with pytest.raises(UsageError, match="needs a prompt template with tags"):
-        bind_reward(registry.find("reward", "xml_format"))({**GIVEN, "tags": ()}, "e1")
 
 
 async def waits(text: str) -> float:

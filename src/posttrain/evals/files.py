@@ -156,11 +156,22 @@ def read_finished(folder: str | Path) -> Finished:
     """The finished evaluation in ``folder``.
 
     Raises:
-        DataError: it is the folder of no evaluation, of an interrupted one, or of several.
+        DataError: it is the folder of no evaluation, of an interrupted one, or of another kind.
     """
     path = Path(folder) / RESULTS
-    content = _content(path)
-    _refuse_other_kind(path, content)
+    try:
+        content = json.loads(read_record(path))
+    except FileNotFoundError:
+        what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
+        raise DataError(path, what) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
+    if isinstance(content, dict) and "measured" in content:
+        what = f"these are the results of a reward model ({content['measured']}), which wrote no answers to compare"
+        raise DataError(path, f"{what}; `posttrain evaluate RM_A RM_B` tests the difference of two reward models")
+    if isinstance(content, dict) and "a" in content and "b" in content:
+        what = f"these are the results of --against: {content['a']} and {content['b']} are compared in them already"
+        raise DataError(path, f"{what}; `posttrain evaluate --compare A B` tests the difference of two models")
     try:
         checked = _Written.model_validate(content)
     except ValidationError as error:
@@ -169,44 +180,17 @@ def read_finished(folder: str | Path) -> Finished:
     return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
 
 
-def _content(path: Path) -> Any:
-    try:
-        return json.loads(read_record(path))
-    except FileNotFoundError:
-        what = "no evaluation was finished here; `posttrain evaluate` writes this file last"
-        raise DataError(path, what) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(path, f"cannot be read ({error}); evaluate again to replace it") from None
-
-
 def _read_unfinished(folder: Path) -> tuple[dict[str, Any] | None, list[Item]]:
     """The settings and the items of an interrupted evaluation; None where there is none, or its file is damaged."""
     try:
         head, *lines = read_record(folder / UNFINISHED, MAX_BYTES).split(b"\n")
         return dict(json.loads(head)["settings"]), [parse_item(line) for line in lines[:-1]]  # the last may be torn
-    except FileNotFoundError:
+    except (FileNotFoundError, DataError, ValueError, KeyError, TypeError, RecursionError):
         return None, []
-    except (DataError, ValueError, KeyError, TypeError, RecursionError):
-        return None, []
-
-
-def _refuse_other_kind(path: Path, content: Any) -> None:
-    """Raises ``DataError`` for results of something else: several evaluations, a reward model, ``--against``."""
-    if not isinstance(content, dict):
-        return
-    if isinstance(content.get("cells"), list):
-        folders = ", ".join(str(path.parent / str(dict(cell).get("folder"))) for cell in content["cells"] if cell)
-        raise DataError(path, f"these are several evaluations; name one of them: {folders}")
-    if "measured" in content:
-        what = f"these are the results of a reward model ({content['measured']}), which wrote no answers to compare"
-        raise DataError(path, f"{what}; `posttrain evaluate RM_A RM_B` tests the difference of two reward models")
-    if "a" in content and "b" in content:
-        what = f"these are the results of --against: {content['a']} and {content['b']} are compared in them already"
-        raise DataError(path, f"{what}; `posttrain evaluate --compare A B` tests the difference of two models")
 
 
 def is_evaluation(folder: str | Path) -> bool:
-    """Whether a folder is of an evaluation, finished or not, and not of a model or a run."""
+    """Return whether a folder is of an evaluation, finished or not, and not of a model or a run."""
     path = Path(folder)
     is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
     return not is_other and any((path / name).is_file() for name in (RESULTS, UNFINISHED))
@@ -225,15 +209,12 @@ def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
 
     Empty where there is none, where its settings cannot be read, and where none differs.
     """
-    before: Any = None
-    if (folder / RESULTS).is_file():
-        try:
-            content = _content(folder / RESULTS)
-        except DataError:
-            return []
-        before = content.get("settings") if isinstance(content, dict) else None
-    else:
+    try:
+        before = json.loads(read_record(folder / RESULTS))["settings"]
+    except FileNotFoundError:
         before, _ = _read_unfinished(folder)
+    except (DataError, ValueError, KeyError, TypeError, RecursionError):
+        return []
     if not isinstance(before, dict):
         return []
     one, other = _deciding(before), _deciding(settings)

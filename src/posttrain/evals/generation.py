@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
-from posttrain.evals.items import Item, item_of, sample_of, with_scores
+from posttrain.evals.items import Item, ItemSample, item_of, sample_of
 from posttrain.evals.measures import Kinds, break_down, graded_items, summarize
 from posttrain.randomness import permutation
 from posttrain.tasks.base import Task
@@ -31,9 +31,7 @@ class Scorer(Protocol):
 class Advance:
     """The progress of an evaluation: items done of all, the sum of their shares of right answers, tokens sampled.
 
-    ``num_right`` is None where nothing that was answered has an answer to be graded against.
-
-    ``phase``: ``sampling`` (grading with it), then ``scoring`` by a reward model.
+    ``num_right`` is None where nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
     """
 
     phase: str
@@ -125,8 +123,11 @@ def evaluate(
     """
     started, task = time.perf_counter(), asked.task
     examples, prompts = _read_questions(sampler, asked)
-    num_too_long, items = len(examples) - len(prompts), _with_known(examples, known or {}, asked.samples)
-    rollouts: list[Rollout] = []
+    num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
+    items = [item_of(example, i) for i, example in enumerate(examples)]
+    for i, item in (known or {}).items():
+        if i < len(items) and items[i].id == item.id and len(item.samples) == asked.samples:
+            items[i] = item
     timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
@@ -158,15 +159,6 @@ def evaluate(
     results = summarize(items, samples=samples, ks=asked.ks, worked=task.worked, own_parts=own_parts, shares=shares)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
-
-
-def _with_known(examples: Sequence[Example], known: Mapping[int, Item], samples: int) -> list[Item]:
-    """The items of the examples, those answered that are known with so many samples."""
-    items = [item_of(example, i) for i, example in enumerate(examples)]
-    return [
-        known[i] if i in known and known[i].id == item.id and len(known[i].samples) == samples else item
-        for i, item in enumerate(items)
-    ]
 
 
 def _ask(
@@ -208,12 +200,12 @@ def _scored(
 ) -> list[Item]:
     """The items with every answer scored, those of known items too."""
     owners = [(i, sample) for i, item in enumerate(items) for sample in item.samples]
-    scores: list[list[float | None]] = [[] for _ in items]
+    scored: list[list[ItemSample]] = [[] for _ in items]
     for start in range(0, len(owners), SCORES_AT_A_TIME):
         part = owners[start : start + SCORES_AT_A_TIME]
         texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
         values = scorer.score([examples[i] for i, _ in part], texts, finishes)
-        for (i, _), value in zip(part, values, strict=True):
-            scores[i].append(value)
+        for (i, sample), value in zip(part, values, strict=True):
+            scored[i].append(replace(sample, score=value))
         tell(part[-1][0] + 1)
-    return with_scores(items, scores)
+    return [replace(item, samples=tuple(own)) for item, own in zip(items, scored, strict=True)]

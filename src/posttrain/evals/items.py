@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +118,10 @@ def _plain(value: Any) -> Any:
 
 def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
     """The record of a graded answer."""
-    part = sampler.grader.format_part
+    part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
+    ids = rollout.completion.ids
+    ids = ids[:-1] if ids and ids[-1] in stop_ids(tokenizer, template) else ids
+    encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
     return ItemSample(
         text=rollout.text,
         extracted=rollout.extracted,
@@ -129,28 +132,8 @@ def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
         in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
         parts=dict(rollout.parts),
         transcript=show_turns(rollout.turns, rollout.failures) or None,
-        response_ids=_ids_unlike_text(rollout, sampler),
+        response_ids=None if rollout.turns or tuple(encoded) == tuple(ids) else tuple(ids),
     )
-
-
-def _ids_unlike_text(rollout: Rollout, sampler: Sampler) -> tuple[int, ...] | None:
-    """The sampled ids without the end token, where the text of an answer of one turn encodes to others."""
-    if rollout.turns:
-        return None
-    tokenizer, template = sampler.tokenizer, sampler.grader.template
-    ids = tuple(rollout.completion.ids)
-    if ids and ids[-1] in stop_ids(tokenizer, template):
-        ids = ids[:-1]
-    encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
-    return None if tuple(encoded) == ids else ids
-
-
-def with_scores(items: Sequence[Item], scores: Sequence[Sequence[float | None]]) -> list[Item]:
-    """The items with the scores of a reward model, one per sample (None: it could not be scored)."""
-    return [
-        replace(item, samples=tuple(replace(s, score=x) for s, x in zip(item.samples, row, strict=True)))
-        for item, row in zip(items, scores, strict=True)
-    ]
 
 
 def item_line(item: Item | Mapping[str, Any]) -> bytes:

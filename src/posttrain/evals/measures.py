@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from posttrain.evals.items import Item, ItemSample, Scalar
+from posttrain.evals.items import Item, Scalar
 from posttrain.evals.ranking import best_of_n, majority_at_k
 from posttrain.evals.statistics import half_width, item_interval, pass_at_k, standard_error
 from posttrain.graders.grading import FAILURES
@@ -48,16 +48,14 @@ def summarize(
 ) -> dict[str, float]:
     """The results of an evaluation by name. Shares are in 0..1, lengths in tokens.
 
-    ``n``: items. ``num_graded``: those with something to grade against; accuracy and all that rests on it are over
-    these, and where there is none, there is no accuracy, and the mean of the reward over items has its interval
-    (``reward_low``, ``reward_high``: Student-t, clustered by item) instead. ``accuracy``: the
-    mean over items of the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several
-    samples also its clustered ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have
-    scores, ``best_of@k`` (of which ``unscored`` is the share that has none, and is chosen last), each with its
-    interval. ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a
-    limit; of turns and of a call's seconds also as ``out_of_turns`` and ``tool_failed``), ``worked``: shares of all
-    samples. ``num_tokens``, ``reward`` and every further reward and fact of the grader: means
-    over the samples that there are.
+    ``n``: items. ``num_graded``: those with something to grade against; accuracy is over these. Without any, the mean
+    of the reward over items has the interval (``reward_low``, ``reward_high``). ``accuracy``: the mean over items of
+    the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several samples also its clustered
+    ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have scores, ``best_of@k``
+    (``unscored``: the share that has none, chosen last), each with its interval. ``format``, ``parse_failures``,
+    ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit; of turns and of a call's seconds also as
+    ``out_of_turns`` and ``tool_failed``), ``worked``: shares of all samples. ``num_tokens``, ``reward`` and every
+    further reward and fact of the grader (``part_NAME`` where the name is taken): means over the samples.
 
     Args:
         items: with as many samples each as ``samples``, or none.
@@ -70,24 +68,28 @@ def summarize(
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
     results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
-    results |= with_interval("accuracy", item_values(graded, "accuracy"), samples) if graded else {}
+    if graded:
+        results |= with_interval("accuracy", item_values(graded, "accuracy"), samples)
+    else:
+        rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
+        results |= mean_interval("reward", rewards) if len(rewards) > 1 else {}
     if samples > 1 and graded:
         results["standard_error"] = standard_error(item_values(graded, "accuracy"))
         for name in measure_names(graded, ks):
             results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
-    asked, in_format = len(items) * samples, [s.in_format for s in drawn]
+    asked, in_format, lengths = len(items) * samples, [s.in_format for s in drawn], [s.num_tokens for s in drawn]
+    if None not in in_format:
+        results["format"] = sum(map(bool, in_format)) / asked
     results |= {
-        **({"format": sum(map(bool, in_format)) / asked} if None not in in_format else {}),
         "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
         "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
         "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,
-        "num_tokens": statistics.fmean(s.num_tokens for s in drawn),
+        "num_tokens": statistics.fmean(lengths),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
-    ends = {name: sum(s.finish == finish for s in drawn) for name, finish in OF_EPISODES.items()}
-    results |= {name: count / asked for name, count in ends.items() if count}
-    results |= {} if graded else _reward_interval(items)
-    lengths = [s.num_tokens for s in drawn]
+    for name, finish in OF_EPISODES.items():
+        if count := sum(s.finish == finish for s in drawn):
+            results[name] = count / asked
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
     if worked is not None:
         results["worked"] = sum(worked(s.text) for s in drawn) / asked
@@ -96,15 +98,18 @@ def summarize(
             results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
     if has_scores(items):
         results["unscored"] = sum(s.score is None for s in drawn) / asked
-    return results | _mean_parts(drawn, own_parts, results)
+    parts: dict[str, list[float]] = {}
+    for sample in drawn:
+        for name, value in sample.parts.items():
+            if name not in own_parts:
+                parts.setdefault(f"part_{name}" if name in results else name, []).append(value)
+    return results | {name: statistics.fmean(values) for name, values in parts.items()}
 
 
-def _reward_interval(items: Sequence[Item]) -> dict[str, float]:
-    rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
-    if len(rewards) < 2:
-        return {}
-    middle, half = statistics.fmean(rewards), half_width(rewards)
-    return {"reward_low": middle - half, "reward_high": middle + half}
+def mean_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean of one value per item, with its 95 % Student-t interval (``_low``, ``_high``)."""
+    middle, half = statistics.fmean(values), half_width(values)
+    return {name: middle, f"{name}_low": middle - half, f"{name}_high": middle + half}
 
 
 def graded_items(items: Sequence[Item]) -> list[Item]:
@@ -115,49 +120,37 @@ def graded_items(items: Sequence[Item]) -> list[Item]:
 
 
 def has_scores(items: Sequence[Item]) -> bool:
-    """Whether a reward model was asked about the samples."""
+    """Return whether a reward model was asked about the samples."""
     return any(sample.score is not None for item in items for sample in item.samples)
 
 
 def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
-    """What several samples per item can be measured by, for each k."""
+    """The measures of several samples per item, for each k."""
     kinds = ["pass", "majority", *(["best_of"] if has_scores(items) else [])]
     return [f"{kind}@{k}" for kind in kinds for k in ks]
 
 
 def item_values(items: Sequence[Item], name: str) -> list[float]:
-    """What each item contributes to a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
+    """The value of each item in a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
     kind, _, k = name.partition("@")
-    if kind == "accuracy":
-        return [item.share for item in items]
-    return [_at_k(kind, item, int(k)) if item.samples else 0.0 for item in items]
 
+    def value_of(item: Item) -> float:
+        if kind == "accuracy" or not item.samples:
+            return item.share
+        if kind == "pass":
+            return pass_at_k(len(item.samples), item.num_right, int(k))
+        if kind == "majority":
+            return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], int(k))
+        scores = [-math.inf if s.score is None else s.score for s in item.samples]
+        return best_of_n(scores, [float(s.is_right) for s in item.samples], int(k))
 
-def _at_k(kind: str, item: Item, k: int) -> float:
-    if kind == "pass":
-        return pass_at_k(len(item.samples), item.num_right, k)
-    if kind == "majority":
-        return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], k)
-    scores = [-math.inf if s.score is None else s.score for s in item.samples]
-    return best_of_n(scores, [float(s.is_right) for s in item.samples], k)
+    return [value_of(item) for item in items]
 
 
 def with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
     """The mean of one value per item, each of ``draws`` draws, and its 95 % interval (``_low``, ``_high``)."""
     low, high = item_interval(values, draws)
     return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
-
-
-def _mean_parts(
-    samples: Sequence[ItemSample], own_parts: Collection[str], taken: Mapping[str, float]
-) -> dict[str, float]:
-    """Means of all other rewards and facts; one whose name is taken is called ``part_NAME``."""
-    named: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.parts.items():
-            if name not in own_parts:
-                named.setdefault(name, []).append(value)
-    return {f"part_{name}" if name in taken else name: statistics.fmean(values) for name, values in named.items()}
 
 
 def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
@@ -172,7 +165,7 @@ def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
 
 
 def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:
-    """What ``measure`` finds for each kind of item, given the places of its items, for each key of ``meta``.
+    """Apply ``measure`` to each kind of item, given the places of its items, for each key of ``meta``.
 
     Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
     ``MAX_KINDS`` kinds, at most half as many as there are items, and cuts them otherwise than the keys before.
@@ -188,11 +181,8 @@ def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[i
         cut = frozenset(map(tuple, groups.values()))
         if 2 <= len(groups) <= min(MAX_KINDS, len(metas) // 2) and cut not in cuts:
             cuts.add(cut)
-            ordered = dict.fromkeys(values[value] for value in sorted(values, key=_in_order))
+            texts = sorted(value for value in values if isinstance(value, str))
+            numbers = sorted(value for value in values if isinstance(value, int | float))
+            ordered = dict.fromkeys(values[value] for value in (*numbers, *texts, *([None] if None in values else [])))
             kinds[key] = {kind: measure(groups[kind]) for kind in ordered}
     return kinds
-
-
-def _in_order(value: Scalar) -> tuple[bool, bool, str | float]:
-    """Numbers, then texts, then none."""
-    return value is None, isinstance(value, str), value if isinstance(value, str) else float(value or 0)

@@ -70,14 +70,10 @@ class Paired:
         return f"{self.b} is {way} than {self.a} by {accuracy.difference * sign:.1f} points{chance} {facts}"
 
     def cautions(self) -> list[str]:
-        """Why the interval and its p are worth less than they look."""
-        accuracy = self.differences["accuracy"]
-        notes = []
+        """Reasons why the interval and its p say less than they seem to."""
+        accuracy, notes = self.differences["accuracy"], []
         if accuracy.is_constant:
-            notes.append(
-                f"all {accuracy.n} items differ by the same amount ({100 * accuracy.difference:+.1f} points), so the "
-                "interval has no width and says nothing about so few differences"
-            )
+            notes.append(f"all {accuracy.n} items differ by the same amount, so the interval has no width")
         if accuracy.n < MIN_ITEMS:
             exact = "; McNemar's exact test holds for few items too" if self.mcnemar is not None else ""
             notes.append(f"{accuracy.n} items are few: below {MIN_ITEMS} the interval is too narrow{exact}")
@@ -175,9 +171,10 @@ def compare_items(
     }
     answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # an unanswered item has no length
     formatted = [] if any(s.in_format is None for i in (*left, *right) for s in i.samples) else pairs
-    for name, value, own in (("format", _in_format, formatted), ("num_tokens", _mean_tokens, answered)):
-        if own:
-            differences[name] = paired_bootstrap([value(x) for x, _ in own], [value(y) for _, y in own], seed=seed)
+    for name, field, own in (("format", "in_format", formatted), ("num_tokens", "num_tokens", answered)):
+        sides = [[_mean(field, item) for item in side] for side in zip(*own, strict=True)]
+        if sides:
+            differences[name] = paired_bootstrap(*sides, seed=seed)
     gained, lost = ([x.id for x, y in pairs if sign * (y.share - x.share) > 0] for sign in (1, -1))
     if samples > 1:
         table = {"a_higher": len(lost), "b_higher": len(gained), "alike": len(pairs) - len(gained) - len(lost)}
@@ -188,12 +185,8 @@ def compare_items(
     return Paired(*labels, len(pairs), differences, table, mcnemar_p(len(lost), len(gained)), gained, lost)
 
 
-def _in_format(item: Item) -> float:
-    return statistics.fmean(bool(sample.in_format) for sample in item.samples) if item.samples else 0.0
-
-
-def _mean_tokens(item: Item) -> float:
-    return statistics.fmean(sample.num_tokens for sample in item.samples)
+def _mean(field: str, item: Item) -> float:
+    return statistics.fmean(float(getattr(one, field)) for one in item.samples) if item.samples else 0.0
 
 
 def compare_finished(a: Finished, b: Finished, seed: int = 0) -> tuple[Paired, dict[str, tuple[Any, Any]]]:

@@ -5,10 +5,9 @@ Callers hand in what higher layers know: models found by name, the reward model 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +26,6 @@ from posttrain.engines.models import (
 )
 from posttrain.errors import UsageError
 from posttrain.evals.files import (
-    RESULTS,
     SUMMARY,
     EvaluationStore,
     Finished,
@@ -57,7 +55,7 @@ MAX_NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn and counted: the same for every cell.
+    """Settings of drawing and counting answers, the same for every cell.
 
     ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
     """
@@ -75,23 +73,19 @@ class Drawing:
 
 def choose_drawing(
     *,
-    n: int,
     samples: int = 1,
     k: Sequence[int] | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    batch: int | None = None,
+    **others: Any,
 ) -> Drawing:
-    """How answers are drawn, with the defaults that depend on one another.
+    """Return the settings of drawing, with the defaults that depend on one another.
 
     Raises:
         UsageError: an option that would do nothing, or k answers out of fewer.
     """
-    if temperature is None:
-        temperature = float(samples > 1)
+    temperature = float(samples > 1) if temperature is None else temperature
     temperature = 0.0 if temperature < SMALLEST_TEMPERATURE else temperature
     if temperature == 0 and samples > 1:
         raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
@@ -104,12 +98,13 @@ def choose_drawing(
                 f"--k {wanted}: that needs at least {wanted} answers to each item; give --samples {wanted} or more"
             )
     ks = tuple(sorted(set(k))) if k else default_ks(samples)
-    return Drawing(n, samples, ks, temperature, top_k, 1.0 if top_p is None else top_p, max_tokens, seed, batch)
+    top_p = 1.0 if top_p is None else top_p
+    return Drawing(samples=samples, ks=ks, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Which models are measured, on what, and how.
+    """A request: models, what they are measured on, and how.
 
     ``tasks``, ``templates``: none is each model's own. ``best_of``: the reward model that chooses among the samples.
     ``out``: where the files go; None: into the run, where there is one alone, else below ``evaluations``. ``alike``:
@@ -164,6 +159,7 @@ class Plan:
     def settings(self, cell: Cell) -> dict[str, Any]:
         """All that decides about a cell's answers, as plain data; what is not set is left out."""
         checkpoint = resolve_model_name(cell.source.path)
+        asked, recipe = self.asked, cell.source.recipe
         settings: dict[str, Any] = {
             "model": cell.source.name,
             "label": cell.source.label,
@@ -173,17 +169,14 @@ class Plan:
             "data": cell.data,
             "dropped": cell.task.dropped,
             "template": cell.template.model_dump(),
-            "max_tokens": cell.max_tokens,
         }
-        recipe = cell.source.recipe
         if recipe is not None and plays(cell.source, cell.template):
             limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
             environment = recipe.environment.model_dump() if recipe.environment is not None else None
             settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
-        asked = self.asked
-        drawn = {field.name: getattr(asked.drawing, field.name) for field in fields(Drawing)}
-        settings |= {name: value for name, value in drawn.items() if name not in ("max_tokens", "batch")}
+        settings |= {key: value for key, value in asdict(asked.drawing).items() if key != "batch"}
         settings |= {
+            "max_tokens": cell.max_tokens,
             "engine": asked.engine.model_dump(),
             "dtype": asked.dtype,
             "device": asked.device,
@@ -215,18 +208,16 @@ def make_plan(asked: EvaluationRequest) -> Plan:
         for template in asked.templates or own
     ]
     registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
-    for _, _, template in combinations:  # before a task is read, which may take long
+    for source, task, template in combinations:  # before a task is read, which may take long
         build_template(template, "--template")
-    for source, task, template in combinations:
         check_rewards(source, template)
         if (registry.traits_of("task", task.name) or {}).get("played") and not plays(source, template):
             raise UsageError(
                 f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
                 "template; name a run that was trained in one, or another task"
             )
-    tasks = {key: build_task(task, "--task") for key, task in {_key(task): task for _, task, _ in combinations}.items()}
-    folder, names = _choose_folders(asked.out, combinations, tasks)
-    refuse_other(folder)
+    words = {task.model_dump_json(): task for _, task, _ in combinations}
+    tasks = {key: build_task(word, "--task") for key, word in words.items()}
     data = {
         key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
         for key, task in tasks.items()
@@ -234,22 +225,23 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     cells = [
         Cell(
             source,
-            tasks[_key(task)],
-            task,
+            tasks[word.model_dump_json()],
+            word,
             template,
             drawing.max_tokens or longest or source.max_tokens,
-            folder / name,
-            data[_key(task)],
+            Path(),
+            data[word.model_dump_json()],
         )
-        for (source, task, template), name in zip(combinations, names, strict=True)
+        for source, word, template in combinations
     ]
+    folder, names = _choose_folders(asked.out, cells)
+    refuse_other(folder)
     best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
     plan = Plan(cells, folder, asked, best_of_weights)
     if asked.out is None and folder.exists():  # beside evaluations of other questions
-        settings = {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)}
-        folder = folder_of_its_own(folder, settings)
-        cells = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
-    return replace(plan, cells=cells, folder=folder)
+        folder = folder_of_its_own(folder, {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)})
+    placed = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
+    return replace(plan, cells=placed, folder=folder)
 
 
 def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
@@ -296,14 +288,14 @@ def run_plan(
 ) -> list[Finished]:
     """Every cell in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
 
-    Cells that an interrupted table has finished with the same settings are kept; a complete table is made anew.
+    Cells that an interrupted table has finished with the same settings are kept; a complete table, which has its
+    ``summary.md``, is made anew.
     """
     finished: dict[Path, Finished] = {}
-    if plan.is_table:
-        if (plan.folder / RESULTS).is_file():
-            with storage_errors("evaluation", plan.folder):
-                for folder in (plan.folder, *(cell.folder for cell in plan.cells)):
-                    (folder / RESULTS).unlink(missing_ok=True)
+    if plan.is_table and (plan.folder / SUMMARY).is_file():
+        with storage_errors("evaluation", plan.folder):
+            (plan.folder / SUMMARY).unlink()
+    elif plan.is_table:
         before = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
         finished = {folder: known for folder, known in before.items() if known is not None}
     left = [cell for cell in plan.cells if cell.folder not in finished]
@@ -314,7 +306,11 @@ def run_plan(
         finished |= _run_cells(plan, cells, write_page, scorer, progress)
     ordered = [finished[cell.folder] for cell in plan.cells]
     if plan.is_table:
-        _write_table(plan, ordered, write_table_page)
+        rows = rows_of(ordered)
+        pages = [str(cell.folder.relative_to(plan.folder) / SUMMARY) for cell in plan.cells]
+        titles = [" · ".join((row.evaluation, row.model, row.template or "")) for row in rows]
+        page = write_table_page(rows, notes_of(ordered), dict(zip(titles, pages, strict=True)))
+        replace_file(plan.folder / SUMMARY, harmless(page).encode())
     return ordered
 
 
@@ -373,33 +369,16 @@ def rows_of(finished: Sequence[Finished]) -> list[Row]:
     return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
 
 
-def _write_table(plan: Plan, finished: Sequence[Finished], write_page: WriteTablePage) -> None:
-    """``summary.md`` and ``results.json`` over all cells, in the folder above theirs."""
-    rows, links, cells = rows_of(finished), {}, []
-    for row, cell, done in zip(rows, plan.cells, finished, strict=True):
-        folder = cell.folder.relative_to(plan.folder)
-        links[" · ".join((row.evaluation, row.model, row.template or ""))] = str(folder / SUMMARY)
-        about = {"folder": str(folder), "model": row.model, "evaluation": row.evaluation, "template": row.template}
-        cells.append(about | {"results": done.results})
-    replace_file(plan.folder / SUMMARY, harmless(write_page(rows, notes_of(finished), links)).encode())
-    replace_file(plan.folder / RESULTS, json.dumps({"cells": cells}, indent=1).encode() + b"\n")
-
-
 def notes_of(finished: Sequence[Finished]) -> list[str]:
-    """Notes under the table of some evaluations."""
-    drawn = {text: None for one in finished if (text := _problems(one.evaluation, one.settings.get("task")))}
+    """Notes under the table of some evaluations; first the seed and size by which a task draws its problems."""
+    drawn: dict[str, None] = {}
+    for one in finished:
+        task = one.settings.get("task")
+        options = task if isinstance(task, Mapping) else {}
+        drawn_by = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
+        if len(drawn_by) == 2:
+            drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
     return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
-
-
-def _problems(evaluation: str, task: Any) -> str:
-    """The seed and size by which a task draws its problems; with another seed they are others."""
-    options = task if isinstance(task, Mapping) else {}
-    told = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
-    return f"{evaluation}: the problems are those of {' and '.join(told)}" if len(told) == 2 else ""
-
-
-def _key(task: Word) -> str:
-    return task.model_dump_json()
 
 
 def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
@@ -413,27 +392,24 @@ def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
     return out or (source.run / "evaluation" if source.run else Path(EVALUATIONS)) / slug(name)
 
 
-def _choose_folders(
-    out: Path | None, cells: Sequence[tuple[ModelSource, Word, Word]], tasks: Mapping[str, Task]
-) -> tuple[Path, list[str]]:
+def _choose_folders(out: Path | None, cells: Sequence[Cell]) -> tuple[Path, list[str]]:
     """The folder for everything, and below it the name of each cell's (none for a single cell).
 
     By default it lies in the run, where there is one run alone, and is named by task and template.
     """
-    facts = [(source.label, task_label(tasks[_key(task)]), template.name) for source, task, template in cells]
+    facts = [(cell.source.label, cell.name, cell.template.name) for cell in cells]
     models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*facts, strict=True))
-    source, _, template = cells[0]
-    source = source if len(models) == 1 else replace(source, run=None)
-    is_own = len(templates) == 1 and template == source.template
+    source = cells[0].source if len(models) == 1 else replace(cells[0].source, run=None)
+    is_own = len(templates) == 1 and cells[0].template == source.template
     place = "+".join(models)
     if source.run is not None:
         place = Path(source.path).name if source.path != str(source.run) else ""
     parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
-    folder = place_of(source, out, "-".join(parts))
     varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
     names = [slug("-".join(fact[i] for i in varied)) for fact in facts] if len(cells) > 1 else [""]
     earlier = [names[:i].count(name) for i, name in enumerate(names)]
-    return folder, [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
+    folders = [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
+    return place_of(source, out, "-".join(parts)), folders
 
 
 def slug(text: str) -> str:

@@ -1,7 +1,7 @@
-"""What scores are worth: how often the better answer comes first, and what choosing by score gains.
+"""Agreement of scores with labels, and the gain of voting and of choosing by score.
 
-Pure functions of numbers. Everywhere a tie counts one half, or is shared by those who are tied: the order in
-which answers happen to stand says nothing. An answer without a score has −inf: it is chosen last.
+Pure functions of numbers. A tie counts one half, or is shared by those who are tied. An answer without a score has
+−inf: it is chosen last.
 """
 
 from __future__ import annotations
@@ -9,28 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import groupby
 
-from posttrain.evals.statistics import Z_95
 from posttrain.graders.answers import clean_answer, parse_quantity
 
 # Majority voting: which answers count as the same, and what a vote among k samples is worth.
 # Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """An answer that ``count`` samples gave; ``worth`` is the share of them that was right (a whole 0 or 1 as int)."""
-
-    count: int
-    worth: int | Fraction
-
-
 def vote_key(answer: str) -> str:
-    """What an answer votes for: equal keys are the same vote.
+    """Return what an answer votes for: equal keys are the same vote.
 
     Numbers vote for their value, exactly (``1/2``, ``0.5`` and ``.50`` alike), whatever unit or % sign stands
     behind it; a unit of one letter may be a variable and stays (``5x`` is not ``5``). Anything else votes for its
@@ -57,61 +47,48 @@ def majority_at_k(answers: Sequence[str | None], is_right: Sequence[bool], k: in
     n = len(answers)
     assert len(is_right) == n, "one verdict per sample"
     assert 1 <= k <= n, "k samples are taken out of n"
-    votes = count_votes(answers, is_right)
-    if all(vote.worth == 0 for vote in votes):
-        return 0.0
-    top = max(vote.count for vote in votes)
-    if k == n:
-        tied = [vote.worth for vote in votes if vote.count == top]
-        return float(Fraction(sum(tied)) / len(tied))
-    silent = n - sum(vote.count for vote in votes)
-    total = Fraction(0)
-    for most in range(1, min(k, top) + 1):
-        for (taken, tied_answers), worth in _worth_by_top(votes, most, k).items():
-            if tied_answers:
-                total += Fraction(worth * math.comb(silent, k - taken), tied_answers)
-    return float(total / math.comb(n, k))
-
-
-def count_votes(answers: Sequence[str | None], is_right: Sequence[bool]) -> list[Vote]:
-    """The different answers among samples, in order of their first appearance."""
     verdicts: dict[str, list[bool]] = {}
     for answer, right in zip(answers, is_right, strict=True):
         if answer is not None:
             verdicts.setdefault(vote_key(answer), []).append(right)
-    shares = [(len(votes), Fraction(sum(votes), len(votes))) for votes in verdicts.values()]
-    return [Vote(count, int(share) if share.denominator == 1 else share) for count, share in shares]
+    votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, share that was right
+    if not any(worth for _, worth in votes):
+        return 0.0
+    top, silent = max(count for count, _ in votes), n - sum(count for count, _ in votes)
+    if k == n:
+        tied = [worth for count, worth in votes if count == top]
+        return float(sum(tied) / len(tied))
+    total = Fraction(0)
+    for most in range(1, min(k, top) + 1):
+        for (taken, num_tied), worth in _worth_by_top(votes, most, k).items():
+            if num_tied:
+                total += worth * math.comb(silent, k - taken) / num_tied
+    return float(total / math.comb(n, k))
 
 
-def _worth_by_top(votes: Sequence[Vote], most: int, k: int) -> dict[tuple[int, int], int | Fraction]:
+def _worth_by_top(votes: Sequence[tuple[int, Fraction]], most: int, k: int) -> dict[tuple[int, int], Fraction]:
     """Over the ways to take at most k samples so that no answer stands more than ``most`` times.
 
     By (samples taken, answers that stand exactly ``most`` times): the summed worth of these answers, over all ways.
     """
-    state: dict[tuple[int, int], tuple[int, int | Fraction]] = {(0, 0): (1, 0)}  # (ways, summed worth)
-    for vote in votes:
-        choices = [(i, math.comb(vote.count, i)) for i in range(min(vote.count, most) + 1)]
-        following: dict[tuple[int, int], tuple[int, int | Fraction]] = {}
+    state = {(0, 0): (1, Fraction(0))}  # ways, summed worth
+    for count, share in votes:
+        following: dict[tuple[int, int], tuple[int, Fraction]] = {}
         for (taken, tied), (ways, worth) in state.items():
-            for i, combinations in choices:
-                if taken + i > k:
-                    break
-                is_top = i == most
-                key = (taken + i, tied + is_top)
-                gained = worth + vote.worth * ways if is_top else worth
-                before_ways, before_worth = following.get(key, (0, 0))
-                following[key] = (before_ways + ways * combinations, before_worth + gained * combinations)
+            for i in range(min(count, most, k - taken) + 1):
+                combinations, is_top = math.comb(count, i), i == most
+                gained = worth + share * ways if is_top else worth
+                before_ways, before_worth = following.get((taken + i, tied + is_top), (0, Fraction(0)))
+                following[taken + i, tied + is_top] = (
+                    before_ways + ways * combinations,
+                    before_worth + gained * combinations,
+                )
         state = following
     return {key: worth for key, (_, worth) in state.items()}
 
 
 def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
-    """Of each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0.
-
-    Raises:
-        ValueError: a score that is NaN.
-    """
-    _refuse_nan([*chosen, *rejected])
+    """For each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
     return [0.5 + 0.5 * ((c > r) - (c < r)) for c, r in zip(chosen, rejected, strict=True)]
 
 
@@ -121,51 +98,17 @@ def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> fl
     The Mann-Whitney statistic over n·m (Hanley and McNeil 1982), counted in whole numbers. O((n + m) log m).
 
     Raises:
-        ValueError: no positive or no negative score, or a NaN.
+        ValueError: no positive or no negative score.
     """
     if not positive or not negative:
         raise ValueError("an area under the curve needs positive and negative scores")
-    _refuse_nan([*positive, *negative])
     ordered = sorted(negative)
     halves = sum(bisect_left(ordered, score) + bisect_right(ordered, score) for score in positive)
     return halves / (2 * len(positive) * len(negative))
 
 
-def curve_area_interval(
-    positive: Sequence[tuple[float, Hashable]], negative: Sequence[tuple[float, Hashable]]
-) -> tuple[float, float]:
-    """The interval of the area under the curve, where scores come in clusters (answers to one problem).
-
-    ``A ± 1.96 √V`` within 0..1, with ``V = G/(G−1) Σ_g ψ_g²`` over the G clusters and
-    ``ψ_g = Σ_{i∈g} (a_i − A)/n + Σ_{j∈g} (b_j − A)/m``; a_i is the share of the m negatives that the positive i beats
-    (ties one half), b_j the share of the n positives that beat the negative j. Obuchowski (1997), "Nonparametric
-    analysis of clustered ROC curve data", in the form that lets scores of one cluster go together; with clusters
-    of one it is that of DeLong et al. (1988) but for factors of n/(n−1).
-
-    Args:
-        positive, negative: scores with their clusters.
-
-    Raises:
-        ValueError: no positive or no negative score, or a NaN.
-    """
-    ups, downs = sorted(s for s, _ in positive), sorted(s for s, _ in negative)
-    area = area_under_curve(ups, downs)
-    shifts: dict[Hashable, float] = {}
-    for score, cluster in positive:
-        beaten = (bisect_left(downs, score) + bisect_right(downs, score)) / (2 * len(downs))
-        shifts[cluster] = shifts.get(cluster, 0.0) + (beaten - area) / len(ups)
-    for score, cluster in negative:
-        beating = 1.0 - (bisect_left(ups, score) + bisect_right(ups, score)) / (2 * len(ups))
-        shifts[cluster] = shifts.get(cluster, 0.0) + (beating - area) / len(downs)
-    if len(shifts) < 2:
-        return 0.0, 1.0
-    variance = len(shifts) / (len(shifts) - 1) * math.fsum(shift * shift for shift in shifts.values())
-    half = Z_95 * math.sqrt(variance)
-    return max(0.0, area - half), min(1.0, area + half)
-
-
 def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
-    """How often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
+    """Return how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
 
     A subset's best answers are those of the highest score in it; where several are tied, each is chosen equally
     often. With the answers in falling order of score, the tied group g of m_g answers, behind b_g better ones, is
@@ -179,12 +122,11 @@ def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
         k: 1 to n.
 
     Raises:
-        ValueError: ``k`` out of range, unequal lengths, or a score that is NaN.
+        ValueError: ``k`` out of range, or unequal lengths.
     """
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"best of {k} needs 1 to {n} answers to choose from")
-    _refuse_nan(scores)
     ordered = sorted(zip(scores, right, strict=True), key=lambda pair: -pair[0])
     remaining, total = n, 0.0
     subsets = math.comb(n, k)
@@ -202,11 +144,11 @@ def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int |
 
 
 def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
-    """How well the first wrong step of solutions is found; None says that a solution has no error.
+    """Rate how well the first wrong step of solutions is found; None says that a solution has no error.
 
-    ``first_error_accuracy`` over all solutions; ``accuracy_erroneous`` over those with an error (its place must be
-    hit), ``accuracy_correct`` over those without; ``error_f1``, the harmonic mean of the latter two: neither
-    always crying nor never crying wolf pays. Zheng et al. (2024), "ProcessBench". A rate over no solution is left out.
+    ``accuracy_erroneous`` over those with an error (its place must be hit), ``accuracy_correct`` over those without;
+    ``error_f1``, their harmonic mean: neither calling every solution wrong nor none pays. Zheng et al. (2024),
+    "ProcessBench". A rate over no solution is left out.
 
     Raises:
         ValueError: no solution.
@@ -216,7 +158,7 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
     erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
     correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
-    rates = {"first_error_accuracy": statistics.fmean(hits)}
+    rates: dict[str, float] = {}
     if erroneous:
         rates["accuracy_erroneous"] = statistics.fmean(erroneous)
     if correct:
@@ -225,8 +167,3 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
         left, right = rates["accuracy_erroneous"], rates["accuracy_correct"]
         rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
     return rates
-
-
-def _refuse_nan(scores: Sequence[float]) -> None:
-    if any(math.isnan(score) for score in scores):
-        raise ValueError("a score is NaN: it has no place in an order")

@@ -10,11 +10,9 @@ from posttrain.untrusted import plain
 
 NOTHING = "–"  # what was not measured
 MAX_TOO_MANY_CUT = 0.05
+AT_K = ("pass", "majority", "best_of")
 # Shares that tasks tell of their items (``Task.shares``), by what their columns are called.
-BEHAVIOURS = {
-    "refuses": "refusal",
-    "over-refuses": "over_refusal",
-}
+BEHAVIOURS = {"refuses": "refusal", "over-refuses": "over_refusal"}
 
 
 @dataclass(frozen=True)
@@ -59,51 +57,50 @@ def show_number(results: Mapping[str, float], name: str) -> str:
     return f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
-@dataclass(frozen=True)
-class _Column:
-    """``is_of_grade``: means nothing where nothing was graded. ``is_optional``: left out where no row has it."""
-
-    label: str
-    name: str
-    show: Callable[[Mapping[str, float], str], str]
-    is_of_grade: bool = False
-    is_optional: bool = True
+# A column: its label, the result, how it is shown; whether it means nothing where nothing was graded, and whether it is
+# left out where no row has it.
+_Column = tuple[str, str, Callable[[Mapping[str, float], str], str], bool, bool]
 
 
 def _columns(rows: Sequence[Row]) -> list[_Column]:
-    columns = [
-        _Column("right", "accuracy", show_share, True, False),
-        _Column("95 % interval", "accuracy", show_interval, True, False),
+    columns: list[_Column] = [
+        ("right", "accuracy", show_share, True, False),
+        ("95 % interval", "accuracy", show_interval, True, False),
     ]
-    for kind in ("pass", "majority", "best_of"):
-        ks = sorted({int(name.partition("@")[2]) for row in rows for name in row.results if _is_at_k(name, kind)})
-        columns += [_Column(f"{kind.replace('_', ' ')}@{k}", f"{kind}@{k}", show_share, True) for k in ks[-1:]]
+    for kind in AT_K:
+        ks = [k for row in rows for k in _ks(row.results, kind)]
+        columns += [(f"{kind.replace('_', ' ')}@{max(ks)}", f"{kind}@{max(ks)}", show_share, True, True)] if ks else []
     for label, name in BEHAVIOURS.items():
-        columns += [_Column(label, name, show_share), _Column("95 % interval", name, show_interval)]
+        columns += [(label, name, show_share, False, True), ("95 % interval", name, show_interval, False, True)]
     columns += [
-        _Column("format", "format", show_share),
-        _Column("worked", "worked", show_share),
-        _Column("no answer", "parse_failures", show_share, True, False),
-        _Column("cut off", "truncated", show_share, False, False),
-        _Column("tokens", "num_tokens", lambda r, name: f"{r[name]:.0f}", False, False),
+        ("format", "format", show_share, False, True),
+        ("worked", "worked", show_share, False, True),
+        ("no answer", "parse_failures", show_share, True, False),
+        ("cut off", "truncated", show_share, False, False),
+        ("tokens", "num_tokens", lambda r, name: f"{r[name]:.0f}", False, False),
     ]
-    return [c for c in columns if not c.is_optional or any(c.name in row.results for row in rows)]
+    return [one for one in columns if not one[4] or any(one[1] in row.results for row in rows)]
 
 
-def _is_at_k(name: str, kind: str) -> bool:
-    return name.startswith(f"{kind}@") and name.partition("@")[2].isdigit()
+def _ks(results: Mapping[str, float], kind: str) -> list[int]:
+    """The k of ``pass@k`` and its like among results."""
+    names = (name.partition("@") for name in results)
+    return sorted(int(k) for start, _, k in names if start == kind and k.isdigit())
 
 
 def results_table(rows: Sequence[Row]) -> TextTable:
     """One line for each model and template on one task: accuracy with its interval, and what surrounds it."""
     columns = _columns(rows)
     has_templates = any(row.template is not None for row in rows)
-    header = ["model", *(["template"] if has_templates else []), *(column.label for column in columns)]
+    header = ["model", *(["template"] if has_templates else []), *(label for label, *_ in columns)]
     lines = [
         [
             row.model,
             *([row.template or NOTHING] if has_templates else []),
-            *(NOTHING if c.is_of_grade and not row.is_graded else c.show(row.results, c.name) for c in columns),
+            *(
+                NOTHING if is_of_grade and not row.is_graded else show(row.results, name)
+                for _, name, show, is_of_grade, _ in columns
+            ),
         ]
         for row in rows
     ]
@@ -114,9 +111,8 @@ def results_table(rows: Sequence[Row]) -> TextTable:
 
 
 def at_k_table(results: Mapping[str, float]) -> TextTable | None:
-    """What several samples are worth, for each k; None where there is one sample or nothing was graded."""
-    kinds = [kind for kind in ("pass", "majority", "best_of") if any(_is_at_k(name, kind) for name in results)]
-    ks = sorted({int(name.partition("@")[2]) for name in results if _is_at_k(name, "pass")})
+    """The results of several samples, for each k; None where there is one sample or nothing was graded."""
+    kinds, ks = [kind for kind in AT_K if _ks(results, kind)], _ks(results, "pass")
     if not kinds:
         return None
     header = ["k", *(text for kind in kinds for text in (f"{kind.replace('_', ' ')}@k", "95 % interval"))]
@@ -139,8 +135,8 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
 
 
 def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What a reader must know beside the figures; ``dropped`` by evaluation, counts by reason."""
-    notes = [*_template_notes(rows)]
+    """Notes under the figures; ``dropped`` by evaluation, counts by reason."""
+    notes = []
     for row in rows:
         name = " · ".join(part for part in (row.evaluation, row.model, row.template) if part)
         results = row.results
@@ -168,22 +164,6 @@ def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> l
         left = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         if left:
             notes.append(f"{evaluation}: left out of the data: {left}")
-    return notes
-
-
-def _template_notes(rows: Sequence[Row]) -> list[str]:
-    """How much of a model's accuracy is its template's."""
-    notes = []
-    for evaluation, model in dict.fromkeys((row.evaluation, row.model) for row in rows if row.template is not None):
-        own = [row for row in rows if (row.evaluation, row.model) == (evaluation, model) and row.is_graded]
-        if len({row.results["accuracy"] for row in own}) > 1:
-            worst, best = (pick(own, key=lambda row: row.results["accuracy"]) for pick in (min, max))
-            overlap = worst.results["accuracy_high"] >= best.results["accuracy_low"]
-            notes.append(
-                f"{evaluation} · {model}: the template alone moves it from {worst.results['accuracy']:.1%} "
-                f"({worst.template}) to {best.results['accuracy']:.1%} ({best.template})"
-                + (", which the intervals cannot tell from chance" if overlap else "")
-            )
     return notes
 
 

@@ -19,10 +19,9 @@ from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evals.generation import task_label
-from posttrain.evals.measures import with_interval
+from posttrain.evals.measures import mean_interval, with_interval
 from posttrain.evals.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
 from posttrain.evals.ranking import pair_wins
-from posttrain.evals.statistics import half_width
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word
@@ -31,8 +30,7 @@ from posttrain.store.rollouts import prompt_text
 from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Rollout
 
-# Answers whose lengths differ by at most this share of the longer one count as equally long.
-SIMILAR_LENGTH = 0.1
+SIMILAR_LENGTH = 0.1  # lengths that differ by at most this share of the longer one are alike
 
 # Scores answers, or compares two of them.
 Judge = Callable[[Sequence[Rollout]], Sequence[float | None]] | PairJudge
@@ -45,11 +43,6 @@ class Contest:
     index: int
     a: tuple[Rollout, ...]
     b: tuple[Rollout, ...]
-
-    @property
-    def meetings(self) -> list[tuple[Rollout, Rollout]]:
-        """Every answer of A with every answer of B."""
-        return list(product(self.a, self.b))
 
 
 @dataclass(slots=True)
@@ -64,9 +57,8 @@ class WinRate:
         """Add another judge's results on the same answers, and its score of each (``scores``)."""
         self.others[name] = other.results
         for item, judged in zip(self.items, other.items, strict=True):
-            for side in ("a", "b"):
-                for answer, again in zip(item[side], judged[side], strict=True):
-                    answer.setdefault("scores", {})[name] = again["score"]
+            for answer, again in zip([*item["a"], *item["b"]], [*judged["a"], *judged["b"]], strict=True):
+                answer.setdefault("scores", {})[name] = again["score"]
 
 
 def pair_up(a: Sequence[Rollout], b: Sequence[Rollout]) -> list[Contest]:
@@ -84,7 +76,7 @@ def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
-    """How often an answer of A is judged better than one of B; a tie counts one half.
+    """Measure how often an answer of A is judged better than one of B; a tie counts one half.
 
     Within an item every answer of A meets every answer of B; the mean of these is one number per item, and the
     intervals count items. An answer that the judge cannot score loses against one that it can (``unscored`` counts
@@ -100,12 +92,27 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     """
     if not contests:
         raise ValueError("no item that both models answered")
-    scores, worths, facts = _judge(contests, judge)
-    items = [_item(*one) for one in zip(contests, scores, worths, strict=True)]
+    facts: dict[str, float] = {}
+    if isinstance(judge, PairJudge):
+        meetings = [(prompt_text(x.example), x.text, y.text) for one in contests for x, y in product(one.a, one.b)]
+        opinions, facts = judge.meet(meetings)
+        scores: list[float | None] = [None] * sum(len(one.a) + len(one.b) for one in contests)
+    else:
+        scores = list(judge([rollout for one in contests for rollout in (*one.a, *one.b)]))
+        opinions = []
+    given, worths = iter(scores), iter(opinions)
+    items = []
+    for one in contests:
+        own = [[next(given) for _ in one.a], [next(given) for _ in one.b]]
+        if isinstance(judge, PairJudge):
+            wins = [next(worths) for _ in product(one.a, one.b)]
+        else:
+            ranked = product(*([-math.inf if score is None else score for score in side] for side in own))
+            wins = pair_wins(*zip(*ranked, strict=True))
+        items.append(_item(one, own, wins))
     similar = [item["win_rate_similar"] for item in items if item["num_similar"]]
-    draws = max(1, min(min(len(contest.a), len(contest.b)) for contest in contests))
-    given = [score for of_a, of_b in scores for score in (*of_a, *of_b)]
-    unscored = 0.0 if isinstance(judge, PairJudge) else given.count(None) / len(given)
+    draws = max(1, min(min(len(one.a), len(one.b)) for one in contests))
+    unscored = 0.0 if isinstance(judge, PairJudge) else scores.count(None) / len(scores)
     results = {"n": float(len(contests)), "unscored": unscored} | facts
     results |= with_interval("win_rate", [item["win_rate"] for item in items], draws)
     for name in ("wins", "ties", "losses", "characters_a", "characters_b"):
@@ -116,29 +123,10 @@ def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     return WinRate(results, items)
 
 
-Scores = tuple[list[float | None], list[float | None]]
-
-
-def _judge(contests: Sequence[Contest], judge: Judge) -> tuple[list[Scores], list[list[float]], dict[str, float]]:
-    """For each contest the scores of its answers and the worth of A's in each meeting; facts about the judge."""
-    if isinstance(judge, PairJudge):
-        pairs = [(prompt_text(a.example), a.text, b.text) for contest in contests for a, b in contest.meetings]
-        opinions, facts = judge.meet(pairs)
-        worth = iter(opinions)
-        unknown: list[Scores] = [([None] * len(contest.a), [None] * len(contest.b)) for contest in contests]
-        return unknown, [[next(worth) for _ in contest.meetings] for contest in contests], facts
-    numbers = iter(judge([rollout for contest in contests for rollout in (*contest.a, *contest.b)]))
-    scores = [([next(numbers) for _ in contest.a], [next(numbers) for _ in contest.b]) for contest in contests]
-    worths = []
-    for sides in scores:
-        of_a, of_b = ([-math.inf if score is None else score for score in side] for side in sides)
-        worths.append(pair_wins(*zip(*product(of_a, of_b), strict=True)))
-    return scores, worths, {}
-
-
-def _item(contest: Contest, scores: Scores, worths: Sequence[float]) -> dict[str, Any]:
+def _item(contest: Contest, scores: Sequence[Sequence[float | None]], worths: Sequence[float]) -> dict[str, Any]:
     example = contest.a[0].example
-    alike = [worth for worth, (a, b) in zip(worths, contest.meetings, strict=True) if _are_similar(a.text, b.text)]
+    lengths = [(len(a.text), len(b.text)) for a, b in product(contest.a, contest.b)]
+    alike = [w for w, pair in zip(worths, lengths, strict=True) if max(pair) - min(pair) <= SIMILAR_LENGTH * max(pair)]
     item: dict[str, Any] = {
         "id": example.id,
         "index": contest.index,
@@ -159,10 +147,6 @@ def _item(contest: Contest, scores: Scores, worths: Sequence[float]) -> dict[str
             for rollout, score in zip(rollouts, of_side, strict=True)
         ]
     return item
-
-
-def _are_similar(left: str, right: str) -> bool:
-    return abs(len(left) - len(right)) <= SIMILAR_LENGTH * max(len(left), len(right))
 
 
 @torch.no_grad()
@@ -191,15 +175,13 @@ def summarize_kl(name: str, answers: Sequence[Rollout], kl: Sequence[float]) -> 
     of_item: dict[int, list[float]] = {}
     for rollout, value in zip(answers, kl, strict=True):
         of_item.setdefault(rollout.prompt_index, []).append(value)
-    means = [statistics.fmean(values) for values in of_item.values()]
-    center, half = statistics.fmean(means), half_width(means)
+    results = mean_interval(name, [statistics.fmean(values) for values in of_item.values()])
     tokens = sum(rollout.completion.num_own for rollout in answers)
-    bounds = {f"{name}_low": max(0.0, center - half), f"{name}_high": center + half}
-    return {name: center, **bounds, f"{name}_per_token": math.fsum(kl) / tokens}
+    return results | {f"{name}_low": max(0.0, results[f"{name}_low"]), f"{name}_per_token": math.fsum(kl) / tokens}
 
 
 def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequence[Contest]) -> str | None:
-    """Why the KL between two models cannot be measured here; None where it can."""
+    """Return why the KL between two models cannot be measured here; None where it can."""
     if a.model is None or b.model is None:
         return "it needs both models in this process; use --engine native"
     if drawing.temperature == 0:
@@ -213,55 +195,26 @@ def why_no_kl(a: OpenedModel, b: OpenedModel, drawing: Drawing, contests: Sequen
     return None
 
 
-def _add_kl(win_rate: WinRate, models: Sequence[OpenedModel], temperature: float, contests: Sequence[Contest]) -> None:
-    """KL(A‖B) over A's answers and KL(B‖A) over B's, into results and items."""
-    forwards = [Forward(model.model, temperature) for model in models]
-    sides = [[one for contest in contests for one in getattr(contest, side)] for side in ("a", "b")]
-    for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
-        kl = measure_kl(answers, own, other)
-        win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
-        values = iter(kl)
-        for item in win_rate.items:
-            for answer in item[name[0]]:
-                answer[f"kl_{name}"] = next(values)
-
-
 @dataclass(frozen=True)
 class ContestPlan:
-    """Two models whose request was checked: the task that was read, a template for each, the folder for the files.
+    """Two models whose request was checked, the task that was read, a template for each, the folder for the files."""
 
-    ``judges``: reward models, and files of judges, of which the first says who wins; none: the task's grader.
-    """
-
-    a: ModelSource
-    b: ModelSource
+    sources: tuple[ModelSource, ModelSource]
     drawing: Drawing
     asked: EvaluationRequest
-    judges: tuple[str, ...]
     task: Task
-    task_word: Word
     templates: tuple[Word, Word]
     folder: Path
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All that decides about the results."""
-        names = ("n", "samples", "temperature", "top_k", "top_p", "max_tokens", "seed")
-        return {
-            "a": self.a.name,
-            "b": self.b.name,
-            "judge": ", ".join(self.judges) or "the task's grader",
-            "task": self.task_word.model_dump(),
-            "templates": [word.model_dump() for word in self.templates],
-            **{name: getattr(self.drawing, name) for name in names},
-            "dropped": self.task.dropped,
-        }
+    settings: dict[str, Any]
 
 
 def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> ContestPlan:
     """Check the request for two models, A and B, as far as that goes without loading one.
 
     A task that is not named is that of A; a template, the model's own, or that of the one that has one.
+
+    Args:
+        judges: reward models, and files of judges, of which the first says who wins; none: the task's grader.
 
     Raises:
         UsageError: words, options or combinations that cannot be.
@@ -277,21 +230,27 @@ def plan_contest(asked: EvaluationRequest, judges: Sequence[str] = ()) -> Contes
     for source in (a, b):
         source.refuse_scorer()
     word = choose_task(next(iter(asked.tasks), None), a.name, a.recipe)
-    template = next(iter(asked.templates), None)
+    named = next(iter(asked.templates), None)
+    # the template named, else the model's own, else that of the other one: it was trained with none
+    tellers = [own if own.recipe is not None or other.recipe is None else other for own, other in ((a, b), (b, a))]
+    first, second = (complete_template(named, teller) or teller.template for teller in tellers)
     drawing = replace(asked.drawing, max_tokens=asked.drawing.max_tokens or max(a.max_tokens, b.max_tokens), ks=())
     task = build_task(word, "--task")
     name = f"against-{b.label}-{task_label(task)}"
     folder = place_of(a, asked.out, name if a.run is not None else f"{a.label}-{name}")
     refuse_other(folder)
-    templates = (_template_of(template, a, b), _template_of(template, b, a))
-    plan = ContestPlan(a, b, drawing, asked, tuple(judges), task, word, templates, folder)
-    return plan if asked.out else replace(plan, folder=folder_of_its_own(folder, {"": plan.settings}))
-
-
-def _template_of(named: Word | None, own: ModelSource, other: ModelSource) -> Word:
-    """The template named, else the model's own, else that of the other one: it was trained with none."""
-    teller = own if own.recipe is not None or other.recipe is None else other
-    return complete_template(named, teller) or teller.template
+    drawn = ("n", "samples", "temperature", "top_k", "top_p", "max_tokens", "seed")
+    settings = {
+        "a": a.name,
+        "b": b.name,
+        "judge": ", ".join(judges) or "the task's grader",
+        "task": word.model_dump(),
+        "templates": [first.model_dump(), second.model_dump()],
+        **{name: getattr(drawing, name) for name in drawn},
+        "dropped": task.dropped,
+    }
+    own = folder if asked.out else folder_of_its_own(folder, {"": settings})
+    return ContestPlan((a, b), drawing, asked, task, (first, second), own, settings)
 
 
 def run_contest(
@@ -306,7 +265,7 @@ def run_contest(
     """
     asked = plan.asked
     models, evaluations = [], []
-    for source, template in zip((plan.a, plan.b), plan.templates, strict=True):
+    for source, template in zip(plan.sources, plan.templates, strict=True):
         model = open_model(source, template, engine=asked.engine, dtype=asked.dtype, device=asked.device)
         models.append(model)
         evaluations.append(measure(model, plan.task, plan.drawing, progress=progress))
@@ -330,11 +289,15 @@ def run_contest(
         if evaluation.results.get("num_graded", 0.0) > 0:
             for suffix in ("", "_low", "_high"):
                 win_rate.results[f"accuracy_{side}{suffix}"] = evaluation.results[f"accuracy{suffix}"]
-    reason = why_no_kl(models[0], models[1], plan.drawing, contests)
-    if reason is None:
-        _add_kl(win_rate, models, plan.drawing.temperature, contests)
-    else:
-        notes.append(f"no KL: {reason}")
+    if (reason := why_no_kl(models[0], models[1], plan.drawing, contests)) is not None:
+        return win_rate, [*notes, f"no KL: {reason}"]
+    forwards = [Forward(model.model, plan.drawing.temperature) for model in models]
+    sides = [[one for contest in contests for one in getattr(contest, side)] for side in ("a", "b")]
+    for name, answers, (own, other) in zip(("ab", "ba"), sides, (forwards, forwards[::-1]), strict=True):
+        kl = measure_kl(answers, own, other)
+        win_rate.results |= summarize_kl(f"kl_{name}", answers, kl)
+        for answer, value in zip([one for item in win_rate.items for one in item[name[0]]], kl, strict=True):
+            answer[f"kl_{name}"] = value
     return win_rate, notes
 
 
@@ -361,8 +324,8 @@ def write_contest(plan: ContestPlan, win_rate: WinRate, notes: Sequence[str], pa
     """
     content = {
         "evaluation": task_label(plan.task),
-        "a": plan.a.label,
-        "b": plan.b.label,
+        "a": plan.sources[0].label,
+        "b": plan.sources[1].label,
         "results": win_rate.results,
         **({"others": win_rate.others} if win_rate.others else {}),
         "notes": list(notes),

@@ -19,7 +19,7 @@ from posttrain.graders.grading import Submission, is_blank
 # quantities.
 
 
-def _words(text: str) -> frozenset[str]:
+def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -51,7 +51,7 @@ KNOWN_UNITS = SHORT_UNITS | frozenset(
      "hour", "minute", "second", "day", "week", "month", "year", "people", "person", "point", "million", "billion")
 )  # fmt: skip
 # More units; nouns whose plural has another form; what is measured without a plural.
-_NOUNS = _words(
+_NOUNS = word_set(
     """
     amp ampere amu atm bar bit bps btu bushel byte calorie cal carat celsius century coulomb cup decade decibel
     decimeter decimetre dyne erg fahrenheit farad fathom fortnight furlong gbp gigabyte hectare henry hertz horsepower
@@ -68,14 +68,14 @@ _NOUNS = _words(
     """
 )
 # What may stand instead of a unit: some of these alone (``17 left``), all of them with more (``17 per day``).
-_ALONE = _words(
+_ALONE = word_set(
     """
     total altogether overall combined together more fewer less left leftover remaining away apart later earlier ago old
     older younger long longer shorter tall taller high higher lower wide deep heavier lighter bigger larger smaller
     cheaper faster slower closer each all only exactly
     """
 )
-_STARTS = _ALONE | _words(
+_STARTS = _ALONE | word_set(
     """
     a an are as at among before after between by during every for from had has have in into of off on out per than
     until was were with within who worth
@@ -83,7 +83,7 @@ _STARTS = _ALONE | _words(
 )
 _NOT_PLURAL = re.compile(r".*(?:ss|us|is)|times|does|has|was|always|sometimes|besides|whereas|afterwards")
 # They take a number back, wherever they stand behind it.
-_HEDGES = _words(
+_HEDGES = word_set(
     """
     wrong false incorrect probable probably possible likely unlikely unsure uncertain unknown guess guesses
     approximately roughly nearly almost sure certain certainly yes yeah nope nah perhaps else otherwise instead
@@ -104,12 +104,12 @@ _UNIT_NAMES = {
 
 
 def is_known_unit(word: str) -> bool:
-    """Whether the word is the name of a common unit."""
+    """Return whether the word is the name of a common unit."""
     return word.lower() in KNOWN_UNITS or singular(word) in KNOWN_UNITS
 
 
 def is_unit(text: str, value: Fraction | None = None) -> bool:
-    """Whether words behind a number say what it counts or measures: ``miles per hour``, ``red marbles in the box``.
+    """Return whether words behind a number say what it counts or measures: ``miles per hour``, ``red marbles left``.
 
     One of the first words is a noun, or the first is one of ``left``, ``per``, ``in``, ...; none takes the number back.
     ``value``: the number before them, if it is known.
@@ -314,7 +314,7 @@ def _with_unit(value: Fraction, rest: str, currency: str, marked: bool) -> Quant
 
 
 def same_quantity(gold: Quantity, answer: Quantity, tolerance: float = 0.0) -> bool:
-    """Whether two quantities agree, by exact rational arithmetic.
+    """Return whether two quantities agree, by exact rational arithmetic.
 
     A unit that only one side states is forgiven, except one that may be a variable (``5x``, ``5 m``);
     two units must agree. A ``%`` that only one side states may mean either reading (50 % = 50 = 0.5).
@@ -410,7 +410,7 @@ def last_boxed(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Where a box begins with its backslash, and where its content starts and ends."""
+    """The place of a box: its backslash, and where its content starts and ends."""
 
     begin: int
     start: int
@@ -444,7 +444,7 @@ _THINKING = ("think", "reasoning")
 
 
 def final_response(text: str) -> str | None:
-    """What stands behind the last ``</think>`` or ``</reasoning>``; the whole text where nothing was thought.
+    """Return what follows the last ``</think>`` or ``</reasoning>``; the whole text where nothing was thought.
 
     None where thinking begins and never ends: such a text was cut off, and what it mentions is no answer.
     """
@@ -485,7 +485,7 @@ def answer_region(submission: Submission) -> tuple[str, bool] | None:
 
 
 def _between_tags(response: str) -> str | None:
-    """What is between the answer tags, "" where it is blank; None without complete tags."""
+    """Return what is between the answer tags, "" where it is blank; None without complete tags."""
     _, opened, rest = response.partition("<answer>")
     inner, closed, _ = rest.partition("</answer>")
     answer = inner.rpartition("<answer>")[2].strip()

@@ -59,7 +59,7 @@ def refusal(submission: Submission) -> Verdict:
 
 
 def refuses(response: str) -> bool:
-    """Whether a response begins with the words of a refusal; see ``refusal``."""
+    """Return whether a response begins with the words of a refusal; see ``refusal``."""
     return _OPENING.match(_normal(response)) is not None
 
 

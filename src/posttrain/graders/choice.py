@@ -1,71 +1,69 @@
-"""Multiple choice: the last letter that a response states, unless the text around it denies it or names another."""
+"""Multiple choice: the last letter that a response states, unless it is denied, joined to another or taken back."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from posttrain.graders.answers import answer_region
+from posttrain.graders.answers import answer_region, word_set
 from posttrain.graders.grading import Submission, Verdict
 from posttrain.registry import register
 
 LETTERS = "ABCDEFGHIJ"
 MAX_CHARS = 20_000  # of a response: what comes before is no conclusion
-MAX_STATEMENTS = 100  # the last ones
 TAIL_CHARS = 2_000  # of what follows a statement
 _BEFORE_CHARS = 80
 
-_CJK = r"[\u3400-\u9fff]"  # B细胞 are cells
-# A letter that is part of something longer (D-glucose, C++, F(x), A = 2) is none.
-_ALONE = r"(?![A-Za-z0-9'’#(]|[-_][A-Za-z0-9{]|\s*[=+^<>])"
+# A letter that is part of something longer (D-glucose, C++, F(x), A = 2) is none; B细胞 are cells.
+_ALONE = r"(?![A-Za-z0-9'’#(]|[-_][A-Za-z0-9{]|\s*[=+^<>]|(?![因由])[\u3400-\u9fff])"
 _FILLER = (
-    r"(?:[\s:=>*_`$\"'“‘]|\\boxed\s*\{|\\(?:text|textbf|mathrm|mathbf)\s*\{|"
-    r"(?i:for\s+sure|clearly|definitely|therefore|thus|then|indeed|simply|most\s+likely|probably|likely|actually|"
-    r"definitively|obviously|(?:the\s+)?(?:option|choice|letter|answer))\b){0,12}"
+    r"(?:[\s:=>*_`$\"'“‘]|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|(?i:for\s+sure|clearly|definitely|therefore|thus|"
+    r"then|indeed|simply|probably|likely|actually|obviously|(?:the\s+)?(?:option|choice|letter|answer))\b){0,12}"
 )
 _IS = r"(?:\*\*|__|\")?\s{0,3}(?:is\b|(?:would|must|should|has\s+to|will)\s+(?:then\s+)?be\b|[:=]|→|->|[-–—]\s)"
 # "The answer is", "I choose", "My pick:", behind which a letter or the text of a choice stands.
 _HEAD = re.compile(
     r"(?i:\banswer(?:\s+choice|\s+to\s+(?:the|this)\s+(?:question|problem))?" + _IS + "|"
-    r"\b(?:correct|right|best)\s+(?:option|choice|one|letter|statement)" + _IS + "|"
-    r"\b(?:my|the|final)\s+(?:(?:own|final|best)\s+)?(?:choice|pick|selection|guess)" + _IS + "|"
+    r"\b(?:correct|right|best|my|the|final)\s+(?:(?:own|final|best)\s+)?"
+    r"(?:option|choice|one|letter|statement|pick|selection|guess)" + _IS + "|"
     r"\b(?:choose|choosing|pick|picking|select|selecting|go\s+with|going\s+with)\b|"
     r"答案(?:应该|应当|应|就)?(?:是|为|选)?\s?[:：]?|(?<![不没能要果若可])选择?\s?[:：]?)"
 )
-_LETTER = re.compile(_FILLER + rf"(?:[(\[（]\s*([A-Ja-j])\s*[)\]）]|([A-J])(?!(?![因由]){_CJK})" + _ALONE + ")")
+_LETTER = re.compile(_FILLER + rf"(?:[(\[（]\s*([A-Ja-j])\s*[)\]）]|([A-J]){_ALONE})")
 _SMALL_LETTER = re.compile(r"[\s*_`$\"'“‘]{0,12}([a-j])(?=[.*_`$\"'”’]{0,6}\s*(?:\n|$))")  # behind a colon
-_JUDGED = re.compile(
-    r"(?:(?i:option|choice|answer)\s{1,3})?(?:\*\*)?(?:[(\[]([A-J])[)\]]|(?<![A-Za-z0-9'’])([A-J]))(?:\*\*)?\s{1,3}"
-    r"(?i:is|would be|must be|has to be)\s{1,3}(?i:(?:clearly|therefore|thus|definitely)\s{1,3})?"
-    r"(?:(?i:the\s{1,3})?(?i:only\s{1,3})?(?i:correct|right|best)\b"
-    r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?i:answer|option|choice|one|because|since|as)\b)(?i:\s{1,3}(?:answer|option|choice|one)\b)?"
-    r"|(?i:(?:the|my)\s{1,3}(?:(?:only|final|own)\s{1,3}){0,2}(?:answer|choice|pick|selection))\b"
-    r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?i:because|since|as|here)\b))"
+# "A cat", and not "A because".
+_GOES_ON = re.compile(
+    r"[ \t]+(?!(?:because|since|as|which|due|so|but|given|for|based|and|or|by|here|not|if|unless|else|maybe)\b)[a-z]",
+    re.IGNORECASE,
+)
+_JUDGED = re.compile(  # "B is the answer", "Option (B) must be right"
+    r"(?:[(\[]([A-J])[)\]]|(?<![A-Za-z0-9'’])([A-J]))(?:\*\*)?\s{1,3}(?i:is|would be|must be|has to be)\s{1,3}"
+    r"(?i:(?:clearly|therefore|thus|definitely|the|my|only|final|own)\s{1,3}){0,3}"
+    r"(?i:(?:correct|right|best)(?:\s{1,3}(?:answer|option|choice|one))?|answer|choice|pick|selection)\b"
+    r"(?=\s*$|\s*[.,;!*\n]|\s{1,3}(?:because|since|as|here)\b)"
 )
 # Sentences that conclude without the word answer: "It is B", "I believe it's B", "So C".
 _CONCLUSION = re.compile(
-    r"(?:^|[.!?;\n])[\s*_]{0,4}(?:(?:(?i:so|thus|hence|therefore|then|no|yes|wait|rather|actually|sorry|hmm|oh|but|and|"
+    r"(?:^|[.!?;\n])[\s*_]{0,4}(?:(?i:(?:so|thus|hence|therefore|then|no|yes|wait|rather|actually|sorry|hmm|oh|but|and|"
     r"definitely|clearly|i(?:['’]d|\s{1,3}would)?\s{1,3}(?:\(?(?:personally|really|firmly|do|still|now)\)?\s{1,3})?"
     r"(?:think|believe|guess|say)(?:\s{1,3}that)?)[,:]?\s{1,3}){0,4}"
     r"(?i:it(?:['’]s|\s{1,3}(?:is|must\s{1,3}be|has\s{1,3}to\s{1,3}be)))\s{1,3}"
-    r"(?:(?i:actually|really|clearly|therefore|thus|then|indeed|option|choice|letter)\s{1,3}){0,3}"
-    r"|(?:(?i:so|thus|hence|therefore|rather|actually|definitely|clearly|i(?:['’]d|\s{1,3}would)?\s{1,3}(?:think|believe|"
-    r"guess|say))[,:]?|(?i:no)[,:])\s{1,3}(?:(?i:option|choice|letter)\s{1,3})?"
-    r")[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!;\n]|$))"
+    r"|(?:(?i:so|thus|hence|therefore|rather|actually|definitely|clearly|i(?:['’]d|\s{1,3}would)?\s{1,3}(?:think|"
+    r"believe|guess|say))[,:]?|(?i:no)[,:])\s{1,3})"
+    r"(?i:(?:actually|really|clearly|therefore|thus|then|indeed|option|choice|letter)\s{1,3}){0,3}"
+    r"[*_`$]{0,3}(?:[(\[]([A-J])[)\]]|([A-J]))[*_`$]{0,3}(?=\s{0,3}(?:[.!;\n]|$))"
 )
 # A line that begins with its answer: "B", "(b)", "B) the tide", "Option B.".
 _SHORT = re.compile(
-    r"(?i:(?:therefore|thus|hence|so)\b[,:]?\s*)?"
-    r"(?i:(?:the\s+)?(?:correct\s+|final\s+)?(?:option|choice|answer|letter)\s*:?\s*)?"
-    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;!\n。]|\s+(?:[-–—]\s|\()))[.):,;!。]?"
+    r"(?i:(?:therefore|thus|hence|so)\b[,:]?\s*)?(?i:(?:the\s+)?(?:correct\s+|final\s+)?(?:option|choice|answer|letter)"
+    r"\s*:?\s*)?(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([a-j])\)|([A-J])(?=$|[.):,;!\n。]|\s+(?:[-–—]\s|\()))[.):,;!。]?"
 )
 _LABEL = re.compile(r"\W*(?:(?i:option|choice)\s+)?[(\[]?([A-J](?=[)\].:])|[a-j](?=[)\]]))")
-# What makes a statement none: a denial, a condition, a report or another letter in front of it.
+# In front of a statement, a denial, a condition, a report or another letter makes it none.
 _DENIED = re.compile(
-    r"(?:(?i:\b(?:not|never|neither|nor|doubt\w*|if|whether|suppose|supposing|assume|assuming|unlikely|hardly|false|untrue|"
-    r"impossible|is)|n['’]t)\s{1,3}(?:(?i:think|believe|say|mean|agree|sure|certain|true|clear|that|whether|if|the|option|"
-    r"correct|final|right|best|it|is)\s{1,3}){0,5}[(\[*]{0,3}"
+    r"(?:(?i:\b(?:not|never|neither|nor|doubt\w*|if|whether|suppose|supposing|assume|assuming|unlikely|hardly|false|"
+    r"untrue|impossible|is)|n['’]t)\s{1,3}(?:(?i:think|believe|say|mean|agree|sure|certain|true|clear|that|whether|if|"
+    r"the|option|correct|final|right|best|it|is)\s{1,3}){0,5}[(\[*]{0,3}"
     r"|(?i:\b(?:or|nor|and))\s{1,3}(?:(?i:option|choice)\s{1,3})?[(\[]?"
     r"|(?i:\b(?:nobody|no\s?one|none|they|people|some|someone|everyone|many|most|few|others?|another|he|she|who))\s{1,3}"
     r"(?:[a-z]{1,12}\s{1,3}){0,3}(?:say|think|believe|claim|argue|guess|suggest|thought|said)(?:s|d|ed)?\s{1,3}"
@@ -76,42 +74,24 @@ _REASON = re.compile(
     r"\b(?:because|since|as|for|which|due|based|given|here|but\s{1,3}[A-J]\s{1,3}(?:is|was|looks|seems))\b|因为|由于",
     re.IGNORECASE,
 )
-_SEPARATOR = re.compile(r"^[\s.):,;\]]*(?:[-–—]\s+)?")
 _OTHER = re.compile(r"(?<![A-Za-z0-9'’+])[(\[*]{0,3}([A-HJ])(?![A-Za-z0-9'’+]|\s*=)")
-_WORD = re.compile(r"[^\s,:*_`$\"“”‘()\[\]{}–—（），、：]+")
-_NEXT_WORD = re.compile(r"[ \t]+([A-Za-z][A-Za-z’']*)")
+_WORD = re.compile(r"[^\s,:*_`$\"“”‘()\[\]{}–—（），、：|/&+>→-]+(?:-\w+)*")
 _RULED_OUT = re.compile(
     r"\b(?:not|neither|nor|never|\w{1,9}n['’]t|than|unlike|except|exclud\w+|eliminat\w+|rul(?:e|es|ed|ing)\s{1,3}out|wrong|"
     r"incorrect|false)(?!\w)|错",
     re.IGNORECASE,
 )
-# Words without contents. A sentence of these alone speaks of the answer, and not of the question.
-_EMPTY = frozenset(
-    re.findall(
-        r"\S+",
-        """
-    a actually again ah all also am and answer are at back be best better but change changed choice choose clear clearly
-    correct correction could even fact final go hence hmm i i'd i'll i'm if in instead is it it's its joking just
-    kidding letter make may maybe mean meant might mind mistaken must my never nevermind nope nah no not now oh ok okay
-    on oops option or perhaps pick possibly quite rather really right said say scratch second should so sorry
-    switch take that that's the then therefore this thoughts thus to too unless untrue vs wait was wasn't isn't well
-    were with wrong false incorrect yes mistake else 不 不对 等等 错了 更正
-    """,
-    )
+# Words without contents: a sentence of these alone is about the answer, and not about the question.
+_EMPTY = word_set(
+    """
+    a again ah all also am and answer are at back be best better but change changed choice choose clear clearly correct
+    could even fact final go hence i i'd i'll i'm if in instead is it it's its just letter make may maybe mean meant
+    might must my now of oh ok okay on option or perhaps pick possibly quite rather really right said say second should
+    so switch take that that's the then therefore this thoughts thus to too unless vs was well were with yes else
+    """
 )
-_DENYING = frozenset(
-    ("not", "nope", "nah", "never", "isn't", "wasn't", "untrue", "wrong", "false", "incorrect", "mistake", "mistaken",
-     "不", "不对", "错了", "更正")
-)  # fmt: skip
-_JUDGED_WORDS = (["false"], ["wrong"], ["incorrect"])  # texts of choices, where these are not known
-_DOUBTING = frozenset(
-    ("no", "wait", "actually", "sorry", "hmm", "oops", "scratch", "nevermind", "mind", "back", "correction", "kidding",
-     "joking", "等等")
-)  # fmt: skip
-_REASONS = frozenset(
-    ("because", "since", "as", "which", "due", "so", "but", "given", "for", "based", "and", "or", "by", "here", "not",
-     "if", "unless", "else", "maybe")
-)  # fmt: skip
+_DENYING = word_set("not nope nah never isn't wasn't untrue wrong false incorrect mistake mistaken 不 不对 错了 更正")
+_DOUBTING = word_set("no wait actually sorry hmm oops scratch nevermind mind back correction kidding joking 等等")
 _DRESS = re.compile(r"[*`$]|\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\[()\[\]]")
 
 
@@ -147,8 +127,7 @@ def read_gold(gold: str, choices: Sequence[str] = ()) -> str | None:
         return match[1]
     if text in choices:
         return LETTERS[choices.index(text)]
-    statements = [_LETTER.match(text, head.end()) for head in _HEAD.finditer(text)]
-    letters = [(letter[1] or letter[2]).upper() for letter in statements if letter]
+    letters = [_letter(found) for head in _HEAD.finditer(text) if (found := _LETTER.match(text, head.end()))]
     return letters[-1] if letters else None
 
 
@@ -167,115 +146,87 @@ def chosen_letter(text: str, choices: Sequence[str] = ()) -> str | None:
     start, end, letter = found
     if _DENIED.search(text[max(0, start - _BEFORE_CHARS) : start]):
         return None
-    return letter if letter and _stands(letter, text[end : end + TAIL_CHARS], choices) else None
+    return letter if _stands(letter, text[end : end + TAIL_CHARS], choices) else None
 
 
-def _statements(text: str, choices: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return where statements begin and end, and their letters (empty: none can be read)."""
-    found = []
-    for head in deque(_HEAD.finditer(text), maxlen=MAX_STATEMENTS):
+def _statements(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield where the sentences that state an answer begin and end, and their letters."""
+    for head in _HEAD.finditer(text):
         if _DENIED.search(text[max(0, head.start() - _BEFORE_CHARS) : head.start()]):
             continue
         line = text[head.end() :].partition("\n")[0]
         own = next((one for one in (line, re.split(r"[.;!]\s", line)[0]) if _letter_of_text(one, choices)), None)
-        if own is not None:
-            found.append((head.start(), head.end() + len(own), str(_letter_of_text(own, choices))))
-            continue
         match = _LETTER.match(text, head.end())
         if match is None and head[0].endswith((":", "：")):
             match = _SMALL_LETTER.match(text, head.end())
-        if match is None:
-            continue
-        word = None if match[1] else _NEXT_WORD.match(text, match.end())
-        if word is None or word[1].lower() in _REASONS:
-            found.append((head.start(), match.end(), (match[1] or match[match.lastindex or 1]).upper()))
-    for match in deque(_JUDGED.finditer(text), maxlen=MAX_STATEMENTS):
-        if not _DENIED.search(text[max(0, match.start() - _BEFORE_CHARS) : match.start()]):
-            found.append((match.start(), match.end(), match[1] or match[2]))
-    for match in deque(_CONCLUSION.finditer(text), maxlen=MAX_STATEMENTS):
-        found.append((match.start(), match.end(), match[1] or match[2]))
-    return found
+        if own is not None:
+            yield head.start(), head.end() + len(own), _letter_of_text(own, choices) or ""
+        elif match is not None and (match[1] or not _GOES_ON.match(text, match.end())):
+            yield head.start(), match.end(), _letter(match)
+    for pattern in (_JUDGED, _CONCLUSION):
+        for match in pattern.finditer(text):
+            is_denied = pattern is _JUDGED and _DENIED.search(
+                text[max(0, match.start() - _BEFORE_CHARS) : match.start()]
+            )
+            if not is_denied:
+                yield match.start(), match.end(), _letter(match)
 
 
-def _openings(text: str, choices: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return the first and the last line where they begin with an answer; lines of several labels are a list."""
+def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Yield the first and the last line where they begin with an answer; lines of several labels are a list."""
     lines = [match for match in re.finditer(r"[^\n]+", text) if match[0].strip()]
-    labels = {label for line in lines if (label := _label(line[0]))}
     bare = {letter for line in lines if (letter := _bare(line[0]))}
-    found = []
+    labels = {label for line in lines if (label := _label(line[0]))}
     for line in lines[:1] + lines[-1:]:
-        if by_text := _letter_of_text(line[0], choices):
-            found.append((line.start(), line.end(), by_text))
-            continue
         plain = _undress(line[0])
         match = _SHORT.match(plain)
-        of_a_list = len(bare) > 1 if _bare(line[0]) else len(labels) > 1 and _label(line[0]) is not None
-        if match is None or of_a_list:
-            continue
-        letter = (match[1] or match[2] or match[3]).upper()
-        rest = _plain(plain[match.end() :])
-        if rest and match[3] and letter == "I" and match[0][-1] not in "):" and "I" not in LETTERS[: len(choices)]:
-            continue  # the pronoun
-        if rest and choices and LETTERS.index(letter) >= len(choices):
-            continue  # the E of "E. coli"
-        inside = line[0].find(plain)
-        found.append((line.start(), line.end() if inside < 0 else line.start() + inside + match.end(), letter))
-    return found
+        if by_text := _letter_of_text(line[0], choices):
+            yield line.start(), line.end(), by_text
+        elif match is not None and not (len(bare) > 1 if _bare(line[0]) else len(labels) > 1 and _label(line[0])):
+            rest, inside = _plain(plain[match.end() :]), line[0].find(plain)
+            if not (rest and choices and LETTERS.index(_letter(match)) >= len(choices)):  # the E of "E. coli"
+                yield line.start(), line.end() if inside < 0 else line.start() + inside + match.end(), _letter(match)
 
 
 def _stands(letter: str, tail: str, choices: Sequence[str]) -> bool:
-    """Whether what follows a statement leaves it standing."""
-    first = True
-    line = _plain(_SEPARATOR.sub("", tail.partition("\n")[0]))
-    own = _plain(choices[LETTERS.index(letter)]) if LETTERS.index(letter) < len(choices) else ""
-    if line and line == own:
+    """Return whether what follows a statement leaves it standing."""
+    line = _plain(re.sub(r"^[\s.):,;\]]*(?:[-–—]\s+)?", "", tail.partition("\n")[0]))
+    texts = {_plain(choice): own for own, choice in zip(LETTERS, choices, strict=False)}
+    if line in texts:
+        if texts[line] != letter:
+            return False  # the label of one choice with the text of another
         tail = "\n" + tail.partition("\n")[2]
-    elif line and any(line == _plain(choice) for choice in choices):
-        return False  # the label of one choice with the text of another
     if tail[:1] in ("?", "？"):
         return False
-    for sentence in _SENTENCE.finditer(tail):
-        text, was_first, first = _REASON.split(sentence[1])[0], first, False
-        words = [word.lower().replace("’", "'") for word in _WORD.findall(text) if word.strip("-–—|/&+>→")]
-        if sentence[2] in ("?", "？"):
-            if words[:1] in (["or"], ["maybe"]) and _OTHER.search(text):
-                return False
-            continue
-        if _other_text(letter, text, choices) or (not choices and was_first and words in _JUDGED_WORDS):
-            if choices:
-                return False
-            continue
+    for place, sentence in enumerate(_SENTENCE.finditer(tail)):
+        text = _REASON.split(sentence[1])[0]
+        words = [word.lower().replace("’", "'") for word in _WORD.findall(text)]
         others = {match[1] for match in _OTHER.finditer(text)} - {letter}
-        named = any(word == letter.lower() for word in words)
-        is_empty = all(word in _EMPTY or (len(word) == 1 and word.upper() in LETTERS) for word in words)
-        if was_first and not is_empty and others and not _RULED_OUT.search(text):
-            return False
-        if not is_empty or not words:
-            continue
-        if any(word in _DENYING for word in words):
-            if not others or named or "i" in words:  # "I was wrong: it is B"
+        known = _EMPTY | _DENYING | _DOUBTING
+        is_empty = all(word in known or (len(word) == 1 and word.upper() in LETTERS) for word in words)
+        if sentence[2] in ("?", "？"):
+            if words[:1] in (["or"], ["maybe"]) and others:
                 return False
-        elif others or (any(word in _DOUBTING for word in words) and text == sentence[1]):  # no "No, because"
+        elif not place and not is_empty and others and not _RULED_OUT.search(text):
             return False
+        elif is_empty and words:
+            if any(word in _DENYING for word in words):
+                if not others or letter.lower() in words or "i" in words:  # "I was wrong: it is B"
+                    return False
+            elif others or (any(word in _DOUBTING for word in words) and text == sentence[1]):  # no "No, because"
+                return False
     return True
 
 
-def _other_text(letter: str, text: str, choices: Sequence[str]) -> bool:
-    """Whether a sentence states the text of another choice, after words without contents: "I mean the oak"."""
-    if _RULED_OUT.search(text):
-        return False
-    for word in _WORD.finditer(text):
-        if _letter_of_text(text[word.start() :], choices) not in (None, letter):
-            return True
-        if word[0].lower().replace("’", "'") not in _EMPTY:
-            return False
-    return False
+def _letter(match: re.Match[str]) -> str:
+    """Return the letter in the last group of a match."""
+    return str(match[match.lastindex or 0]).upper()
 
 
 def _bare(line: str) -> str | None:
     """Return the letter of a line that is nothing else."""
     match = _SHORT.fullmatch(_undress(line))
-    return (match[1] or match[2] or match[3]).upper() if match else None
+    return _letter(match) if match else None
 
 
 def _label(line: str) -> str | None:

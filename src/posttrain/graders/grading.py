@@ -1,4 +1,4 @@
-"""What a grader is given and what it says.
+"""Input and output of graders.
 
 A grader is a function of a ``Submission``, registered under its name in the kind ``grader``; its keyword-only
 parameters are its options. One that is registered with ``batched=True`` takes a sequence of submissions and
@@ -38,7 +38,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a grader found.
+    """The finding of a grader.
 
     ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
     of the submission stands). ``facts`` are further numbers by name, the same names for every submission of a
@@ -85,8 +85,7 @@ def grade(name: str, submissions: Sequence[Submission], options: Mapping[str, An
     return verdicts
 
 
-# Whether a text has anything to see in it: one meaning of "there is an answer" for all graders and rewards.
-
+# What can be seen: one meaning of "there is an answer" for all graders and rewards.
 # Controls, formats (zero-width space, byte order mark), surrogates, private and unassigned characters, separators;
 # marks, which are seen only on a letter.
 _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Mc", "Me"))
@@ -96,7 +95,7 @@ _WITHOUT_INK = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
+    """Return whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
 
 
@@ -114,9 +113,6 @@ def only_seen(text: str) -> str:
     )
 
 
-# Several gold answers, each of which is right.
-
-
 @register("grader", batched=True)
 def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list[Verdict]:
     """Right if the answer equals any of the gold answers in ``meta["answers"]``.
@@ -132,10 +128,10 @@ def any_answer(submissions: Sequence[Submission], *, mode: str = "math") -> list
         replace(submission, answer=gold) for submission, own in zip(submissions, golds, strict=True) for gold in own
     ]
     verdicts = iter(grade(mode, asked))
-    return [_combine([next(verdicts) for _ in own]) for own in golds]
-
-
-def _combine(verdicts: Sequence[Verdict]) -> Verdict:
-    right = [verdict for verdict in verdicts if verdict.outcome == "right"]
-    failed = [verdict for verdict in verdicts if verdict.outcome in FAILURES]
-    return (right or failed or verdicts)[0]
+    found = []
+    for own in golds:
+        several = [next(verdicts) for _ in own]
+        right = [verdict for verdict in several if verdict.outcome == "right"]
+        failed = [verdict for verdict in several if verdict.outcome in FAILURES]
+        found.append((right or failed or several)[0])
+    return found

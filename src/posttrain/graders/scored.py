@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import UsageError
-from posttrain.graders.grading import Submission, Verdict, is_blank
+from posttrain.graders.grading import Outcome, Submission, Verdict, is_blank
 from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
 from posttrain.registry import register
 
 MAX_WORKERS = 4
-NOTHING: Mapping[str, float] = {"task_score": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +64,38 @@ def scored(submissions: Sequence[Submission]) -> list[Verdict]:
     Source: reasoning-gym (Stojanovski et al. 2025), ``score_answer``.
     """
     asked = [(one.meta["score"], one.extracted) for one in submissions if one.meta.get("score") is not None]
-    results = iter(score_answers(asked))
-    return [
-        Verdict("ungraded", facts=NOTHING) if one.meta.get("score") is None else _judge(next(results))
-        for one in submissions
-    ]
-
-
-def _judge(result: Result | None) -> Verdict:
-    if result is None:
-        return Verdict("no_answer", facts=NOTHING)
-    if result.kind != "value":
-        return Verdict(result.kind, facts=NOTHING)
-    return Verdict("right" if result.value >= 1.0 else "wrong", facts={"task_score": result.value})
+    results, verdicts = iter(score_answers(asked)), []
+    for one in submissions:
+        outcome: Outcome = "ungraded"
+        score = 0.0
+        if one.meta.get("score") is not None:
+            result = next(results)
+            outcome = "no_answer" if result is None else "wrong" if result.kind == "value" else result.kind
+            score = result.value if result is not None and result.kind == "value" else 0.0
+        verdicts.append(Verdict("right" if score >= 1.0 else outcome, facts={"task_score": score}))
+    return verdicts
 
 
 def score_answers(asked: Sequence[tuple[Scorer, str | None]]) -> list[Result | None]:
-    """What became of scoring each answer, in order: its ``value`` is the score, a float. None of a blank answer.
+    """The result of scoring each answer, in order: its ``value`` is the score, a float. None of a blank answer.
 
     Equal answers to the same question are scored once. A plain function may raise what it likes.
     """
-    outcomes: dict[int, Result | None] = {}
+    outcomes: list[Result | None] = [None] * len(asked)
     pooled: dict[tuple[str, Limits], dict[tuple[int, str], list[int]]] = {}
-    subjects: dict[int, Any] = {}
     for place, (scorer, answer) in enumerate(asked):
         if answer is None or is_blank(answer):
-            outcomes[place] = None
-        elif isinstance(scorer, WorkerScorer):
+            continue
+        if isinstance(scorer, WorkerScorer):
             places = pooled.setdefault((scorer.target, scorer.limits), {})
             places.setdefault((id(scorer.subject), answer), []).append(place)
-            subjects[id(scorer.subject)] = scorer.subject
         else:
             outcomes[place] = Result("value", value=float(scorer(answer)))
     for (target, limits), places in pooled.items():
         pool = shared_pool(target, min(count_cpus(), MAX_WORKERS), limits)
-        results = pool.run([[subjects[subject], answer] for subject, answer in places])
-        outcomes.update((place, result) for own, result in zip(places.values(), results, strict=True) for place in own)
-    return [outcomes[place] for place in range(len(asked))]
+        scorers = [asked[own[0]][0] for own in places.values()]
+        items = [[one.subject, answer] for one, (_, answer) in zip(scorers, places, strict=True)]  # type: ignore[union-attr]
+        for own, result in zip(places.values(), pool.run(items), strict=True):
+            for place in own:
+                outcomes[place] = result
+    return outcomes

@@ -1,4 +1,4 @@
-"""The panels of runs, data sets and calibrations: what a picture of each shows."""
+"""The panels of runs and data sets: what a picture of each shows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from posttrain.evals.statistics import Bin, wilson_interval
 from posttrain.reports.charts import LARGEST, Panel, Series
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
@@ -130,26 +128,6 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label:
         steps, values = [float(e.step) for e in points], [e.results[name] for e in points]
         series.append(Series(own, steps, values, low, high, is_points=True))
     return series
-
-
-def calibration_panels(bins: Sequence[Bin], *, what: str = "came true") -> list[Panel]:
-    """The predictions of a reward model against the share that comes true, with the 95 % interval of each bin.
-
-    ``what``: what the observed share is of. On the diagonal predictions mean what they say; below it they are
-    overconfident.
-    """
-    assert bins, "without predictions there is no diagram"
-    low, high = zip(*(wilson_interval(b.observed * b.n, b.n) for b in bins), strict=True)
-    predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
-    shares = Series("", predicted, observed, list(low), list(high), is_points=True)
-    counts = Series("", [(b.low + b.high) / 2 for b in bins], [float(b.n) for b in bins], is_bars=True)
-    start = 0.5 if all(b.low >= 0.5 for b in bins) else 0.0
-    axis: dict[str, Any] = {"x_label": "predicted probability", "x_range": (start, 1.0)}
-    about = f"share that {what}; dotted: predictions mean what they say"
-    return [
-        Panel("Calibration", about, [shares], is_share=True, has_diagonal=True, **axis),
-        Panel("Predictions", "how many there are", [counts], y_label="count", **axis),
-    ]
 
 
 def data_panels(stats: Description, unit: str) -> list[Panel]:

@@ -74,14 +74,15 @@ def by_evaluation(rows: Sequence[Row]) -> list[list[Row]]:
 
 def settings_list(settings: Mapping[str, Any]) -> str:
     """The settings by name, without those that are empty."""
-    lines = [f"{name}: {_plain(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
+    lines = [f"{name}: {shown_value(value)}" for name, value in settings.items() if value not in (None, [], (), {})]
     return f"## Settings\n\n{bullets(lines)}"
 
 
-def _plain(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A setting as text."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
-    return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)
+        return ", ".join(f"{key} {shown_value(inner)}" for key, inner in value.items())
+    return ", ".join(map(shown_value, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def first_items(items: Sequence[T], show: Callable[[T], tuple[str, str]]) -> str:

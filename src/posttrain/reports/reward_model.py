@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.evals.statistics import paired_bootstrap
 from posttrain.evals.tables import NOTHING, TextTable, kind_tables, show_interval, show_number, show_share, to_markdown
 from posttrain.reports.evaluation import first_items, quoted, settings_list
-from posttrain.reward_models.evaluation import RewardEvaluation
+from posttrain.reward_models.measures import RewardEvaluation
 from posttrain.untrusted import plain
 
 Results = Mapping[str, float]
@@ -20,27 +20,11 @@ def _decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}" if name in results else NOTHING
 
 
-def _area_interval(results: Results, name: str) -> str:
-    return f"{results[f'{name}_low']:.3f} – {results[f'{name}_high']:.3f}" if f"{name}_low" in results else NOTHING
-
-
-def _points(results: Results, name: str) -> str:
-    """A difference of shares in percentage points, with its interval."""
-    if name not in results:
-        return NOTHING
-    value, low, high = (100 * results[key] for key in (name, f"{name}_low", f"{name}_high"))
-    return f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
-
-
 _ACCURACY: Sequence[tuple[str, str, Show]] = (
     ("right", "accuracy", show_share),
     ("95 % interval", "accuracy", show_interval),
     ("AUC", "auc", _decimals),
-    ("95 % interval", "auc", _area_interval),
-    ("the longer one", "longer_accuracy", show_share),
-    ("points over length", "gain_over_length", _points),
-    ("log loss", "log_loss", _decimals),
-    ("calibration error", "calibration_error", _decimals),
+    ("margin", "margin", _decimals),
 )
 _CHOOSING: Sequence[tuple[str, str, Show]] = (
     ("top 1", "top_one", show_share),
@@ -56,7 +40,6 @@ _STEPS: Sequence[tuple[str, str, Show]] = (
     ("correct", "accuracy_correct", show_share),
     ("steps", "step_accuracy", show_share),
     ("AUC", "step_auc", _decimals),
-    ("calibration error", "calibration_error", _decimals),
 )
 # The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
 # no model has a number is left out, and so is a table without columns.
@@ -70,8 +53,7 @@ PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] 
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "right: the chosen answer has the higher score; a tie counts half. The longer one: the accuracy of always "
-    "taking the longer text; points over length: against the better of the longer and the shorter.",
+    "pairs": "right: the chosen answer has the higher score; a tie counts half.",
     "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
     "problem is right; for comparison any one of them, and the best there is (some answer is right).",
     "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
@@ -136,8 +118,8 @@ def shared_verdicts(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     ]
 
 
-def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any], picture: str | None) -> str:
-    """The page of one evaluation, as Markdown; ``picture`` is the name of the reliability diagram's file."""
+def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping[str, Any]) -> str:
+    """Return the page of one evaluation, as Markdown."""
     results = evaluation.results
     shown = {name for _, _, columns in PARTS[evaluation.view] for _, name, _ in columns} | {"num_problems", "n"}
     further = [name for name in results if name not in shown and not name.endswith(("_low", "_high"))]
@@ -151,7 +133,6 @@ def write_score_page(label: str, evaluation: RewardEvaluation, settings: Mapping
         f"# {plain(evaluation.name)}: {plain(label)}\n",
         f"{NOTES[evaluation.view]}\n",
         *(to_markdown(table) for table in tables if table.lines),
-        f"![predicted against what came true]({picture})\n" if picture is not None else "",
         f"Not measured: {dropped}\n" if dropped else "",
         settings_list(settings),
         first_items(evaluation.items, lambda item: (item["id"], _SHOWN[evaluation.view](item))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +12,27 @@ from posttrain.engines.models import ModelSource
 from posttrain.errors import UsageError
 from posttrain.evals.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evals.generation import held_out_indices, task_label
-from posttrain.evals.measures import Kinds
 from posttrain.evals.plan import EvaluationRequest, place_of, slug, tell_apart
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import Word
-from posttrain.reward_models.measures import View, break_down, evaluate_judged, evaluate_pairs, evaluate_steps
+from posttrain.reward_models.measures import (
+    RewardEvaluation,
+    break_down,
+    evaluate_judged,
+    evaluate_pairs,
+    evaluate_steps,
+)
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.store.environment import describe_environment
 from posttrain.tasks.base import Task, build_task, choose_task
-from posttrain.types import Example
-
-# The views of a task, by the name of its data.
-VIEWS = {"pairs": evaluate_pairs, "judged answers": evaluate_judged, "labelled steps": evaluate_steps}
-
-
-@dataclass(slots=True, kw_only=True)
-class RewardEvaluation(View):
-    """``results`` by name (``accuracy`` is the mean of ``right`` over ``items``, where these have it).
-
-    ``view``: a key of ``VIEWS``. ``kinds``: by a fact of the items and its values, n and accuracy.
-    """
-
-    name: str
-    view: str
-    kinds: Kinds = field(default_factory=dict)
 
 
 def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEvaluation:
     """Score the given responses of the ``n`` examples that every evaluation of the task uses.
 
-    The view follows from the data and the model (``choose_view``). Items that cannot be scored are left out and
-    counted (``dropped``); they are not in ``n``, which counts pairs, answers, or solutions.
+    The view follows from the data and the model: labelled steps for a model that judges steps; else pairs, where scores
+    are ratings, or where every example has two responses and the model knows only preferences; else judged answers
+    (scores of 0 and 1). Items that cannot be scored are left out and counted (``dropped``).
 
     Raises:
         UsageError: an empty task, one without responses, or one of which nothing can be scored.
@@ -56,30 +46,20 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
             f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
             "task of pairs, judged answers or labelled steps (for stories: --task.responses pair, judged or steps)"
         )
-    name = choose_view(model, examples)
-    view = VIEWS[name](model, examples)
+    groups = [example.responses for example in examples if example.responses]
+    responses = [response for group in groups for response in group]
+    is_rated = any(response.score not in (0.0, 1.0) for response in responses)
+    if model.kind == "process" and any(response.steps for response in responses):
+        view = evaluate_steps(model, examples)
+    elif is_rated or (model.kind == "preference" and all(len(group) == 2 for group in groups)):
+        view = evaluate_pairs(model, examples)
+    else:
+        view = evaluate_judged(model, examples)
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
-    kinds = break_down(view.items)
-    return RewardEvaluation(
-        view.results, view.items, view.bins, view.dropped, name=task_label(task), view=name, kinds=kinds
-    )
-
-
-def choose_view(model: RewardModel, examples: Sequence[Example]) -> str:
-    """The view of a task: a key of ``VIEWS``.
-
-    Labelled steps for a model that judges steps; else pairs, where every example has two responses and the model
-    knows only preferences, or where scores are ratings; else judged answers (scores of 0 and 1).
-    """
-    groups = [example.responses for example in examples if example.responses]
-    if model.kind == "process" and any(response.steps for responses in groups for response in responses):
-        return "labelled steps"
-    if any(response.score not in (0.0, 1.0) for responses in groups for response in responses):
-        return "pairs"
-    in_pairs = all(len(responses) == 2 for responses in groups)
-    return "pairs" if in_pairs and model.kind == "preference" else "judged answers"
+    view.name, view.kinds = task_label(task), break_down(view.items)
+    return view
 
 
 @dataclass(frozen=True)
@@ -106,11 +86,10 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
     folders = _choose_folders(asked.out, [(source, task) for source, _, task in cells])
     for folder in ([asked.out] if asked.out else []) + folders:
         refuse_other(folder)
-    opened: tuple[ModelSource, RewardModel] | None = None
-    for (source, word, task), folder in zip(cells, folders, strict=True):
-        if opened is None or opened[0] != source:
-            opened = source, open_reward_model(source, dtype=asked.dtype, device=asked.device)
-        model = opened[1]
+    model: RewardModel | None = None
+    for place, ((source, word, task), folder) in enumerate(zip(cells, folders, strict=True)):
+        if model is None or cells[place - 1][0] != source:
+            model = open_reward_model(source, dtype=asked.dtype, device=asked.device)
         evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
         settings = {
             "model": source.name,
@@ -129,14 +108,12 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
 
 def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
     """A folder for each model and task: in its run, or below ``out``."""
-    several_models = len({source.label for source, _ in cells}) > 1
+    is_shared = out is not None and len({source.label for source, _ in cells}) > 1
     folders = []
     for source, task in cells:
         is_whole_run = source.run is not None and source.path == str(source.run)
-        names = (
-            task_label(task) if is_whole_run and not (out and several_models) else f"{source.label}-{task_label(task)}"
-        )
-        folders.append(place_of(source, out / slug(names) if out and len(cells) > 1 else out, names))
+        name = task_label(task) if is_whole_run and not is_shared else f"{source.label}-{task_label(task)}"
+        folders.append(place_of(source, out / slug(name) if out and len(cells) > 1 else out, name))
     return folders
 
 
@@ -153,7 +130,6 @@ def write_scores(scored: Scored, page: str) -> None:
         "results": one.results,
         "settings": scored.settings,
         "kinds": one.kinds,
-        "calibration": [asdict(b) for b in one.bins],
         "not_measured": one.dropped,
         "environment": describe_environment(),
     }

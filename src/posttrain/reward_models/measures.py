@@ -14,43 +14,36 @@ from posttrain.evals.measures import Kinds, by_kind
 from posttrain.evals.ranking import (
     area_under_curve,
     best_of_n,
-    curve_area_interval,
     first_error,
     pair_wins,
     score_first_errors,
 )
-from posttrain.evals.statistics import (
-    Bin,
-    brier_score,
-    calibration_error,
-    fit_temperature,
-    log_loss,
-    logit,
-    paired_bootstrap,
-    reliability_bins,
-    sigmoid,
-    wilson_interval,
-)
+from posttrain.evals.statistics import wilson_interval
 from posttrain.render.rows import rows_of
 from posttrain.reward_models.scoring import RewardModel
 from posttrain.types import Example, Response
 
 
 @dataclass(slots=True)
-class View:
-    """Results by name, one record per item, reliability bins (empty where nothing states a probability), and how many
-    items could not be measured, by reason."""
+class RewardEvaluation:
+    """A reward model measured on a task by a ``view`` of its data.
 
+    ``results`` by name, one record per item, how many items could not be measured, by reason, and ``kinds``: by a fact
+    of the items and its values, n and accuracy.
+    """
+
+    view: str
+    name: str = ""
     results: dict[str, float] = field(default_factory=dict)
     items: list[dict[str, Any]] = field(default_factory=list)
-    bins: list[Bin] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    kinds: Kinds = field(default_factory=dict)
 
 
 def add_share(
     results: dict[str, float], name: str, values: Sequence[float], clusters: Sequence[Hashable] | None = None
 ) -> None:
-    """The mean of ``values`` (one from 0 to 1 per item), and its interval as ``<name>_low`` and ``<name>_high``.
+    """Add the mean of ``values`` (one from 0 to 1 per item), and its interval as ``<name>_low`` and ``<name>_high``.
 
     ``clusters``: of each value; values of one problem depend on one another, and count as fewer. Nothing is added
     for no values.
@@ -62,7 +55,7 @@ def add_share(
 
 
 def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
-    """How many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
+    """Return how many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
 
     ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``; from 1 to n, and
     the number of clusters where all values are equal. Korn and Graubard (1998).
@@ -77,42 +70,10 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     return max(1.0, min(float(n), share * (1.0 - share) * n * n / spread))
 
 
-def add_area(
-    results: dict[str, float],
-    name: str,
-    scores: Sequence[float],
-    labels: Sequence[float],
-    clusters: Sequence[Hashable],
-) -> None:
-    """The area under the curve of ``scores`` for label 1 over 0, with its interval; nothing where either is missing."""
-    rows = list(zip(scores, labels, clusters, strict=True))
-    right, wrong = ([(score, cluster) for score, z, cluster in rows if z == label] for label in (1.0, 0.0))
-    if right and wrong:
-        results[name] = area_under_curve([s for s, _ in right], [s for s, _ in wrong])
-        results[f"{name}_low"], results[f"{name}_high"] = curve_area_interval(right, wrong)
-
-
-def add_calibration(view: View, logits: Sequence[float], outcomes: Sequence[float], *, folded: bool = False) -> None:
-    """Reliability bins, ``calibration_error``, ``brier``, ``log_loss`` and (where there is one) ``temperature``.
-
-    ``folded``: of pairs. Which of two answers stands first is arbitrary, so the bins are of the probability of
-    the answer that the model prefers, from one half to 1, against how often it is the chosen one.
-    """
-    if not logits:
-        return
-    probabilities = [sigmoid(x) for x in logits]
-    binned, came_true, start = probabilities, list(outcomes), 0.0
-    if folded:
-        binned = [sigmoid(abs(x)) for x in logits]
-        came_true = [z if x > 0 else 1.0 - z if x < 0 else 0.5 for x, z in zip(logits, outcomes, strict=True)]
-        start = 0.5
-    view.bins = reliability_bins(binned, came_true, start=start)
-    view.results["calibration_error"] = calibration_error(view.bins)
-    view.results["brier"] = brier_score(probabilities, outcomes)
-    view.results["log_loss"] = log_loss(logits, outcomes)
-    temperature = fit_temperature(logits, outcomes)
-    if temperature is not None:
-        view.results["temperature"] = temperature
+def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
+    """The area under the curve of ``scores`` for label 1 over 0; nothing where either is missing."""
+    right, wrong = ([score for score, z in zip(scores, labels, strict=True) if z == label] for label in (1.0, 0.0))
+    return {name: area_under_curve(right, wrong)} if right and wrong else {}
 
 
 def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
@@ -129,16 +90,12 @@ def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
     return by_kind([item["meta"] for item in judged], measure)
 
 
-def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Each example's best response against its worst, as training pairs them; pairs that training drops are dropped.
 
     ``accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
-    ``longer_accuracy``: the accuracy of always taking the longer text (in characters). ``gain_over_length``: accuracy
-    less that of the better of "the longer" and "the shorter", with the interval of the paired difference
-    (bootstrap). Where the difference of two scores is a log-odds (not of process models): calibration of
-    ``σ(r_w − r_l)``.
     """
-    view = View()
+    view = RewardEvaluation("pairs")
     pairs: list[tuple[Example, Response, Response]] = []
     for example in examples:
         (unit,) = rows_of(model.tokenizer, model.template, example, "pair")
@@ -161,38 +118,26 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> View:
                 "margin": won - lost,
                 "chosen_score": won,
                 "rejected_score": lost,
-                "chosen_characters": len(chosen.text),
-                "rejected_characters": len(rejected.text),
                 "chosen": chosen.text,
                 "rejected": rejected.text,
             }
         )
-    wins = [float(item["right"]) for item in view.items]
-    view.results["n"] = float(len(wins))
-    if not wins:
-        return view
-    add_share(view.results, "accuracy", wins)
-    for name in ("margin", "chosen_score", "rejected_score"):
+    view.results["n"] = float(len(view.items))
+    add_share(view.results, "accuracy", [float(item["right"]) for item in view.items])
+    for name in ("margin", "chosen_score", "rejected_score") if view.items else ():
         view.results[name] = statistics.fmean(item[name] for item in view.items)
-    longer = pair_wins(*([item[f"{side}_characters"] for item in view.items] for side in ("chosen", "rejected")))
-    add_share(view.results, "longer_accuracy", longer)
-    baseline = longer if sum(longer) >= len(longer) / 2 else [1.0 - win for win in longer]
-    gain, name = paired_bootstrap(baseline, wins), "gain_over_length"
-    view.results |= {name: gain.difference, f"{name}_low": gain.low, f"{name}_high": gain.high}
-    if model.kind != "process":
-        add_calibration(view, [item["margin"] for item in view.items], [1.0] * len(wins), folded=True)
     return view
 
 
-def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Answers that are right (1) or wrong (0), one or several to a problem.
 
     Over answers: ``auc``, and where a score states a probability ``accuracy`` (it is on the right side of one half,
-    a tie counts one half) and its calibration. Over problems: see ``choose_among``.
+    a tie counts one half). Over problems: see ``choose_among``.
     """
-    view = View()
-    view.dropped["no given responses"] = sum(not example.responses for example in examples)
-    view.dropped += Counter()  # without what is 0
+    view = RewardEvaluation("judged answers")
+    if missing := sum(not example.responses for example in examples):
+        view.dropped["no given responses"] = missing
     answers = [(example, response) for example in examples for response in example.responses]
     scores = model.score_responses([e for e, _ in answers], [r for _, r in answers])
     groups: dict[str, list[tuple[float, float]]] = {}
@@ -218,63 +163,44 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> View:
                 "text": response.text,
             }
         )
-    _summarize_answers(model, view)
-    view.results |= choose_among([group for group in groups.values() if len(group) > 1])
-    return view
-
-
-def _summarize_answers(model: RewardModel, view: View) -> None:
     scored = [item for item in view.items if item["score"] is not None]
     view.results["n"] = float(len(scored))
-    if not scored:
-        return
-    problems, labels = [item["problem"] for item in scored], [item["label"] for item in scored]
-    view.results["right_share"] = statistics.fmean(labels)
-    add_area(view.results, "auc", [item["score"] for item in scored], labels, problems)
-    if model.kind != "preference":
-        add_share(view.results, "accuracy", [item["right"] for item in scored], problems)
-        add_calibration(view, [logit(item["probability"]) for item in scored], labels)
+    if scored:
+        problems, labels = [item["problem"] for item in scored], [item["label"] for item in scored]
+        view.results["right_share"] = statistics.fmean(labels)
+        view.results |= _area("auc", [item["score"] for item in scored], labels)
+        if model.kind != "preference":
+            add_share(view.results, "accuracy", [item["right"] for item in scored], problems)
+    view.results |= choose_among([group for group in groups.values() if len(group) > 1])
+    return view
 
 
 def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
     """The gain of choosing by score, over problems with at least two answers (``num_problems``).
 
     ``top_one``: the top-scored answer is right, ties shared. For comparison ``random_one`` (the mean), ``oracle`` (any
-    is right), ``best_of@2``, ``best_of@4``, ... (of so many of the answers, exactly). ``problem_auc``: the mean, over
-    problems with right and wrong answers, of the share of their right-wrong pairs that are in the right order.
+    is right).
 
     Args:
         groups: of each problem the score (−inf: none) and the label of every answer.
     """
-    if not groups:
-        return {}
-    measures: dict[str, float] = {"num_problems": float(len(groups))}
+    measures = {"num_problems": float(len(groups))} if groups else {}
     split = [([score for score, _ in group], [label for _, label in group]) for group in groups]
     add_share(measures, "top_one", [best_of_n(s, r, len(s)) for s, r in split])
     add_share(measures, "random_one", [statistics.fmean(r) for _, r in split])
     add_share(measures, "oracle", [max(r) for _, r in split])
-    k, fewest = 2, min(len(group) for group in groups)
-    while k < fewest:
-        add_share(measures, f"best_of@{k}", [best_of_n(s, r, k) for s, r in split])
-        k *= 2
-    mixed = [
-        area_under_curve([s for s, r in group if r == 1.0], [s for s, r in group if r == 0.0])
-        for group in groups
-        if {r for _, r in group} == {0.0, 1.0}
-    ]
-    add_share(measures, "problem_auc", mixed)
     return measures
 
 
-def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
+def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Solutions with labelled steps: is each step judged rightly, and is the first wrong one found?
 
     A step is good if its class is not the lowest, and called good if P(good) > 1/2; one without a label counts nowhere.
     Over solutions: ``accuracy`` (the first step with P(good) < 1/2 is the first that is labelled bad, or there is
     neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
-    classes), ``positive_share``, ``step_auc``, and calibration of P(good).
+    classes), ``positive_share`` and ``step_auc``.
     """
-    view = View()
+    view = RewardEvaluation("labelled steps")
     labelled: list[tuple[Example, int, Response]] = []
     for example in examples:
         if not example.responses:
@@ -313,12 +239,12 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> View:
     return view
 
 
-def _summarize_steps(view: View) -> None:
+def _summarize_steps(view: RewardEvaluation) -> None:
     problems = [item["problem"] for item in view.items]
     add_share(view.results, "accuracy", [item["right"] for item in view.items], problems)
-    errors = score_first_errors(*([item[key] for item in view.items] for key in ("predicted_error", "first_error")))
-    del errors["first_error_accuracy"]  # which is the accuracy
-    view.results |= errors
+    view.results |= score_first_errors(
+        *([item[key] for item in view.items] for key in ("predicted_error", "first_error"))
+    )
     judged = [
         (p, float(z > 0), item["problem"])
         for item in view.items
@@ -331,5 +257,4 @@ def _summarize_steps(view: View) -> None:
     rightly = [c if z else 1.0 - c for c, z in zip(called, good, strict=True)]
     add_share(view.results, "step_accuracy", rightly, of_problem)
     view.results["positive_share"] = statistics.fmean(good)
-    add_area(view.results, "step_auc", probabilities, good, of_problem)
-    add_calibration(view, [logit(p) for p in probabilities], good)
+    view.results |= _area("step_auc", probabilities, good)

@@ -62,11 +62,10 @@ def compare_policies(
 ) -> dict[str, float]:
     """One answer that ``engine`` samples from ``before`` to each of ``n`` fixed prompts of a task, read by both models.
 
-    ``kl_per_token``: KL(before‖after) of the next token's distribution in nats, the mean over generated tokens;
-    exact at each state (beyond 1,024 candidates the rest counts as one), so it has no noise but that of which
-    states were met. ``kl_max``: of one token. ``top1_agreement``: the share of tokens at which both find the same
-    token likeliest. Both means with a 95 % interval (``_low``, ``_high``) in which an answer is the unit of chance.
-    ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
+    ``kl_per_token``: KL(before‖after) of the next token's distribution in nats, the mean over generated tokens, exact
+    at each state (beyond 1,024 candidates the rest counts as one). ``kl_max``: of one token. ``top1_agreement``: the
+    share of tokens at which both find the same token likeliest. Both means with a 95 % interval (``_low``, ``_high``)
+    in which an answer is the unit of chance. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
 
     Args:
         engine: samples from the model in ``before``, at the temperature of both.
@@ -149,7 +148,7 @@ def _mean_per_token(
 
 @dataclass(frozen=True)
 class QuantizationRequest:
-    """Which model is stored in how many bits, where, and on what the loss is measured.
+    """A request: the model, the bits, the folder, and what the loss is measured on.
 
     ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
     checkpoint, or below ``quantized``.
@@ -178,13 +177,19 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     """
     from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
 
-    source = asked.source
-    measured_on = _task_to_measure(asked)
+    source, word, task = asked.source, None, None
+    is_known = (asked.task is not None and asked.task.name) or source.recipe is not None or source.name == "tiny"
+    if asked.n and is_known:
+        word = choose_task(asked.task, source.name, source.recipe)
+        task = build_task(word, "--task")
     template = complete_template(asked.template, source)
     if template is not None:  # before hours of work
         build_template(template, "--template")
     path = resolve_model_name(source.path)
-    out = asked.out or _default_out(source, path, asked.bits)
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
+    is_folder = Path(path).is_dir() and path != str(TINY)
+    default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{plain}-int{asked.bits}")
+    out = asked.out or default
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
@@ -207,33 +212,26 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         "memory_bytes_before": weight_bytes(before.model),
         "memory_bytes_after": weight_bytes(after.model),
     }
-    if measured_on is not None:
-        word, task = measured_on
+    if word is not None and task is not None:
         report |= {"task": word.model_dump(), "seed": asked.seed}
         if scorer is not None:
             report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=asked.n)
         else:
-            report["results"] = _measure(before, after, task, grader_for(source, template).template, asked)
+            rendered = grader_for(source, template).template
+            report["results"] = compare_policies(
+                registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
+                before.tokenizer,
+                rendered,
+                task,
+                before=Forward(before.model),
+                after=Forward(after.model),
+                n=asked.n,
+                sampling=Sampling(asked.max_tokens or source.max_tokens, stop_ids=stop_ids(before.tokenizer, rendered)),
+                context_tokens=context_length(before.model.config),
+                seed=asked.seed,
+            )
     replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return report, out
-
-
-def _task_to_measure(asked: QuantizationRequest) -> tuple[Word, Task] | None:
-    """The task with its word; None where nothing is to be measured, or no task is known."""
-    named, source = asked.task, asked.source
-    unknown = (named is None or not named.name) and source.recipe is None and source.name != "tiny"
-    if asked.n == 0 or unknown:
-        return None
-    word = choose_task(named, source.name, source.recipe)
-    return word, build_task(word, "--task")
-
-
-def _default_out(source: ModelSource, path: str, bits: int) -> Path:
-    """Inside the checkpoint or folder; of the embedded model and of hub names under ``quantized`` here."""
-    if Path(path).is_dir() and path != str(TINY):
-        return Path(path) / QUANTIZED_FOLDERS[bits]
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
-    return Path("quantized") / f"{plain}-int{bits}"
 
 
 def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
@@ -270,50 +268,29 @@ def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardMode
 
 
 def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
-    """Model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
-    is_shown = transformers_logging.is_progress_bar_enabled()
+    """Save model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
+    model, is_shown, is_saved = quantized.model, transformers_logging.is_progress_bar_enabled(), False
     transformers_logging.disable_progress_bar()
     try:
-        if scorer is None or not _save_with_head(quantized.model, scorer, folder):
-            quantized.model.save_pretrained(folder)
+        if scorer is not None:
+            assert scorer.forward.head is not None, "a reward model has a head"
+            weight = scorer.forward.head.weight.detach()
+            model.score = Linear(
+                weight.shape[1], weight.shape[0], bias=False
+            )  # a quantized model saves its own tensors
+            model.score.weight = Parameter(weight)
+            is_saved = save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
+            del model.score
+        if not is_saved:
+            model.save_pretrained(folder)
         quantized.tokenizer.save_pretrained(folder)
     finally:
         if is_shown:
             transformers_logging.enable_progress_bar()
 
 
-def _save_with_head(model: Any, scorer: RewardModel, folder: Path) -> bool:
-    """Save as a sequence classifier; False where that layout does not fit."""
-    assert scorer.forward.head is not None, "a reward model has a head"
-    weight = scorer.forward.head.weight.detach()
-    model.score = Linear(weight.shape[1], weight.shape[0], bias=False)  # of a quantized model its own tensors are saved
-    model.score.weight = Parameter(weight)
-    try:
-        return save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
-    finally:
-        del model.score
-
-
-def _measure(
-    before: LoadedModel, after: LoadedModel, task: Task, template: Template, asked: QuantizationRequest
-) -> dict[str, float]:
-    stops = stop_ids(before.tokenizer, template)
-    return compare_policies(
-        registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
-        before.tokenizer,
-        template,
-        task,
-        before=Forward(before.model),
-        after=Forward(after.model),
-        n=asked.n,
-        sampling=Sampling(asked.max_tokens or asked.source.max_tokens, stop_ids=stops),
-        context_tokens=context_length(before.model.config),
-        seed=asked.seed,
-    )
-
-
 def _bytes_on_disk(path: str) -> int | None:
-    """Of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
+    """Bytes of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
     folder = Path(path)
     if not folder.is_dir():
         return None

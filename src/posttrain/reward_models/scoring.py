@@ -46,11 +46,10 @@ _STEP = re.compile(r"step-(\d+)")
 class RewardModel:
     """A reward model with the template that it was trained with.
 
-    ``kind`` is what its scores mean: ``preference`` (only differences between answers to one prompt mean
-    something: σ(r_1 − r_2) is the probability that the first is better), ``outcome`` (log-odds that the answer is
-    right), or ``process`` (of each step the probability that it is good). ``max_tokens``: a row that is longer
-    (prompt, answer and end token) is not scored. The score of an answer by a process model is
-    the lowest probability of its steps (Lightman et al. 2023, appendix F).
+    ``kind``: its scores are log-odds between answers to one prompt (``preference``), log-odds that the answer is right
+    (``outcome``), or of each step the probability that it is good (``process``; that of an answer is then the lowest of
+    its steps, Lightman et al. 2023, appendix F). ``max_tokens``: a row that is longer (prompt, answer and end token)
+    is not scored.
     """
 
     label: str
@@ -64,7 +63,7 @@ class RewardModel:
 
     @property
     def unscored(self) -> str:
-        """Why a score is None, in words."""
+        """The reason why a score is None."""
         long = f"longer than the model's {self.max_tokens} tokens"
         return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
 
@@ -73,17 +72,12 @@ class RewardModel:
 
         ``texts`` are what a policy wrote, with or without what the prompt has opened (``Rollout.text`` has it); they
         are encoded as the answers that were trained on. A process model is asked about the reasoning alone, cut into
-        steps (``split_steps``).
+        steps (``split_steps``). None for a text that cannot be scored: longer than ``max_tokens``, without any step, or
+        cut off before any token.
 
         Args:
-            finishes: how each text ended: ``stop``, or ``length`` of one that was cut off. That one gets no end token
-                and is scored where it stops: it is not shown to the model as an answer that was meant to end there. A
-                last turn behind which an environment, or a limit other than of tokens, ended the episode was ended by
-                the policy itself, and has its end token.
-
-        Returns:
-            The head's score (``preference``, ``outcome``) or the lowest probability of a step (``process``). None for
-            a text that cannot be scored: longer than ``max_tokens``, without any step, or cut off before any token.
+            finishes: how each text ended; one with ``length`` was cut off, gets no end token and is scored where it
+                stops.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
@@ -99,11 +93,7 @@ class RewardModel:
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
-        """Like ``score``, of given answers, in the rows that training makes of them.
-
-        A process model scores the response's own steps
-        where it has some.
-        """
+        """Like ``score``, of given answers, in the rows that training makes of them, or by a response's own steps."""
         if self.kind == "process":
             steps = [response.steps or split_steps(response.text) for response in responses]
             return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
@@ -111,7 +101,7 @@ class RewardModel:
         return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
 
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
-        """Of each solution, given as its steps, the probability that each step is good.
+        """Return for each solution, given as its steps, the probability that each step is good.
 
         With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
         error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
@@ -168,13 +158,12 @@ class RewardModel:
 def load_reward_model(
     recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
 ) -> RewardModel:
-    """The reward model that a resolved recipe has trained, from the folder of its run's checkpoints.
+    """The reward model that a resolved recipe has trained, from the folder of its run's ``checkpoints``.
 
     Args:
-        checkpoints: the run's ``checkpoints`` folder.
         label: what it is called in messages.
         step: of which step; the best one by default, else the newest.
-        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint; its head is the same.
+        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
 
     Raises:
         UsageError: the recipe trains no reward model, or there is no such checkpoint.

@@ -1,4 +1,4 @@
-"""How a reward function is called: it asks by parameter name for what it reads.
+"""Calling of reward functions: each asks by parameter name for what it reads.
 
 A reward is any function that returns a number. Its positional parameters are names from
 ``AVAILABLE``; its keyword-only parameters are options of the recipe. The same rule holds for
@@ -72,46 +72,37 @@ class BoundReward:
         Raises:
             RewardFailure: the function raised, ended the program, or returned no finite number up to ``MAX_REWARD``.
         """
+        places = [f"reward {self.name!r}" + (f", example {one!r}" if one else "") for one in example_ids]
         if self.batched:
-            where = example_ids[0] if len(set(example_ids)) == 1 else ""
+            place = places[0] if len(set(example_ids)) == 1 else f"reward {self.name!r}"
             columns = {name: [one[name] for one in available] for name in self.parameters}
-            values = _listed(self._call(columns, where), len(available), self._place(where))
+            values = self._call(columns, place)
+            values = values.tolist() if hasattr(values, "tolist") else values  # an array is as good as a list
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                count = len(available)
+                raise RewardFailure(
+                    f"{place}: the function returned {_shown(values)}; {count} completions need a list of {count}"
+                )
+            if len(values) != len(available):
+                what = f"the function returned {len(values)} results for {len(available)} completions; give one each"
+                raise RewardFailure(f"{place}: {what}")
         else:
             values = [
-                self._call({name: one[name] for name in self.parameters}, example_id)
-                for one, example_id in zip(available, example_ids, strict=True)
+                self._call({name: one[name] for name in self.parameters}, place)
+                for one, place in zip(available, places, strict=True)
             ]
-        return [
-            _check_result(value, self._place(example_id)) for value, example_id in zip(values, example_ids, strict=True)
-        ]
+        return [_check_result(value, place) for value, place in zip(values, places, strict=True)]
 
-    def _place(self, example_id: str) -> str:
-        return f"reward {self.name!r}" + (f", example {example_id!r}" if example_id else "")
-
-    def _call(self, arguments: Mapping[str, Any], example_id: str) -> Any:
+    def _call(self, arguments: Mapping[str, Any], place: str) -> Any:
         try:
             return self.function(**arguments)
         except PosttrainError:
             raise  # it says already what is wrong and what would work
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the cause is kept
             raise RewardFailure(
-                f"{self._place(example_id)}: the function raised {type(error).__name__}: {error}. "
+                f"{place}: the function raised {type(error).__name__}: {error}. "
                 "Correct it (--traceback shows the place in it), or have it return a number there"
             ) from error
-
-
-def _listed(values: Any, count: int, place: str) -> Sequence[Any]:
-    """The results of a batched reward, one for each completion; an array is as good as a list."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise RewardFailure(
-            f"{place}: the function returned {_shown(values)}; {count} completions need a list of {count}"
-        )
-    if len(values) != count:
-        what = f"the function returned {len(values)} results for {count} completions; give one each"
-        raise RewardFailure(f"{place}: {what}")
-    return values
 
 
 def bind_reward(
@@ -204,7 +195,13 @@ def _check_result(value: Any, place: str) -> Result:
 
 def _check_number(value: Any, place: str) -> float:
     if not isinstance(value, Real):
-        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number{_remedy(value)}")
+        remedy = "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
+        if value is None:
+            remedy = "; a path through it ends without return"
+        elif inspect.iscoroutine(value):
+            value.close()  # Python would warn that nobody awaited it
+            remedy = "; write it without async (asyncio.run inside of it waits for a result)"
+        raise RewardFailure(f"{place}: the function returned {_shown(value)}, which is no number{remedy}")
     try:
         number = float(value)
     except OverflowError:
@@ -214,16 +211,6 @@ def _check_number(value: Any, place: str) -> float:
             f"{place}: the function returned {_shown(value)}, which is not finite; have it return a number there"
         )
     return check_size(number, f"{place}: the function returned {_shown(value)}")
-
-
-def _remedy(value: Any) -> str:
-    """What makes a number of a result that is none."""
-    if value is None:
-        return "; a path through it ends without return"
-    if inspect.iscoroutine(value) or inspect.isasyncgen(value):
-        value.close() if inspect.iscoroutine(value) else None  # Python would warn that nobody awaited it
-        return "; write it without async (asyncio.run inside of it waits for a result)"
-    return "; return a float, such as value.item() of a tensor" if hasattr(value, "item") else "; return a float"
 
 
 def check_size(reward: float, place: str) -> float:

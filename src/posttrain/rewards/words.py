@@ -56,9 +56,6 @@ def correct(
     return [verdicts[i] for i in range(len(submissions))]
 
 
-# Rewards for the form of an answer: reasoning in one pair of tags, then the result in another.
-
-
 @register("reward")
 def boxed_format(text: str) -> float:
     """1 if the text has a complete ``\\boxed{…}`` in which something can be seen, else 0."""
@@ -69,10 +66,9 @@ def boxed_format(text: str) -> float:
 def xml_format(text: str, tags: tuple[str, ...]) -> float:
     """1 if the text is exactly one reasoning block followed by exactly one answer block, else 0.
 
-    ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks
-    stands once, and something can be seen in the answer. The reasoning may be empty: whether working pays is
-    for the accuracy reward to teach. Text before, between or after the blocks, repeated or reversed
-    tags give 0.
+    ``r = 1[text = ␣ <r> … </r> ␣ <a> … </a> ␣]`` where ␣ is white space, each of the four marks stands once, and
+    something can be seen in the answer. The reasoning may be empty. Text before, between or after the blocks, repeated
+    or reversed tags give 0.
 
     Source: the format reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
 
@@ -98,8 +94,7 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
     ``r = 1[text contains <r> … </r> ␣ <a> … </a>]``, with something to be seen in the answer; more text and more
     blocks may stand around.
 
-    Source: the soft format reward of the widely shared GSM8K GRPO notebooks, without its weight of
-    0.5.
+    Source: the soft format reward of the widely shared GSM8K GRPO notebooks, without its weight of 0.5.
 
     Raises:
         UsageError: the template has no tags.
@@ -121,17 +116,15 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
 def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Field(ge=0)] = 0.002) -> float:
     """A quarter for each of the four marks that stands exactly once, less a little per trailing character.
 
-    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)`` where n is the number of characters
-    after the answer block, white space at the end not counted. Partial credit while the
-    format is being learnt; note that groups then seldom have equal rewards. It pays for marks, by definition, and never
-    looks at what stands between them: an empty answer loses nothing.
+    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)`` where n is the number of characters after the answer
+    block, white space at the end not counted. Partial credit while the format is being learnt. It never looks at what
+    stands between the marks: an empty answer loses nothing.
 
     Args:
         trailing: the deduction per character behind ``</answer>``.
 
-    Source: the count reward of the widely shared GSM8K GRPO notebooks (0.125 per mark, 0.001 per
-    character), scaled to 1. Departure: never below 0, so that one long tail cannot outweigh
-    everything else in its group.
+    Source: the count reward of the widely shared GSM8K GRPO notebooks (0.125 per mark, 0.001 per character), scaled to
+    1. Departure: never below 0.
 
     Raises:
         UsageError: the template has no tags.
@@ -151,9 +144,6 @@ def _marks(tags: tuple[str, ...], reward: str) -> tuple[str, str, str, str]:
         )
     reasoning, answer = tags
     return f"<{reasoning}>", f"</{reasoning}>", f"<{answer}>", f"</{answer}>"
-
-
-# Rewards for the length of a completion, and for being cut off.
 
 
 @register("reward")
@@ -186,21 +176,17 @@ def overlong(num_tokens: int, *, limit: Annotated[int, Field(ge=1)], cache: Anno
 def truncated(finish: str) -> float:
     """−1 for a completion that a limit cut off, 0 for one that came to its end.
 
-    The flat penalty, whatever the length: of tokens (``length``), turns (``out_of_turns``) or the seconds of a call
-    (``tool_failed``). ``overlong`` looks at the number of tokens alone, so that an answer that ends with the last token
-    that it may have pays as well, and one that a prompt, a turn or a tool cut off before does not.
+    The flat penalty, whatever the limit: of tokens (``length``), turns (``out_of_turns``) or the seconds of a call
+    (``tool_failed``).
 
     Source: the "punitive reward to truncated samples" from which DAPO starts (Yu et al. 2025, section 3.4).
     """
     return -1.0 if finish in TRUNCATED else 0.0
 
 
-# What an environment pays, and what calls cost.
-
-
 @register("reward")
 def environment(environment_reward: float | None) -> float:
-    """What the environment's ``get_reward()`` says at the end of the episode.
+    """Return the environment's ``get_reward()`` at the end of the episode.
 
     Raises:
         RewardFailure: the recipe has no environment, or one without ``get_reward``.
@@ -212,7 +198,7 @@ def environment(environment_reward: float | None) -> float:
 
 @register("reward")
 def tool_calls(turns: Sequence[Turn]) -> float:
-    """How many calls of tools were made, the malformed ones included; with a negative weight they cost something."""
+    """The number of calls of tools, the malformed ones included; with a negative weight they cost something."""
     return float(sum(len(turn.calls) for turn in turns))
 
 

@@ -45,7 +45,7 @@ def test_what_hangs_is_stopped() -> None:
     assert (
         outcomes(
             ("def f(n):\n    while True: pass", "assert f(1) == 1"),
-            ("def f(n): return n", "while f(1): pass"),
+            ("def f(n): return n", "f(1)\nwhile True: pass"),
             walls=SHORT,
         )
         == ["timeout"] * 2

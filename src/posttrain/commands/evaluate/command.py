@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from posttrain.commands.options import (
-    names,
-    new_place,
-    nonnegative_float,
-    positive,
-    positives,
-    seed,
-    share,
-)
+from posttrain.commands.options import names, new_place, nonnegative_float, positive, positives, seed, share
 
 # Sections whose keys are options: --task.path, --template.preamble, --engine.url
 SECTIONS = ("task", "template", "engine")
@@ -46,61 +38,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tiny, a model directory, a run, one of its checkpoints, or a hub name; a reward model's run is measured "
         "by the answers that its task gives",
     )
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument(
-        "--task", type=names, action="extend", metavar="A,B", help="what to measure on (default for a run: its own)"
-    )
-    asked.add_argument(
+    add = parser.add_argument_group("what is asked").add_argument
+    add("--task", type=names, action="extend", metavar="A,B", help="what to measure on (default for a run: its own)")
+    add(
         "--template",
         type=names,
         action="extend",
         metavar="A,B",
         help="prompt template (default: the run's, or r1_zero)",
     )
-    asked.add_argument("--n", type=positive, default=500, help="items of each task at most (default: 500)")
-    drawn = parser.add_argument_group("how answers are drawn")
-    drawn.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
-    drawn.add_argument(
-        "--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)"
-    )
-    drawn.add_argument(
-        "--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)"
-    )
-    drawn.add_argument("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)")
-    drawn.add_argument("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)")
-    drawn.add_argument("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
-    drawn.add_argument("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
-    drawn.add_argument("--engine", default="native", help="what samples: native, vllm (default: native)")
-    drawn.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)"
-    )
-    drawn.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
-    drawn.add_argument(
-        "--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})"
-    )
-    _add_comparisons(parser.add_argument_group("compared with something else"))
-    places = parser.add_argument_group("results")
-    places.add_argument(
-        "--out",
-        type=new_place,
-        metavar="DIR",
-        help="where results and records go (default: in the run, else evaluations/)",
-    )
-    places.add_argument("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
-
-
-def _add_comparisons(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--compare", action="store_true", help="test the difference of two models, or of two evaluations' folders"
-    )
-    group.add_argument("--best-of", metavar="RUN", help="let this reward model choose among the samples")
-    group.add_argument("--against", metavar="MODEL", help="KL and win rate between the model and this one")
-    group.add_argument(
+    add("--n", type=positive, default=500, help="items of each task at most (default: 500)")
+    add = parser.add_argument_group("how answers are drawn").add_argument
+    add("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
+    add("--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)")
+    add("--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)")
+    add("--top-p", type=share, help="draw from the likeliest tokens of this mass (default: 1)")
+    add("--top-k", type=positive, help="draw from so many likeliest tokens (default: all)")
+    add("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
+    add("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
+    add("--engine", default="native", help="what samples: native, vllm (default: native)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
+    add("--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})")
+    add = parser.add_argument_group("compared with something else").add_argument
+    add("--compare", action="store_true", help="test the difference of two models, or of two evaluations' folders")
+    add("--best-of", metavar="RUN", help="let this reward model choose among the samples")
+    add("--against", metavar="MODEL", help="KL and win rate between the model and this one")
+    add(
         "--judge",
         type=names,
         metavar="RUN,FILE",
         help="decides who wins (with --against): a reward model's run, or a judge's YAML file; others are reported",
     )
+    add = parser.add_argument_group("results").add_argument
+    add(
+        "--out",
+        type=new_place,
+        metavar="DIR",
+        help="where results and records go (default: in the run, else evaluations/)",
+    )
+    add("--quiet", action="store_true", help="print nothing but errors; the results are in the files")
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
@@ -17,7 +14,7 @@ from posttrain.engines.judging import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label
-from posttrain.evals.paired import COMPARISON, Paired, compare_finished, differences_table, write_comparison
+from posttrain.evals.paired import COMPARISON, compare_finished, differences_table, write_comparison
 from posttrain.evals.plan import (
     EVALUATIONS,
     EvaluationRequest,
@@ -31,37 +28,29 @@ from posttrain.evals.plan import (
 )
 from posttrain.evals.tables import TextTable, results_table
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
-from posttrain.reports.charts import draw_png
-from posttrain.reports.curves import calibration_panels
-from posttrain.reports.evaluation import by_evaluation, contest_table, write_contest_page, write_page, write_table_page
+from posttrain.reports.evaluation import (
+    by_evaluation,
+    contest_table,
+    shown_value,
+    write_contest_page,
+    write_page,
+    write_table_page,
+)
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
-from posttrain.reward_models.evaluation import Scored, run_scoring, write_scores
+from posttrain.reward_models.evaluation import run_scoring, write_scores
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
 DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
-# Options of sampling with their defaults, which a reward model cannot use.
-SAMPLING = {
-    "samples": 1,
-    "k": None,
-    "temperature": None,
-    "top_p": None,
-    "top_k": None,
-    "max_tokens": None,
-    "best_of": None,
-    "engine": "native",
-    "seed": 0,
-    "batch": DEFAULT_BATCH,
-}
-PICTURE = "calibration.png"
+# Options of sampling, which a reward model cannot use, with their defaults.
+SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of")) | {
+    "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
+}  # fmt: skip
 
 
 def run_models(arguments: argparse.Namespace) -> int:
     """Measure every cell, print a table, write results, records and a summary."""
-    plan = make_plan(request_of(arguments))
-    finished = _run(plan, arguments.quiet)
-    if not leaves_out_tables(arguments.quiet):
-        _show(open_console(), plan, finished)
+    _run(make_plan(request_of(arguments)), arguments.quiet)
     return 0
 
 
@@ -92,16 +81,18 @@ def request_of(
 
 
 def _run(plan: Plan, quiet: bool) -> list[Finished]:
+    """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
-
-
-def _show(console: Console, plan: Plan, finished: Sequence[Finished]) -> None:
+        finished = run_plan(plan, write_page, write_table_page, open_reward_model, progress)
     tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
-    _print(console, tables, notes_of(finished), f"summary, results and every answer: {plan.folder}")
+    _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
+    return finished
 
 
-def _print(console: Console, tables: Sequence[TextTable], notes: Sequence[str], place: str) -> None:
+def _print(tables: Sequence[TextTable], notes: Sequence[str], place: str, quiet: bool) -> None:
+    if leaves_out_tables(quiet):
+        return
+    console = open_console()
     for table in tables:
         print_table(console, table)
     for note in notes:
@@ -135,32 +126,21 @@ def run_comparison(arguments: argparse.Namespace) -> int:
             say(console, f"both on {plan.cells[0].name} ({options}); --task names another")
         a, b = _run(plan, arguments.quiet)
         out = plan.folder
-        if not arguments.quiet:
-            _show(console, plan, [a, b])
     paired, apart = compare_finished(a, b, seed=arguments.seed)
     write_comparison(out, a, b, paired, apart)
-    if not leaves_out_tables(arguments.quiet):
-        _print_comparison(console, paired, apart)
-        say(console, f"comparison: {out / COMPARISON}")
-    return 0
-
-
-def _print_comparison(console: Console, paired: Paired, apart: Mapping[str, tuple[Any, Any]]) -> None:
+    if leaves_out_tables(arguments.quiet):
+        return 0
     say(console, f"A: {paired.a}   B: {paired.b}")
     for name, (left, right) in apart.items():
         if name not in ("model", "checkpoint"):
-            say(console, f"they also differ in {name}: A {_plain(left)}, B {_plain(right)}", "dim")
+            say(console, f"they also differ in {name}: A {shown_value(left)}, B {shown_value(right)}", "dim")
     print_table(console, differences_table(paired))
     say(console, paired.counts())
     say(console, f"\n{paired.in_words()}", "bold")
     for caution in paired.cautions():
         say(console, caution, "dim")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{key}={inner}" for key, inner in value.items())
-    return str(value)
+    say(console, f"comparison: {out / COMPARISON}")
+    return 0
 
 
 def run_against(arguments: argparse.Namespace) -> int:
@@ -173,14 +153,13 @@ def run_against(arguments: argparse.Namespace) -> int:
     judges = arguments.judge or []
     # Answers are drawn, unless the command says otherwise: a KL is between distributions.
     plan = plan_contest(request_of(arguments, [arguments.against], temperature=1.0), judges)
-    opened = {name: _open_judge(name, arguments, plan.a.run) for name in judges}
-    console = open_console()
-    with choose_evaluation_progress(console, arguments.quiet) as progress:
+    opened = {name: _open_judge(name, arguments, plan.sources[0].run) for name in judges}
+    with choose_evaluation_progress(open_console(), arguments.quiet) as progress:
         win_rate, notes = run_contest(plan, opened, progress)
-    table = contest_table(task_label(plan.task), plan.a.label, plan.b.label, win_rate.results, win_rate.others)
+    first, second = (source.label for source in plan.sources)
+    table = contest_table(task_label(plan.task), first, second, win_rate.results, win_rate.others)
     write_contest(plan, win_rate, notes, write_contest_page(table, notes, plan.settings, win_rate.items))
-    if not leaves_out_tables(arguments.quiet):
-        _print(console, [table], notes, f"summary, results and every answer: {plan.folder}")
+    _print([table], notes, f"summary, results and every answer: {plan.folder}", arguments.quiet)
     return 0
 
 
@@ -204,28 +183,15 @@ def run_scores(arguments: argparse.Namespace) -> int:
         raise UsageError("--template: a reward model is asked under the template that it was trained with")
     done = []
     for scored in run_scoring(request_of(arguments)):
-        write_scores(scored, _write_score_summary(scored))
+        write_scores(scored, write_score_page(scored.label, scored.evaluation, scored.settings))
         done.append(scored)
-    if not leaves_out_tables(arguments.quiet):
-        rows = [(scored.label, scored.evaluation) for scored in done]
-        notes = [
-            f"{one.name} · {label}: not measured: {', '.join(f'{n} {reason}' for reason, n in one.dropped.items())}"
-            for label, one in rows
-            if one.dropped
-        ]
-        notes += dict.fromkeys(NOTES[one.view] for _, one in rows)
-        places = [f"summary, results and every score: {scored.folder}" for scored in done]
-        _print(open_console(), [*score_tables(rows), *difference_tables(rows)], notes, "\n".join(places))
+    rows = [(scored.label, scored.evaluation) for scored in done]
+    notes = [
+        f"{one.name} · {label}: not measured: {', '.join(f'{n} {reason}' for reason, n in one.dropped.items())}"
+        for label, one in rows
+        if one.dropped
+    ]
+    notes += dict.fromkeys(NOTES[one.view] for _, one in rows)
+    places = "\n".join(f"summary, results and every score: {scored.folder}" for scored in done)
+    _print([*score_tables(rows), *difference_tables(rows)], notes, places, arguments.quiet)
     return 0
-
-
-def _write_score_summary(scored: Scored) -> str:
-    """The page, and the picture of the calibration where a score states a probability."""
-    one, path, picture = scored.evaluation, scored.folder / PICTURE, None
-    if one.bins:
-        what = "is the chosen answer" if one.view == "pairs" else "turns out right"
-        scored.folder.mkdir(parents=True, exist_ok=True)
-        picture = draw_png(calibration_panels(one.bins, what=what), f"{scored.label} on {one.name}", path).name
-    else:
-        path.unlink(missing_ok=True)
-    return write_score_page(scored.label, one, scored.settings, picture)

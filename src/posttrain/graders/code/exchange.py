@@ -17,7 +17,7 @@ import os
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -45,24 +45,12 @@ class NoPlainData(TypeError):
     """A value that cannot be handed over."""
 
 
-class Refused(Exception):
-    """The program, or a call of it, raised: the type and the text of the error."""
-
-
 class ProgramRaised(Exception):
     """The program raised an error that is none of Python's own."""
 
 
-class ProgramGone(BaseException):
-    """The program answers no more; no test can catch this by mistake."""
-
-
-class BadTests(BaseException):
-    """The tests ask for what they cannot have."""
-
-
-class TestsFailed(Exception):
-    """An assertion failed, or anything else was raised."""
+class Ended(BaseException):
+    """The verdict is known, by its exit code; no test can catch this by mistake."""
 
 
 class Other:
@@ -103,14 +91,10 @@ def encode(value: Any, *, strict: bool = False) -> Any:
         return ["dict", [[encode(key, strict=strict), encode(item, strict=strict)] for key, item in value.items()]]
     for name, kind in (*_CONTAINERS, ("keys", _KEYS), ("iterator", Iterator)):
         if isinstance(value, kind):
-            return [name, _encode_all(value, strict)]
+            return [name, [encode(item, strict=strict) for item in islice(value, MAX_ITEMS)]]
     if strict:
         raise NoPlainData(f"{type(value).__name__} is no plain data")
     return ["other", bool(value)]
-
-
-def _encode_all(items: Iterable[Any], strict: bool) -> list[Any]:
-    return [encode(item, strict=strict) for item in islice(items, MAX_ITEMS)]
 
 
 def decode(code: Any) -> Any:
@@ -187,7 +171,7 @@ def _take_pipes() -> tuple[int, int]:
     return reading, writing
 
 
-def _seed_if_drawn(source: str) -> None:
+def _seed_if_used(source: str) -> None:
     """Seed ``random`` where it is used, for the same verdict again. Importing it takes milliseconds."""
     if "random" in source:
         import random
@@ -195,22 +179,38 @@ def _seed_if_drawn(source: str) -> None:
         random.seed(0)
 
 
+class Refused(Exception):
+    """The program raised: the type and the text of the error."""
+
+
 def answer() -> None:
     """Run the program's end: load the program and answer calls until there are no more."""
     calls, replies = _take_pipes()
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+
+    def load() -> list[Any]:
+        with open(SOLUTION, encoding="utf-8") as file:
+            source = file.read()
+        _seed_if_used(source)
+        exec(compile(source, SOLUTION, "exec"), module.__dict__)
+        return ["ready"]
+
+    def call(name: str, arguments: Any, keywords: Any) -> list[Any]:
+        if name not in module.__dict__:
+            raise NameError(f"name {name!r} is not defined")
+        return ["value", encode(module.__dict__[name](*decode(arguments), **decode(keywords)))]
+
     try:
-        module = _load(SOLUTION)
+        send(replies, _guarded(load))
     except Refused as error:
         send(replies, ["failed", *error.args])
         return
-    send(replies, ["ready"])
     while True:
         try:
-            name, arguments, keywords = receive(calls)
+            message = _guarded(call, *receive(calls))
         except EOFError:
             return
-        try:
-            message = ["value", _call(module, name, decode(arguments), decode(keywords))]
         except Refused as error:
             message = ["raised", *error.args]
         try:
@@ -219,26 +219,10 @@ def answer() -> None:
             send(replies, ["raised", "TypeError", str(error)])
 
 
-def _load(path: str) -> types.ModuleType:
-    """Return the program as a module, which is not ``__main__``."""
-    with open(path, encoding="utf-8") as file:
-        source = file.read()
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    _seed_if_drawn(source)
+def _guarded(function: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+    """Call what runs code of the program."""
     try:
-        exec(compile(source, path, "exec"), module.__dict__)
-    except BaseException as error:
-        raise Refused(*_shown(error)) from error
-    return module
-
-
-def _call(module: types.ModuleType, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the result of one call, encoded."""
-    try:
-        if name not in module.__dict__:
-            raise NameError(f"name {name!r} is not defined")
-        return encode(module.__dict__[name](*arguments, **keywords))
+        return function(*arguments)
     except BaseException as error:
         raise Refused(*_shown(error)) from error
 
@@ -254,31 +238,24 @@ def test(channel: int) -> None:
 
     They are sent when this process has said that no other can read its memory.
     """
+    import ctypes
+
     replies, calls = _take_pipes()
-    _hide_memory()
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of this user can trace this one
+    if os.path.exists("/proc/self/status"):  # it is not in bubblewrap, where no other process is to be seen
+        with open("/proc/self/status", encoding="ascii") as file:
+            if "TracerPid:\t0\n" not in file.read():  # one traces already
+                os._exit(1)
     os.write(channel, b"1")
     spec = receive(channel)
     os.close(channel)
     code = BAD
     try:
         code = _run(spec, calls, replies)
-    except ProgramGone:
-        code = GONE
-    except TestsFailed:
-        code = WRONG
+    except Ended as end:
+        code = end.args[0]
     finally:
         os._exit(code)
-
-
-def _hide_memory() -> None:
-    """Refuse tracing by processes of the same user (prctl(2), PR_SET_DUMPABLE), and end if one traces already."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
-    if os.path.exists("/proc/self/status"):  # it is not in bubblewrap, where no other process is to be seen
-        with open("/proc/self/status", encoding="ascii") as file:
-            if "TracerPid:\t0\n" not in file.read():
-                os._exit(1)
 
 
 def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
@@ -296,20 +273,20 @@ def _run(spec: dict[str, Any], calls: int, replies: int) -> int:
             nonlocal num_calls
             num_calls += 1
             if num_calls > MAX_CALLS:
-                raise BadTests(f"more than {MAX_CALLS} calls")
+                raise Ended(BAD)
             return _ask(calls, replies, [name, arguments, keywords])
 
         function.__name__ = name
         return function
 
     scope.update({name: function_of(name) for name in spec["names"]})
-    _seed_if_drawn(spec["tests"])
+    _seed_if_used(spec["tests"])
     try:
         exec(tests, scope)
-    except (ProgramGone, BadTests):
+    except Ended:
         raise
-    except BaseException as error:
-        raise TestsFailed from error
+    except BaseException as error:  # an assertion failed, or anything else was raised
+        raise Ended(WRONG) from error
     return RIGHT if num_calls else BAD
 
 
@@ -318,18 +295,18 @@ def _ask(calls: int, replies: int, call: list[Any]) -> Any:
     name, arguments, keywords = call
     try:
         send(calls, [name, encode(arguments, strict=True), encode(keywords, strict=True)])
-    except NoPlainData as error:
-        raise BadTests(f"a test hands over what is no plain data: {error}") from None
+    except NoPlainData:
+        raise Ended(BAD) from None
     except OSError:
-        raise ProgramGone from None
+        raise Ended(GONE) from None
     message = _hear(replies)
     try:
         kind, *content = message
         if kind == "value":
             return decode(content[0])
         name, text = content
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
-        raise ProgramGone(f"no answer but {error}") from None
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
+        raise Ended(GONE) from None
     raise error_of(str(name), str(text))
 
 
@@ -337,7 +314,7 @@ def _hear(replies: int) -> Any:
     try:
         return receive(replies)
     except (EOFError, ValueError, RecursionError, OSError):
-        raise ProgramGone from None
+        raise Ended(GONE) from None
 
 
 def error_of(name: str, text: str) -> Exception:

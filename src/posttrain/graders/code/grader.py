@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,6 +22,8 @@ _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE
 _PYTHON = ("", "python", "python3", "py")
 _DEFINITION = r"^(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*="
 MAX_CHARS = 100_000
+MAX_WORKERS = 8
+WALL_FACTOR = 6  # elapsed time that a grading may take, in units of its computing time
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -37,7 +40,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_on: bool = False) -> str | None:
-    """The program in a completion, or None.
+    """Return the program in a completion, or None.
 
     Of what follows the thinking it is the last complete fenced block of Python that defines one of ``names``, else the
     last such block; without any block the text itself, if it defines one of ``names``, or if it ``goes_on`` in the
@@ -46,20 +49,22 @@ def extract_program(text: str, names: Sequence[str], prefix: str = "", *, goes_o
     response = tagged_response(text)
     if response is None or is_blank(response) or len(response) > MAX_CHARS:
         return None
+    definition = re.compile("|".join(_DEFINITION.format(name=re.escape(name)) for name in names), re.MULTILINE)
     blocks = _programs(response)
-    program = next((one for one in reversed(blocks) if defines(one, names)), blocks[-1] if blocks else None)
+    program = next((one for one in reversed(blocks) if definition.search(one)), blocks[-1] if blocks else None)
     if program is None and _FENCE.search(response) is None:
-        if defines(response, names):
+        if definition.search(response):
             program = response
         elif goes_on:
-            program = _body(response)
+            body = "".join(itertools.takewhile(_is_indented, response.splitlines(keepends=True)))
+            program = None if is_blank(body) else body.strip("\n")
     if program is None:
         return None
     return f"{prefix.rstrip()}\n{program}\n" if prefix else program
 
 
 def last_program(text: str) -> str | None:
-    """The last complete fenced block of Python of what follows the thinking, or None."""
+    """Return the last complete fenced block of Python of what follows the thinking, or None."""
     response = tagged_response(text)
     blocks = [] if response is None else _programs(response)
     return blocks[-1] if blocks else None
@@ -69,25 +74,8 @@ def _programs(response: str) -> list[str]:
     return [content for language, content in fenced_blocks(response) if language in _PYTHON and not is_blank(content)]
 
 
-def defines(program: str, names: Sequence[str]) -> bool:
-    """Whether a function, class or variable of one of these names is defined at the left margin."""
-    pattern = "|".join(_DEFINITION.format(name=re.escape(name)) for name in names)
-    return re.search(pattern, program, re.MULTILINE) is not None
-
-
-def _body(text: str) -> str | None:
-    """The indented lines that a text begins with: how a model goes on that was given the head of a function."""
-    kept = []
-    for line in text.split("\n"):
-        if line.strip() and not line.startswith((" ", "\t")):
-            break
-        kept.append(line)
-    body = "\n".join(kept)
-    return None if is_blank(body) else body.strip("\n")
-
-
-MAX_WORKERS = 8
-WALL_FACTOR = 6  # elapsed time that a grading may take, in units of its computing time
+def _is_indented(line: str) -> bool:
+    return not line.strip() or line.startswith((" ", "\t"))
 
 
 @register("grader", batched=True)
@@ -125,36 +113,25 @@ def code_tests(
         UsageError: the sandbox does not work on this machine; the message names what does.
         RunFailure: a sandbox cannot be set up.
     """
-    verdicts: dict[int, Verdict] = {}
+    verdicts = [Verdict("ungraded") for _ in submissions]
     asked: dict[tuple[str, Checks], list[int]] = {}
     for place, one in enumerate(submissions):
-        tests = tests_of(one)
-        program = None if tests is None else _program_of(one, tests)
-        if tests is None:
-            verdicts[place] = Verdict("ungraded")
-        elif program is None:
+        tests = one.meta.get("tests")
+        if not tests:
+            continue
+        program = extract_program(
+            one.text, tests["names"], tests.get("prefix", ""), goes_on=bool(tests.get("goes_on", False))
+        )
+        if program is None:
             verdicts[place] = Verdict("no_answer")
         else:
-            asked.setdefault((program, tests), []).append(place)
+            checks = Checks(tuple(tests["names"]), tests["code"], tests.get("prelude", ""))
+            asked.setdefault((program, checks), []).append(place)
     if asked:
         bounds = Bounds(cpu_seconds=timeout_seconds, memory_bytes=memory_megabytes * 2**20)
         walls = Walls(choose_sandbox(sandbox), bounds, float(WALL_FACTOR * timeout_seconds))
         outcomes = judge_all(list(asked), walls, num_workers or min(count_cpus(), MAX_WORKERS))
-        for (pair, places), outcome in zip(asked.items(), outcomes, strict=True):
-            verdicts.update((place, Verdict(outcome, extracted=pair[0])) for place in places)
-    return [verdicts[place] for place in range(len(submissions))]
-
-
-def tests_of(submission: Submission) -> Checks | None:
-    """The tests of the problem, or None where it has none."""
-    stated = submission.meta.get("tests")
-    if not stated:
-        return None
-    return Checks(tuple(stated["names"]), stated["code"], stated.get("prelude", ""))
-
-
-def _program_of(submission: Submission, tests: Checks) -> str | None:
-    stated = submission.meta["tests"]
-    return extract_program(
-        submission.text, tests.names, stated.get("prefix", ""), goes_on=bool(stated.get("goes_on", False))
-    )
+        for ((program, _), places), outcome in zip(asked.items(), outcomes, strict=True):
+            for place in places:
+                verdicts[place] = Verdict(outcome, extracted=program)
+    return verdicts

@@ -28,7 +28,7 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """Where programs and tests run: a sandbox that ``choose_sandbox`` gave, and their limits."""
+    """The sandbox of programs and tests, as ``choose_sandbox`` gave it, and their limits."""
 
     kind: Kind
     bounds: Bounds
@@ -61,11 +61,11 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         opened = [hear_calls, speak_calls, hear_replies, speak_replies, nowhere]
         exchange = {"exchange.py": _source()}
+        limits = (walls.kind, walls.bounds, walls.seconds)
         try:
             channel = theirs.fileno()
             boot = ["-c", f"import exchange as tester; tester.test({channel})"]
-            pipes = (hear_replies, speak_calls, nowhere)
-            tester = Program(boot, exchange, pipes, walls.kind, walls.bounds, walls.seconds, inherited=channel)
+            tester = Program(boot, exchange, (hear_replies, speak_calls, nowhere), *limits, inherited=channel)
             theirs.close()
             ours.settimeout(walls.seconds)
             with suppress(OSError):  # it ended, or its seconds are over
@@ -73,8 +73,7 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
                     send(ours.fileno(), asdict(checks))
             boot = ["-c", "import exchange; exchange.answer()"]
             files = exchange | {SOLUTION: program.encode("utf-8", errors="replace")}
-            pipes = (hear_calls, speak_replies, nowhere)
-            candidate = Program(boot, files, pipes, walls.kind, walls.bounds, walls.seconds)
+            candidate = Program(boot, files, (hear_calls, speak_replies, nowhere), *limits)
         finally:
             theirs.close()
             for descriptor in opened:

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers mean the same. ``compare_answers`` is what the workers of ``graders.math`` run.
+"""Equality of mathematical answers. The workers of ``graders.math`` run ``compare_answers``.
 
 What must agree: the kind of the answer, order where order means something, every bracket, every name and every unit
 that both state, and the values. What one side leaves out is forgiven where it is no part of the answer: a unit, a
@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from posttrain.graders.answers import Quantity, canonical_unit, parse_quantity, same_quantity, without_spaces
+from posttrain.graders.answers import canonical_unit, parse_quantity, same_quantity, without_spaces
 from posttrain.graders.math.notation import unify
 from posttrain.graders.math.reading import (
     BasedNumber,
@@ -51,7 +51,7 @@ _ELLIPSIS = Expression("\\dots")
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a relation says.
+    """The content of a relation.
 
     ``name`` and ``said``: x and 3 of ``x = 3``, x and [1, 2] of ``x \\in [1,2]`` or ``1 \\le x \\le 2``. The name is
     empty where the left side is a calculation (``1+2 = 3``), ``said`` is None of an equation or inequality between
@@ -65,7 +65,7 @@ class Statement:
 
 
 def resolve(relation: Relation) -> Statement:
-    """What the relation says.
+    """Return what a relation says.
 
     Raises:
         NotUnderstood: a side is empty or cannot be read.
@@ -126,7 +126,7 @@ def plain_name(text: str) -> str:
 
 
 def _is_constant(text: str) -> bool:
-    """Whether no variable stands there; e and i are none."""
+    """Return whether no variable stands there; e and i are none."""
     return not re.search(r"[A-Za-df-hj-z]", _COMMAND.sub("", re.sub(r"\\text\{[^{}]*\}", "", text)))
 
 
@@ -187,7 +187,7 @@ class Comparison:
     relative_tolerance: float = 0.0
 
     def same(self, gold: Form, answer: Form) -> bool:
-        """Whether two forms mean the same. A part that cannot be read is the same as nothing."""
+        """Return whether two forms mean the same. A part that cannot be read is the same as nothing."""
         try:
             return self._same(gold, answer)
         except NotUnderstood:
@@ -197,7 +197,8 @@ class Comparison:
         if isinstance(gold, Relation) or isinstance(answer, Relation):
             return self._same_relation(gold, answer)
         if isinstance(gold, Union) or isinstance(answer, Union):
-            return self._same_unordered(_parts(gold), _parts(answer)) if _is_set(gold) and _is_set(answer) else False
+            are_sets = isinstance(gold, Union | Collection) and isinstance(answer, Union | Collection)
+            return are_sets and self._same_unordered(_parts(gold), _parts(answer))
         if {type(gold), type(answer)} == {Matrix, Collection}:  # a vector as a tuple
             return self.same(_as_tuple(gold), _as_tuple(answer))
         if isinstance(gold, Collection) or isinstance(answer, Collection):
@@ -215,18 +216,15 @@ class Comparison:
         if gold == answer == _ELLIPSIS:
             return True
         if isinstance(gold, Number) and isinstance(answer, Number):
-            return self.same_number(gold.quantity, answer.quantity)
+            tolerance = float(abs(gold.quantity.value)) * self.relative_tolerance
+            return same_quantity(gold.quantity, answer.quantity, tolerance)
         return _same_expression(gold, answer)
-
-    def same_number(self, gold: Quantity, answer: Quantity) -> bool:
-        """Whether two quantities agree within the tolerance."""
-        return same_quantity(gold, answer, float(abs(gold.value)) * self.relative_tolerance)
 
     def _same_ordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
         return len(gold) == len(answer) and all(self.same(*pair) for pair in zip(gold, answer, strict=True))
 
     def _same_unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool:
-        """Whether each item of one side is among those of the other. An item may be repeated."""
+        """Return whether each item of one side is among those of the other. An item may be repeated."""
         return all(any(self.same(one, other) for other in answer) for one in gold) and all(
             any(self.same(one, other) for one in gold) for other in answer
         )
@@ -278,7 +276,7 @@ class Comparison:
         return left is not None and right is not None and self._same_chain(left, right)
 
     def _holds(self, statement: Statement) -> bool:
-        """Whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may round the one before it.
+        """Return whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may be rounded.
 
         What has no known value (words, other units, an integral) does not count against it; a number beside a list,
         an interval or digits with a base does: these are no number.
@@ -302,7 +300,7 @@ class Comparison:
         return True
 
     def _of_other_kinds(self, one: str, other: str) -> bool:
-        """Whether of a number, digits with a base, a list and a time of day two meet, or a list meets another list."""
+        """Return whether two of number, digits with a base, list and time of day meet, or a list meets another list."""
         sides = {one: read_form(one), other: read_form(other)}
         kinds = {_kind_of(side, form) for side, form in sides.items()}
         if kinds == {"time", ""}:  # a name or words may be a time, a calculation is none
@@ -361,7 +359,7 @@ def _same_ratio(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
 
 
 def _is_whole(form: Form) -> bool:
-    """Whether it is a whole number, however it is written."""
+    """Return whether it is a whole number, however it is written."""
     if isinstance(form, Number):
         return form.quantity.value.denominator == 1
     value = _value_of(form)
@@ -381,10 +379,6 @@ def _as_tuple(form: Form) -> Form:
     return Collection("(", ")", tuple(cell for row in form.rows for cell in row))
 
 
-def _is_set(form: Form) -> bool:
-    return isinstance(form, Union | Collection)
-
-
 def _parts(form: Form) -> tuple[Form, ...]:
     """The members of a union; finite sets one by one; a list of regions (``x < 1 or x > 2``) is their union."""
     if isinstance(form, Union):
@@ -399,7 +393,7 @@ def _parts(form: Form) -> tuple[Form, ...]:
 
 
 def _names_differ(gold: Collection, answer: Collection) -> bool:
-    """Whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
+    """Return whether one list names its values (``a = 4, b = 5``) and the other does not: then their order counts."""
     return any(
         len(_names(named)) > 1 and not _names(other) for named, other in ((gold, answer), (answer, gold))
     )  # fmt: skip
@@ -432,7 +426,7 @@ def _is_empty_set(form: Form) -> bool:
 
 
 def _has_value(side: str) -> bool:
-    """Whether a side of an equation is a constant that can be evaluated soon."""
+    """Return whether a side of an equation is a constant that can be evaluated soon."""
     if _UNCHECKED.search(side):
         return False
     try:
@@ -443,7 +437,7 @@ def _has_value(side: str) -> bool:
 
 
 def _kind_of(side: str, form: Form) -> str:
-    """What a side of an equation is, where nothing of another kind can equal it; empty for letters and words."""
+    """Return the kind of a side of an equation that nothing of another kind can equal; empty for letters and words."""
     if isinstance(form, BasedNumber):
         return "digits with a base"
     if isinstance(form, Collection | Union) or _is_empty_set(form):
@@ -454,7 +448,7 @@ def _kind_of(side: str, form: Form) -> str:
 
 
 def _rounds(exact: str, rounded: str) -> bool:
-    """Whether the second is a decimal that the first rounds to: 0.33 and 1/3."""
+    """Return whether the second is a decimal that the first rounds to: 0.33 and 1/3."""
     decimal = _DECIMAL.fullmatch(rounded.replace(" ", ""))
     if decimal is None:
         return False

@@ -1,4 +1,4 @@
-"""Where the answer stands in a solution: tags, boxes, "the answer is", the last formula, the last number.
+"""Finding the answer in a solution: tags, boxes, "the answer is", the last formula, the last number.
 
 One candidate is taken, never the best of several: whoever writes more answers does not get more chances. Pure, and
 linear in the length of the text.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from posttrain.graders.answers import NUMBER, Box, final_response, find_boxes, last_boxed, last_number, parse_quantity
+from posttrain.graders.answers import NUMBER, final_response, find_boxes, last_boxed, last_number, parse_quantity
 
 MAX_TAIL_CHARS = 4000  # of a solution without tags or box: what comes before is no conclusion
 MAX_BARE_CHARS = 400
@@ -126,7 +126,10 @@ def read_boxes(text: str) -> Boxes | None:
     if not boxes:
         return None
     first = len(boxes) - 1
-    while first and _joined(text, boxes[first - 1], boxes[first]):
+    while first:
+        between = text[boxes[first - 1].stop : boxes[first].begin]
+        if len(between) > _MAX_GLUE_CHARS or _GLUE.fullmatch(between) is None:
+            break
         first -= 1
     contents = [text[box.start : box.end].strip() for box in boxes[first:]]
     if len(contents) > 1:
@@ -134,13 +137,8 @@ def read_boxes(text: str) -> Boxes | None:
     return Boxes(tuple(contents), boxes[-1].stop)
 
 
-def _joined(text: str, one: Box, other: Box) -> bool:
-    between = text[one.stop : other.begin]
-    return len(between) <= _MAX_GLUE_CHARS and _GLUE.fullmatch(between) is not None
-
-
 def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
-    """What the last phrase introduces. "So our answer is correct", "an answer in radians" introduce nothing."""
+    """Return what the last phrase introduces. "So our answer is correct", "an answer in radians" introduce nothing."""
     passed = False  # a mention; what is said before it must be plainer
     for part in reversed(_HOPE.split(text)):
         for match in reversed(list(phrase.finditer(part))):
@@ -162,12 +160,12 @@ def _read_phrase(phrase: re.Pattern[str], text: str) -> str | None:
 
 
 def _states_value(statement: str) -> bool:
-    """Whether a statement is no mere prose ("positive, because ...")."""
+    """Return whether a statement is no mere prose ("positive, because ...")."""
     return any(character.isdigit() or character == "\\" for character in statement) or not _WORD.search(statement)
 
 
 def _read_statement(text: str) -> str | None:
-    """What follows "the answer is"."""
+    """Return what follows "the answer is"."""
     rest = text.strip(' \t\n:*"\\`') if not text.lstrip().startswith(("\\(", "\\[")) else text.strip()
     if not rest:
         return None
@@ -198,7 +196,7 @@ def _inner(formula: re.Match[str]) -> str:
 
 
 def is_bare(text: str) -> bool:
-    """Whether a text is an answer by itself and no sentence: one line, few words outside of LaTeX commands."""
+    """Return whether a text is an answer by itself and no sentence: one line, few words outside of LaTeX commands."""
     if len(text) > MAX_BARE_CHARS or "\n\n" in text:
         return False
     prose = _COMMAND.sub(" ", _TEXT.sub(" ", text))

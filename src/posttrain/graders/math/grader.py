@@ -10,7 +10,7 @@ from pydantic import Field
 from posttrain.graders.answers import parse_quantity, same_answer, same_quantity
 from posttrain.graders.grading import Outcome, Submission, Verdict
 from posttrain.graders.math.extraction import find_answer, is_bare, read_solution
-from posttrain.graders.sandbox.workers import Limits, Result, count_cpus, shared_pool
+from posttrain.graders.sandbox.workers import Limits, count_cpus, shared_pool
 from posttrain.registry import register
 
 COMPARE = "posttrain.graders.math.equality:compare_answers"
@@ -52,37 +52,31 @@ def math(
     Source: LaTeX is read by the parser of math-verify (Hugging Face, 2025). Departure: answers are compared here by
     their kind and by exact and high-precision arithmetic, since its own comparison accepts wrong answers.
     """
-    answers = [None if one.answer is None else find_answer(one.text, one.extracted) for one in submissions]
-    golds = [None if one.answer is None else _read_gold(one.answer) for one in submissions]
-    pairs = {
-        (gold, answer) for gold, answer in zip(golds, answers, strict=True) if gold is not None and answer is not None
-    }
-    outcomes: dict[tuple[str, str], Outcome] = {}
-    undecided: list[tuple[str, str]] = []
-    for pair in sorted(pairs):
-        quick = compare_quickly(*pair, relative_tolerance)
-        if quick is None:
-            undecided.append(pair)
-        else:
-            outcomes[pair] = "right" if quick else "wrong"
+    verdicts = [Verdict("ungraded") for _ in submissions]
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, one in enumerate(submissions):
+        if one.answer is None or (gold := _read_gold(one.answer)) is None:
+            continue
+        verdicts[place] = Verdict("no_answer")
+        if (answer := find_answer(one.text, one.extracted)) is not None:
+            places.setdefault((gold, answer), []).append(place)
+    results = {pair: compare_quickly(*pair, relative_tolerance) for pair in sorted(places)}
+    undecided = [pair for pair, is_right in results.items() if is_right is None]
+    outcomes: dict[tuple[str, str], Outcome] = {pair: "right" if found else "wrong" for pair, found in results.items()}
     if undecided:
         limits = Limits(timeout_seconds, WALL_FACTOR * timeout_seconds, memory_megabytes * 2**20)
         pool = shared_pool(COMPARE, num_workers or min(count_cpus(), MAX_WORKERS), limits)
-        results = pool.run([[gold, answer, relative_tolerance] for gold, answer in undecided])
-        outcomes.update(zip(undecided, map(_outcome, results), strict=True))
-    verdicts = []
-    for gold, answer in zip(golds, answers, strict=True):
-        if gold is None:
-            verdicts.append(Verdict("ungraded"))
-        elif answer is None:
-            verdicts.append(Verdict("no_answer"))
-        else:
-            verdicts.append(Verdict(outcomes[gold, answer], extracted=answer))
+        found = pool.run([[*pair, relative_tolerance] for pair in undecided])
+        for pair, result in zip(undecided, found, strict=True):
+            outcomes[pair] = result.kind if result.kind != "value" else "right" if result.value else "wrong"
+    for pair, own in places.items():
+        for place in own:
+            verdicts[place] = Verdict(outcomes[pair], extracted=pair[1])
     return verdicts
 
 
 def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> bool | None:
-    """Whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
+    """Return whether the answer is right, where numbers or spelling decide that; else None. Never slow."""
     if gold.strip() == answer.strip() != "":
         return True
     if len(answer) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
@@ -93,12 +87,6 @@ def compare_quickly(gold: str, answer: str, relative_tolerance: float = 0.0) -> 
     if expected is None or stated is None:
         return None
     return same_quantity(expected, stated, float(abs(expected.value)) * relative_tolerance)
-
-
-def _outcome(result: Result) -> Outcome:
-    if result.kind != "value":
-        return result.kind
-    return "right" if result.value else "wrong"
 
 
 def _read_gold(gold: str) -> str | None:

@@ -1,4 +1,4 @@
-"""How far apart the terms of an expression may be, and comparison of what no number of digits tells apart.
+"""The distance between the terms of an expression, and comparison of what no number of digits tells apart.
 
 ``10^{60} + x`` and ``10^{60} + 2x`` agree to 60 digits: an evaluation needs so many digits more than the usual ones.
 Where they would be too many, values are compared exactly (rational numbers), by logarithms (products and powers), or
@@ -8,7 +8,7 @@ by form (sums: term by term).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -24,10 +24,8 @@ _DIGITS_PER_BIT = math.log10(2)
 
 
 def digits_spanned(*expressions: Any) -> int:
-    """Estimate how many decimal digits at most lie between the terms of an expression, of several the most.
-
-    Above ``MAX_SPAN`` where they are too many.
-    """
+    """Estimate how many decimal digits lie between the terms of an expression, of several the most; at most
+    ``MAX_SPAN + 1``."""
     return int(min(max(map(_spread, expressions)), MAX_SPAN + 1))
 
 
@@ -88,14 +86,10 @@ def same_beyond_digits(left: Any, right: Any, same: Callable[[Any, Any], bool]) 
         return all(digits_spanned(*pair) <= MAX_SPAN and same(*pair) for pair in zip(first, second, strict=True))
     if left.func is not right.func or len(left.args) != len(right.args):
         return False
-    if left.is_Add or left.is_Mul:
-        return _same_unordered(left.args, right.args, same)
-    return bool(left.args) and all(same(*pair) for pair in zip(left.args, right.args, strict=True))
-
-
-def _same_unordered(left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
-    rest = list(right)
-    for one in left:
+    if not (left.is_Add or left.is_Mul):
+        return bool(left.args) and all(same(*pair) for pair in zip(left.args, right.args, strict=True))
+    rest = list(right.args)
+    for one in left.args:
         place = next((place for place, other in enumerate(rest) if same(one, other)), None)
         if place is None:
             return False

@@ -155,102 +155,61 @@ def _respell(text: str) -> str:
     return _POWER.sub(r"\1{\2}", text)
 
 
-class _Braces:
-    """Puts arguments into braces, reading tokens from left to right. ``frames`` are commands that wait for some."""
-
-    def __init__(self) -> None:
-        self.out: list[str] = []
-        self.frames: list[list[int]] = []  # [arguments to come, brace level, whether a brace was opened for it]
-        self.level = 0
-        self.parentheses: list[bool] = []  # of each open one, whether it became a brace
-        self.in_index = False  # in the [n] of a root
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the next token begins an argument."""
-        return bool(self.frames) and self.frames[-1][1] == self.level
-
-    def add(self, token: str) -> None:
-        if token.isspace():
-            if not self.waiting:
-                self.out.append(token)
-        elif token == "{":
-            self._open()
-        elif token == "}":
-            self._close()
-        elif token == "(" and self._takes_parenthesis():
-            self.parentheses.append(True)
-            self._open()
-        elif token == "(":
-            self.parentheses.append(False)
-            self._put(token)
-        elif token == ")" and self.parentheses and self.parentheses.pop():
-            self._close()
-        elif token in _ARGUMENTS:
-            self._command(token)
-        else:
-            self._put(token)
-
-    def finish(self) -> list[str]:
-        """All tokens; braces that were opened for an argument that did not come are closed."""
-        while self.frames:
-            self._drop()
-        return self.out
-
-    def _takes_parenthesis(self) -> bool:
-        return self.waiting and len(self.out) > 0 and self.out[-1] in ("^", "\\sqrt")
-
-    def _open(self) -> None:
-        self.out.append("{")
-        self.level += 1
-
-    def _close(self) -> None:
-        while self.frames and self.frames[-1][1] == self.level:
-            self._drop()
-        self.out.append("}")
-        self.level -= 1
-        if self.waiting:
-            self._complete()
-
-    def _command(self, token: str) -> None:
-        wrapped = self.waiting
-        if wrapped:
-            self.out.append("{")
-        self.out.append(token)
-        self.frames.append([_ARGUMENTS[token], self.level, int(wrapped)])
-
-    def _put(self, token: str) -> None:
-        if self.waiting and (self.in_index or (token == "[" and self.out[-1] == "\\sqrt")):
-            self.in_index = token != "]"
-            self.out.append(token)
-        elif self.waiting:
-            self.out += ["{", token, "}"]
-            self._complete()
-        else:
-            self.out.append(token)
-
-    def _complete(self) -> None:
-        """An argument of the last frame is there."""
-        self.frames[-1][0] -= 1
-        while self.waiting and self.frames[-1][0] == 0:
-            if self.frames.pop()[2]:
-                self.out.append("}")
-            if not self.waiting:
-                break
-            self.frames[-1][0] -= 1
-
-    def _drop(self) -> None:
-        """A command whose arguments do not come."""
-        if self.frames.pop()[2]:
-            self.out.append("}")
-
-
 def _brace_arguments(text: str) -> str:
-    """``\\frac12`` -> ``\\frac{1}{2}``, ``x^2`` -> ``x^{2}``, ``\\sqrt(3)`` -> ``\\sqrt{3}``, x^(n) -> ``x^{n}``."""
-    braces = _Braces()
+    """``\\frac12`` -> ``\\frac{1}{2}``, ``x^2`` -> ``x^{2}``, ``\\sqrt(3)`` -> ``\\sqrt{3}``, x^(n) -> ``x^{n}``.
+
+    Tokens are read from left to right. A frame is a command that waits for arguments: how many are to come, the brace
+    level at which they stand, and whether a brace was opened for the command itself.
+    """
+    out: list[str] = []
+    frames: list[list[int]] = []
+    parentheses: list[bool] = []  # of each open one, whether it became a brace
+    level, in_index = 0, False  # in the [n] of a root
+
+    def drop() -> None:
+        if frames.pop()[2]:
+            out.append("}")
+
+    def complete() -> None:
+        """An argument of the last frame is there; a command that is complete is one of the frame around it."""
+        while frames and frames[-1][1] == level:
+            frames[-1][0] -= 1
+            if frames[-1][0]:
+                return
+            drop()
+
     for match in _TOKENS.finditer(text):
-        braces.add(match[0])
-    return "".join(braces.finish())
+        token, is_awaited = match[0], bool(frames) and frames[-1][1] == level
+        if token == "(":
+            parentheses.append(is_awaited and out[-1] in ("^", "\\sqrt"))
+        becomes_brace = token in "()" and bool(parentheses) and parentheses[-1]
+        if token == ")" and parentheses:
+            parentheses.pop()
+        if token.isspace():
+            out += [] if is_awaited else [token]
+        elif token == "{" or (token == "(" and becomes_brace):
+            out.append("{")
+            level += 1
+        elif token == "}" or (token == ")" and becomes_brace):
+            while frames and frames[-1][1] == level:
+                drop()
+            out.append("}")
+            level -= 1
+            complete()
+        elif token in _ARGUMENTS:
+            out += ["{", token] if is_awaited else [token]
+            frames.append([_ARGUMENTS[token], level, int(is_awaited)])
+        elif is_awaited and (in_index or (token == "[" and out[-1] == "\\sqrt")):
+            in_index = token != "]"
+            out.append(token)
+        elif is_awaited:
+            out += ["{", token, "}"]
+            complete()
+        else:
+            out.append(token)
+    while frames:
+        drop()
+    return "".join(out)
 
 
 def _parenthesize_arguments(text: str) -> str:

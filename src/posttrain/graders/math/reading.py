@@ -1,4 +1,4 @@
-"""How a mathematical answer is built: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
+"""The form of a mathematical answer: lists, tuples, intervals, sets, unions, relations, matrices, units, words.
 
 The leaves are numbers, words, and expressions in LaTeX that ``equality`` compares. Nothing is evaluated here.
 """
@@ -157,7 +157,9 @@ def read_form(text: str, depth: int = 0) -> Form:
     if unions:
         return Union(tuple(read_form(part, depth + 1) for part in parts))
     if ("\\pm" in text or "\\mp" in text) and not text.startswith("\\{"):
-        return Collection("", "", tuple(read_form(signed, depth + 1) for signed in _both_signs(text)))
+        upper = text.replace("\\pm", "+").replace("\\mp", "-").strip().removeprefix("+")
+        lower = text.replace("\\pm", "-").replace("\\mp", "+")
+        return Collection("", "", tuple(read_form(signed, depth + 1) for signed in (upper, lower)))
     return _read_bracketed(text, depth) or _read_matrix(text, depth) or _read_expression(text, depth)
 
 
@@ -195,7 +197,7 @@ def _unwrap(text: str, opening: str = "{") -> str:
 
 
 def _closing_of(text: str) -> int | None:
-    """Where the bracket with which the text begins closes."""
+    """Return where the bracket with which the text begins closes."""
     level = 0
     for match in _TOKENS.finditer(text):
         level += _LEVELS.get(match[0], 0)
@@ -257,12 +259,6 @@ def _flatten(forms: Sequence[Form]) -> tuple[Form, ...]:
     for form in forms:
         flat += form.items if isinstance(form, Collection) and not form.opening else (form,)
     return tuple(flat)
-
-
-def _both_signs(text: str) -> tuple[str, str]:
-    upper = text.replace("\\pm", "+").replace("\\mp", "-")
-    lower = text.replace("\\pm", "-").replace("\\mp", "+")
-    return upper.strip().removeprefix("+"), lower
 
 
 def _read_bracketed(text: str, depth: int) -> Form | None:
@@ -344,5 +340,5 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def is_time(form: Form) -> bool:
-    """Whether it is a time of day: 1:03pm."""
+    """Return whether it is a time of day: 1:03pm."""
     return isinstance(form, Words) and _CLOCK.fullmatch(form.text) is not None

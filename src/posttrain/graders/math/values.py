@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions have the same value. sympy works here and in ``magnitudes``.
+"""Equality of the values of mathematical expressions. sympy works here and in ``magnitudes``.
 
 LaTeX is read by the grammar of math-verify's parser (``latex2sympy2_extended``), never by Python. What it gives is
 compared by number: both sides are evaluated at the same points, exactly enough to tell integers of
@@ -72,19 +72,23 @@ class PointComparison:
         self.left, self.right = (
             _with_real_roots(side) if rooted else side for side, rooted in zip((left, right), roots, strict=True)
         )
-        if names:
-            self.gates = [_gates(sympy.preorder_traversal(side)) for side in (self.left, self.right)]
-            self._look_at([*nodes[0], *nodes[1]])
-
-    def _look_at(self, nodes: Sequence[Any]) -> None:
-        """What decides which points are needed."""
-        self.barred = _barred(nodes)
-        self.whole = any(isinstance(node, _WHOLE) or _is_alternating(node) for node in nodes)
-        self.uneven = bool(self.barred or any(self.gates) or any(isinstance(node, _STEPS) for node in nodes))
-        constants = (
-            {abs(node) for node in nodes if node.is_Rational and abs(node) not in (0, 1)} if self.uneven else set()
-        )
-        self.constants = sorted(constants | {sympy.Integer(1)}, reverse=True)[:MAX_CONSTANTS]
+        if not names:
+            return
+        self.gates = [_gates(sympy.preorder_traversal(side)) for side in (self.left, self.right)]
+        both = [*nodes[0], *nodes[1]]
+        powers = [node for node in both if node.is_Pow]
+        self.barred = {name for node in both if isinstance(node, _BARS) for name in node.free_symbols}
+        for node in powers:  # roots of squares
+            is_even_root = node.exp.is_Rational and node.exp.q % 2 == 0
+            if is_even_root and node.base.is_Pow and node.base.exp.is_even:
+                self.barred |= node.free_symbols
+        is_alternating = any(node.exp.free_symbols and not node.base.is_positive for node in powers)
+        self.whole = is_alternating or any(isinstance(node, _WHOLE) for node in both)
+        self.uneven = bool(self.barred or any(self.gates) or any(isinstance(node, _STEPS) for node in both))
+        constants = {abs(node) for node in both if node.is_Rational and abs(node) not in (0, 1)}
+        self.constants = sorted((constants if self.uneven else set()) | {sympy.Integer(1)}, reverse=True)[
+            :MAX_CONSTANTS
+        ]
 
     def __iter__(self) -> Iterator[tuple[dict[Any, Any], tuple[Any, Any]]]:
         enough = len(self.names) and (
@@ -140,7 +144,7 @@ class PointComparison:
 
 
 def _general(number: int, place: int) -> Any:
-    """Of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
+    """The value of variable ``place`` at point ``number``: between 0 and 1, above 1, below 0, mixed, whole."""
     kind = number % 6
     low, high = sorted(_PRIMES[(5 * number + 3 * place + shift) % len(_PRIMES)] for shift in (0, 7))
     if kind == 5:
@@ -181,35 +185,14 @@ def _with_real_roots(expression: Any) -> Any:
 
 def _gates(nodes: Iterable[Any]) -> list[Any]:
     """The parts in variables that are not real everywhere, without those that contain i."""
-    return [
-        node
-        for node in nodes
-        if (isinstance(node, _GATES) or _is_open_power(node)) and node.free_symbols and not node.has(sympy.I)
-    ]
-
-
-def _is_open_power(node: Any) -> bool:
-    return (
-        node.is_Pow and not node.exp.is_Integer and not node.base.is_positive and not isinstance(node.base, sympy.Abs)
-    )
-
-
-def _is_alternating(node: Any) -> bool:
-    return node.is_Pow and bool(node.exp.free_symbols) and not node.base.is_positive
-
-
-def _barred(nodes: Iterable[Any]) -> set[Any]:
-    """The variables between bars, and in roots of squares."""
-    return {
-        name
-        for node in nodes
-        if isinstance(node, _BARS) or (_is_even_root(node) and node.base.is_Pow and node.base.exp.is_even)
-        for name in node.free_symbols
-    }
-
-
-def _is_even_root(node: Any) -> bool:
-    return node.is_Pow and node.exp.is_Rational and node.exp.q % 2 == 0
+    gates = []
+    for node in nodes:
+        is_open_power = node.is_Pow and not (
+            node.exp.is_Integer or node.base.is_positive or isinstance(node.base, sympy.Abs)
+        )
+        if (is_open_power or isinstance(node, _GATES)) and node.free_symbols and not node.has(sympy.I):
+            gates.append(node)
+    return gates
 
 
 def _closed(gates: Sequence[Any], point: dict[Any, Any]) -> set[Any] | None:
@@ -368,7 +351,9 @@ def parse_latex(latex: str) -> Any:
     if len(latex) > MAX_LATEX_CHARS or _AMBIGUOUS.search(latex) or _is_too_deep(latex):
         raise NotUnderstood("too long, too deep, or ambiguous")
     with _understanding():
-        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_with_letters(latex))
+        # what the parser would take for something else, as letters of its own
+        lettered = _CAPITAL_I.sub(lambda match: r"\mathcal{I}" if match[0] == "I" else match[0], latex)
+        parsed = _Reader(convert_degrees=True, config=_CONFIG).parse(_ANGLE.sub(_as_symbol, lettered))
     if not isinstance(parsed, sympy.Expr | sympy.MatrixBase):
         raise NotUnderstood("no single value")
     if _vanishes(parsed, 1) or any(_vanishes(node, 2) for node in sympy.preorder_traversal(parsed)):
@@ -377,7 +362,7 @@ def parse_latex(latex: str) -> Any:
 
 
 def _vanishes(node: Any, num_letters: int) -> bool:
-    """Whether it is 0 times at least so many letters. sympy is asked about numbers only: it is slow with others."""
+    """Return whether it is 0 times at least so many letters. sympy is asked about numbers alone, where it is fast."""
     if not isinstance(node, sympy.Mul):
         return False
     factors = list(_factors(node))
@@ -388,12 +373,6 @@ def _vanishes(node: Any, num_letters: int) -> bool:
 def _factors(product: Any) -> Iterator[Any]:
     for factor in product.args:
         yield from _factors(factor) if isinstance(factor, sympy.Mul) else (factor,)
-
-
-def _with_letters(latex: str) -> str:
-    """What the parser would take for something else, as letters of its own."""
-    latex = _CAPITAL_I.sub(lambda match: r"\mathcal{I}" if match[0] == "I" else match[0], latex)
-    return _ANGLE.sub(_as_symbol, latex)
 
 
 def _as_symbol(angle: re.Match[str]) -> str:
@@ -429,7 +408,7 @@ def _as_variables(parsed: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
+    """Return whether two sympy objects are equal: numbers, expressions in the same variables, matrices.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
@@ -451,7 +430,7 @@ def constant_ratio(left: Any, right: Any) -> Any | None:
 
 
 def is_near(left: Any, right: Any, tolerance: Fraction) -> bool:
-    """Whether two constants differ by at most ``tolerance``.
+    """Return whether two constants differ by at most ``tolerance``.
 
     Raises:
         NotUnderstood: sympy cannot work with them.
@@ -479,26 +458,14 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
         return left.shape == right.shape and all(map(_same, left.flat(), right.flat()))
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
-        if _has_power_of_zero(left) != _has_power_of_zero(right):  # 0^n is no 0 but a question of n
+        of_zero = [any(p.base.is_zero and p.exp.free_symbols for p in side.atoms(sympy.Pow)) for side in (left, right)]
+        if of_zero[0] != of_zero[1]:  # 0^n is no 0 but a question of n
             return False
         if digits_spanned(left, right) > MAX_SPAN:
             return same_beyond_digits(left, right, _same)
-        return _same_at_points(left, right)
+        comparison = PointComparison(left, right, sorted(left.free_symbols | right.free_symbols, key=str))
+        return all(_close(comparison, values, point) for point, values in comparison) and comparison.is_decided
     return False
-
-
-def _has_power_of_zero(value: Any) -> bool:
-    return any(power.base.is_zero and power.exp.free_symbols for power in value.atoms(sympy.Pow))
-
-
-def _same_at_points(left: Any, right: Any) -> bool:
-    """Agreement at all points that count, and at enough of them (``PointComparison``)."""
-    names = sorted(left.free_symbols | right.free_symbols, key=str)
-    comparison = PointComparison(left, right, names)
-    for point, values in comparison:
-        if not _close(comparison, values, point):
-            return False
-    return comparison.is_decided
 
 
 def _constant_ratio(left: Any, right: Any) -> Any | None:

@@ -1,8 +1,8 @@
 """First code of a process in a sandbox: sets its limits and becomes the program.
 
 It is sent as text to a Python without packages, so it imports the standard library alone. The only argument is JSON:
-``argv``; ``limits`` (name, soft, hard); ``user``, which a superuser becomes (0: none); and ``watch``, the seconds after
-which a watched program ends (0: not watched).
+``argv``; ``limits`` (name, soft, hard); ``user``, which a superuser becomes (0: none); ``watch``, the seconds after
+which a watched program ends (0: not watched), and ``overdue``, the exit code that then stands for it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,6 @@ import os
 import signal
 import sys
 
-try:
-    import resource
-except ImportError:  # Windows, where nothing is started in a sandbox
-    resource = None  # type: ignore[assignment]
-
-OVERDUE = 124  # the exit code of a watched program whose seconds are over
 _PDEATHSIG, _DUMPABLE, _DROP, _SECUREBITS, _SUBREAPER = 1, 4, 24, 28, 36  # prctl(2)
 _NO_ROOT_LOCKED = 0b11  # user 0 gets no capabilities by starting a program
 _LAST_CAPABILITY = 63
@@ -26,9 +20,11 @@ MAX_KILL_ROUNDS = 500
 
 def main() -> None:
     """Never return: become the program, or watch it until its end."""
+    import resource  # there is none on Windows, where this is read and never run
+
     spec = json.loads(sys.argv[1])
     if spec["watch"]:
-        _fork_watched(spec["watch"])
+        _fork_watched(spec["watch"], spec["overdue"])
     if spec["user"]:
         os.setgroups([])
         os.setresgid(spec["user"], spec["user"], spec["user"])
@@ -42,7 +38,7 @@ def main() -> None:
     os.execv(spec["argv"][0], spec["argv"])
 
 
-def _fork_watched(seconds: float) -> None:
+def _fork_watched(seconds: float, overdue_code: int) -> None:
     """Return in a child; this process waits for it, and ends with its exit code when no descendant is left.
 
     The program has no capabilities and cannot read the memory of this process. Both end with who started them.
@@ -73,22 +69,17 @@ def _fork_watched(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.setitimer(signal.ITIMER_REAL, 0)
-    _kill_descendants()
-    os._exit(OVERDUE if overdue else code if code >= 0 else 128 - code)
-
-
-def _kill_descendants() -> None:
-    """Kill what the program left running: its orphans are children of this process."""
     me = os.getpid()
-    for _ in range(MAX_KILL_ROUNDS):
+    for _ in range(MAX_KILL_ROUNDS):  # what the program left running: its orphans are children of this process
         with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as file:
             children = [int(pid) for pid in file.read().split()]
-        if not children:
-            return
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
+        if not children:
+            break
+    os._exit(overdue_code if overdue else code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from typing import Literal
 
 from posttrain.errors import RunFailure, UsageError, install_command
 from posttrain.graders.sandbox import system_calls
-from posttrain.graders.sandbox.inside import OVERDUE
 
 Kind = Literal["bubblewrap", "process"]
 BOX = "/box"  # the working folder in bubblewrap
 USERS = (64_000, 1_000)  # first and number: in bubblewrap each program of a superuser has a user of its own
+OVERDUE = 124  # the exit code of a watched program whose seconds are over
 GRACE_SECONDS = 10.0
 READ_BYTES = 65536
 PAGE_BYTES = 4096
@@ -40,7 +40,6 @@ POLL_MILLISECONDS = 20
 PYTHON = (os.path.realpath(sys.executable), "-s", "-S", "-B")
 # Sets are walked in the same order, so that the same program prints the same.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-_DEVICES = ("null", "zero", "random", "urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _CHILD = re.compile(rb'"child-pid": *([0-9]+)')
 _COUNTER = itertools.count()
@@ -116,39 +115,30 @@ def run(
     Raises:
         RunFailure: the sandbox cannot be set up.
     """
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    (out, child_out), (err, child_err) = os.pipe(), os.pipe()
-    try:
-        program = Program(arguments, files or {}, (nowhere, child_out, child_err), kind, bounds, seconds)
-    except BaseException:
-        os.close(out)
-        os.close(err)
-        raise
-    finally:
-        for descriptor in (nowhere, child_out, child_err):
-            os.close(descriptor)
-    texts = (bytearray(), bytearray())
-    readers = [
-        threading.Thread(target=_take, args=(*pair, bounds.output_bytes), daemon=True)
-        for pair in zip((out, err), texts, strict=True)
-    ]
-    for reader in readers:
-        reader.start()
-    ended = program.wait()
-    for reader in readers:
-        reader.join(GRACE_SECONDS)
+    with ExitStack() as ours, ExitStack() as theirs:
+        nowhere = theirs.enter_context(open(os.devnull, "rb"))
+        pipes, texts = [os.pipe(), os.pipe()], (bytearray(), bytearray())
+        reading = [ours.enter_context(open(pipe[0], "rb", buffering=0)) for pipe in pipes]
+        writing = [theirs.enter_context(open(pipe[1], "wb")) for pipe in pipes]
+        descriptors = (nowhere.fileno(), writing[0].fileno(), writing[1].fileno())
+        program = Program(arguments, files or {}, descriptors, kind, bounds, seconds)
+        theirs.close()
+
+        def take(place: int) -> None:
+            while part := reading[place].read(READ_BYTES):
+                texts[place].extend(part[: max(0, bounds.output_bytes - len(texts[place]))])
+
+        readers = [threading.Thread(target=take, args=(place,), daemon=True) for place in (0, 1)]
+        for reader in readers:
+            reader.start()
+        ended = program.wait()
+        for reader in readers:
+            reader.join(GRACE_SECONDS)
     if ended is None:
         raise RunFailure(f"bubblewrap: {bytes(texts[1]).decode(errors='replace').strip()[-300:]}")
     # The name of a folder is random, and equal programs would print different things.
     shown = [bytes(text).replace(program.folder.encode(), BOX.encode()) for text in texts]
     return Finished(ended.code, ended.timed_out, shown[0], shown[1])
-
-
-def _take(descriptor: int, kept: bytearray, limit: int) -> None:
-    """Read a pipe to its end and keep the beginning."""
-    with open(descriptor, "rb", buffering=0) as pipe:
-        while part := pipe.read(READ_BYTES):
-            kept += part[: max(0, limit - len(kept))]
 
 
 class Program:
@@ -175,48 +165,49 @@ class Program:
         seconds: float,
         inherited: int | None = None,
     ) -> None:
-        self.bounds, self._kind = bounds, kind
+        self.bounds, self.folder = bounds, BOX
+        self._is_boxed, self._user = kind == "bubblewrap", 0
         self._deadline = time.monotonic() + seconds
-        self._told = b""  # by bubblewrap, about its start and end
-        self._status, self._user = -1, 0
-        self.folder = BOX
+        self._status, self._reported = -1, b""  # what bubblewrap reports of its start and end
+        command = [PYTHON[0], "-I", "-S", "-B", "-c", _source_of_inside()]
         with ExitStack() as stack:  # descriptors that bubblewrap reads or writes, and this process closes
-            if kind == "process":
-                command = self._process_command(arguments, files, seconds)
-                keep: list[int] = []
+            keep: list[int] = []
+            if self._is_boxed:
+                command = [*self._bubblewrap_options(files, stack, keep), *command]
             else:
-                command, keep = self._bubblewrap_command(arguments, files, stack)
+                try:
+                    self.folder = tempfile.mkdtemp(prefix="posttrain-box-")
+                except OSError as error:
+                    raise RunFailure(f"a sandbox needs an empty folder, and none can be made: {error}") from None
+                for name, content in files.items():
+                    Path(self.folder, name).write_bytes(content)
+            spec = {
+                "argv": [*PYTHON, *arguments],
+                "limits": self._limits(),
+                "watch": 0 if self._is_boxed else seconds,
+                "overdue": OVERDUE,
+                "user": self._user,
+            }
             self._process = subprocess.Popen(
-                command,
+                [*command, json.dumps(spec)],
                 stdin=descriptors[0],
                 stdout=descriptors[1],
                 stderr=descriptors[2],
                 pass_fds=[*keep, *([] if inherited is None else [inherited])],
-                cwd=self.folder if kind == "process" else "/",
+                cwd="/" if self._is_boxed else self.folder,
                 env=ENVIRONMENT,
                 start_new_session=True,
             )
         self._handle = os.pidfd_open(self._process.pid)
 
-    def _process_command(self, arguments: Sequence[str], files: Mapping[str, bytes], seconds: float) -> list[str]:
-        try:
-            self.folder = tempfile.mkdtemp(prefix="posttrain-box-")
-        except OSError as error:
-            raise RunFailure(f"a sandbox needs an empty folder, and none can be made: {error}") from None
-        for name, content in files.items():
-            Path(self.folder, name).write_bytes(content)
-        return self._inside(arguments, watch=seconds)
-
-    def _bubblewrap_command(
-        self, arguments: Sequence[str], files: Mapping[str, bytes], stack: ExitStack
-    ) -> tuple[list[str], list[int]]:
-        """Return the command, and the descriptors that it needs."""
+    def _bubblewrap_options(self, files: Mapping[str, bytes], stack: ExitStack, keep: list[int]) -> list[str]:
+        """Return bubblewrap with its options; the descriptors that it needs are added to ``keep``."""
         first, number = USERS
         self._user = first + (os.getpid() * 37 + next(_COUNTER)) % number if os.getuid() == 0 else 0
         self._status, theirs = os.pipe()
         os.set_blocking(self._status, False)
         stack.callback(os.close, theirs)
-        keep = [theirs]
+        keep.append(theirs)
 
         def hand_over(content: bytes) -> str:
             file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
@@ -225,20 +216,16 @@ class Program:
             keep.append(file.fileno())
             return str(file.fileno())
 
-        walls = ["--json-status-fd", str(theirs), *_walls(self.bounds)]
+        options = ["--json-status-fd", str(theirs), *_walls(self.bounds)]
         for name, content in files.items():
-            walls += ["--perms", "0644", "--file", hand_over(content), f"{BOX}/{name}"]
+            options += ["--perms", "0644", "--file", hand_over(content), f"{BOX}/{name}"]
         if system_calls.FILTER:
-            walls += ["--seccomp", hand_over(system_calls.FILTER)]
-        return [_bubblewrap(), *walls, "--remount-ro", "/", *self._inside(arguments, watch=0)], keep
-
-    def _inside(self, arguments: Sequence[str], watch: float) -> list[str]:
-        spec = {"argv": [*PYTHON, *arguments], "limits": self._limits(), "watch": watch, "user": self._user}
-        return [PYTHON[0], "-I", "-S", "-B", "-c", _source_of_inside(), json.dumps(spec)]
+            options += ["--seccomp", hand_over(system_calls.FILTER)]
+        return [_bubblewrap(), *options, "--remount-ro", "/"]
 
     def _limits(self) -> list[tuple[str, int, int]]:
         bounds = self.bounds
-        if self._kind == "bubblewrap":
+        if self._is_boxed:
             others = 0 if self._user else 1  # its first process
         else:
             others = _count_tasks(os.getuid()) + 1  # the one that watches
@@ -257,12 +244,12 @@ class Program:
     def end(self) -> bool:
         """Kill it with all that it started; return whether it had kept to the number of files."""
         has_kept = not self._has_too_many_files()
-        os.killpg(self._process.pid, signal.SIGKILL if self._kind == "bubblewrap" else signal.SIGALRM)
+        os.killpg(self._process.pid, signal.SIGKILL if self._is_boxed else signal.SIGALRM)
         return has_kept
 
     def wait(self) -> Finished | None:
         """Return how the program ended, at the latest when its seconds are over; None if bubblewrap itself failed."""
-        grace = GRACE_SECONDS if self._kind == "process" else 0.0  # a watched program is ended by the one that watches
+        grace = 0.0 if self._is_boxed else GRACE_SECONDS  # a watched program is ended by the one that watches
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
         is_late = False
@@ -273,25 +260,24 @@ class Program:
         _, status, usage = os.wait4(self._process.pid, 0)
         os.close(self._handle)
         code = self._process.returncode = os.waitstatus_to_exitcode(status)
-        if self._kind == "process":
-            shutil.rmtree(self.folder, ignore_errors=True)
         if code < 0:
             code = 128 - code
         by_cpu = code == 128 + signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.bounds.cpu_seconds
-        timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU or (self._kind == "process" and code == OVERDUE)
-        if self._status < 0:
-            return Finished(code, timed_out)
-        with open(self._status, "rb") as told:
-            began = b"exit-code" in self._told + (told.read() or b"")
+        timed_out = is_late or by_cpu or code == 128 + signal.SIGXCPU
+        if not self._is_boxed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return Finished(code, timed_out or code == OVERDUE)
+        with open(self._status, "rb") as report:
+            began = b"exit-code" in self._reported + (report.read() or b"")
         return Finished(code, timed_out) if began or code > 128 else None
 
     def _has_too_many_files(self) -> bool:
-        """Whether there are more files than of one page each: no option of bubblewrap limits their number."""
-        if self._status < 0:
+        """Return whether there are more files than of one page each: no option of bubblewrap limits their number."""
+        if not self._is_boxed:
             return False
         with suppress(BlockingIOError):
-            self._told += os.read(self._status, READ_BYTES)
-        child = _CHILD.search(self._told)
+            self._reported += os.read(self._status, READ_BYTES)
+        child = _CHILD.search(self._reported)
         if child is None:
             return False
         try:
@@ -316,14 +302,14 @@ def _walls(bounds: Bounds) -> list[str]:
     for link in ("/lib", "/lib64"):
         if os.path.islink(link):
             walls += ["--symlink", os.readlink(link), link]
-    parents = {str(parent) for place in (*visible_places(), "/dev/null") for parent in Path(place).parents}
-    for parent in sorted(parents - {"/"}):
+    visible, hidden = _places()
+    for parent in sorted({str(parent) for place in (*visible, "/dev/null") for parent in Path(place).parents} - {"/"}):
         walls += ["--perms", "0755", "--dir", parent]
-    for place in visible_places():
+    for place in visible:
         walls += ["--ro-bind", place, place]
-    for place in hidden_places():
+    for place in hidden:
         walls += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
-    for device in _DEVICES:
+    for device in ("null", "zero", "random", "urandom"):
         walls += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     walls += ["--perms", "0777", "--size", str(bounds.disk_bytes), "--tmpfs", BOX, "--chdir", BOX]
     if not PYTHON[0].startswith("/tmp/"):
@@ -332,27 +318,21 @@ def _walls(bounds: Bounds) -> list[str]:
 
 
 @cache
-def visible_places() -> list[str]:
-    """Return what can be read in bubblewrap: this Python and the system's libraries; none within another."""
+def _places() -> tuple[list[str], list[str]]:
+    """Return what can be read in bubblewrap, and folders in it that are hidden.
+
+    Visible are this Python and the system's libraries; hidden are installed packages, of which some bring the answers
+    of data sets with them.
+    """
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [PYTHON[0], f"{prefix}/lib", f"{prefix}/lib64", *_LIBRARIES, "/etc/ld.so.cache"]
     places = sorted({os.path.realpath(place) for place in wanted if os.path.exists(place)})
-    return [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
-
-
-@cache
-def hidden_places() -> list[str]:
-    """Return folders of installed packages in what can be read: some bring the answers of data sets with them."""
+    visible = [one for one in places if not any(one != other and one.startswith(f"{other}/") for other in places)]
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    places = {
-        os.path.realpath(f"{prefix}/{lib}/{python}/{name}")
-        for prefix in (sys.base_prefix, "/usr", "/usr/local")
-        for lib in ("lib", "lib64")
-        for python in (version, "python3")
-        for name in ("site-packages", "dist-packages")
-    }
-    visible = tuple(f"{place}/" for place in visible_places())
-    return sorted(place for place in places if os.path.isdir(place) and place.startswith(visible))
+    parts = ((prefix, "/usr", "/usr/local"), ("lib", "lib64"), (version, "python3"), ("site-packages", "dist-packages"))
+    packages = {os.path.realpath("/".join(part)) for part in itertools.product(*parts)}
+    inside = tuple(f"{place}/" for place in visible)
+    return visible, sorted(place for place in packages if os.path.isdir(place) and place.startswith(inside))
 
 
 def _bubblewrap() -> str:
