@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from posttrain.cli import main
-from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, read_tags, run_names
+from posttrain.runs.directory import RunDirectory, RunStatus, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps, seal
 
 Talk = Callable[..., tuple[str, list[str]]]
@@ -80,8 +80,6 @@ def test_run_manage_shows_mistakes_and_goes_on(root: Path, talk: Talk, capsys: p
 
 
 def test_run_manage_takes_the_actions_of_the_commands(root: Path, talk: Talk, tmp_path: Path) -> None:
-    talk("tag alpha +good +later", "tag alpha -later", "q")
-    assert read_tags(root / "alpha") == ("good",)
     talk("prune alpha", "n", "q")
     assert checkpoint_steps(root / "alpha" / "checkpoints") == [1, 2, 3]
     talk("prune alpha --keep 2", "y", "q")
@@ -91,7 +89,7 @@ def test_run_manage_takes_the_actions_of_the_commands(root: Path, talk: Talk, tm
     _, prompts = talk("delete beta", "", "delete beta", "yes", "q")
     assert prompts[1].startswith("Delete 1 run, ")
     with lock_run(root / "alpha"):
-        assert "a process is working there" in " ".join(talk("delete alpha", "q")[0].split())
+        assert "another process is working" in " ".join(talk("delete alpha", "q")[0].split())
     assert run_names(root) == ["alpha", "gamma"]
 
 

@@ -50,7 +50,7 @@ def test_a_folder_with_weights_recipe_and_results(root: Path, tmp_path: Path) ->
 def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
     card = (export_run(root, root / "a", tmp_path / "out").target / "README.md").read_text()
     assert "| weights | after step 2 of 10 |" in card
-    assert "| stories/validation | 2 |  | 75.0% |  |" in card
+    assert "| stories/validation | 2 | 75.0% right |" in card
     assert "posttrain 0.1.0, recipe `tiny/grpo`" in card
     assert "base_model" not in card  # the embedded model is not on the hub
     make_run(root, "b", model="Qwen/Qwen3-0.6B")
@@ -152,7 +152,7 @@ def test_a_failure_leaves_nothing_behind(root: Path, tmp_path: Path, monkeypatch
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "_copy_records", stop)
+    monkeypatch.setattr(export, "model_card", stop)
     with pytest.raises(KeyboardInterrupt):
         export_run(root, root / "a", tmp_path / "out" / "mine")
     assert os.listdir(tmp_path / "out") == []
@@ -241,6 +241,8 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
 ) -> None:
     from posttrain.models import adapter_files
 
+    compare = export._compare_with_trained
+
     def lose(model: Any) -> Any:
         return model.unload()
 
@@ -249,11 +251,13 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
         export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
 
-    def cut(source: Path, content: Path, names: Any) -> None:
-        path = content / "adapter_model.safetensors"
-        save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+    def damage(folder: Path) -> bool:
+        path = folder / "adapter_model.safetensors"
+        if "out" in folder.parts and path.is_file():
+            save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+        return False
 
-    monkeypatch.setattr(export, "_check_copies", cut)
+    monkeypatch.setattr(export, "_compare_with_trained", lambda *args: damage(args[2]) or compare(*args))
     with pytest.raises(RunFailure, match=r"exported adapter: its log-probabilities differ from the trained model's by"):
         export_run(adapter_run.parent, adapter_run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -285,7 +289,7 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
             parameter.fill_(0.02)
         expected = model(torch.arange(40)[None]).logits
     save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
-    with pytest.raises(UsageError, match=f"upper: its adapter stands on an adapter, {lower}, .*; --merge exports"):
+    with pytest.raises(UsageError, match=f"upper: its adapter is on top of an adapter, {lower}, .*; --merge exports"):
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
@@ -296,11 +300,11 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
     seal_again(settings.parent)
-    with pytest.raises(UsageError, match="its adapter stands on an adapter"):
+    with pytest.raises(UsageError, match="its adapter is on top of an adapter"):
         export_run(run.parent, run, tmp_path / "other")
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{", '{"a": ' + "9" * 5000 + "}", "\ud800", "[" * 99_999])
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 99_999])
 def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, tmp_path: Path) -> None:
     """A stranger's checkpoint, whose manifest is right."""
     run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "strange"))
@@ -335,6 +339,6 @@ def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_pat
     (path / "adapter_config.json").write_text("{}")
     save_file({"head.weight": torch.zeros(1, 2)}, path / "heads.safetensors")
     reseal(path, 1)
-    with pytest.raises(UsageError, match="a head beside its adapter"):
+    with pytest.raises(UsageError, match="a head with its adapter"):
         export_run(root, folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
