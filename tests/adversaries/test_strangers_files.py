@@ -315,15 +315,15 @@ def test_the_card_of_an_export_shows_text_as_text(tmp_path: Path) -> None:
         json.dumps({"recipe": "`\n<img src=x>", "starts": [{"versions": {"posttrain": "<i>"}}]})
     )
     lines = model_card(evil, 1, evil).splitlines()
-    assert [i for i, line in enumerate(lines) if line == "---"] == [0, 4]
+    assert not any(line.startswith("---") for line in lines)
     assert [line for line in lines if line.startswith("#")] == ["# evil"]
-    assert lines[8] == (
+    assert lines[2] == (
         r"\--- license: mit --- # Official \<script>x\</script> \[click\](http://evil) !\[i\](http://e/i.png) "
         r"\`a\` \| b  \[2J"
     )
-    assert [line.count(" | ") for line in lines if line.startswith("| ") and line != "| | |"] == [1] * 5
-    assert "| from | ``x`](http://evil)` # d`` |" in lines
-    assert "| objective | a \\| b # c |" in lines
+    assert len([line for line in lines if line.startswith("- ")]) == 5
+    assert "- from: ``x`](http://evil)` # d``" in lines
+    assert "- objective: a \\| b # c" in lines
 
 
 @pytest.mark.parametrize(

@@ -167,16 +167,9 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
         for action in (["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
-        for command in (
-            ["generate"],
-            ["evaluate"],
-            ["serve-command"],
-            ["serve", "--host", ""],
-            ["studio"],
-            ["sae", "features"],
-            ["quantize"],
-        ):
-            show([*command, name])
+        for command in ("generate", "evaluate", "serve-command", "studio", "sae features", "quantize"):
+            show([*command.split(), name])
+        show(["serve", "--host", "", name])
         show(["train", "honest.yaml", "--run", name])
         show(["activations", "tiny", "--layer", "2", "--rollouts", name])
     assert SEEN in show(["runs", "compare", "honest", "evil", named])

@@ -142,35 +142,21 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
     assert len(data["last"]["stories/validation"]) == 2
     assert "the recipes are equal in" in out("compare", "sft", "sweep-x/cells/plain-seed0")
     assert "name two runs or more" in out("compare", "sft", "sft", code=2)
-    assert "sweep-x is a sweep" in out("compare", "sft", "sweep-x", code=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ([], ["list"]),
-        (["--state", "dead"], ["list", "--state", "dead"]),
-        (["--runs-dir", "x"], ["--runs-dir", "x", "list"]),
-        (["--runs-dir=x", "show", "a"], ["--runs-dir=x", "show", "a"]),
-        (["--runs-dir"], ["--runs-dir", "list"]),
-        (["-h"], ["-h"]),
-        (["show", "-h"], ["show", "-h"]),
-    ],
-)
-def test_an_action_is_completed(words: list[str], completed: list[str]) -> None:
-    assert complete_action(words) == completed
 
 
 def test_without_an_action_the_runs_are_listed() -> None:
     assert parse(["runs"]).action == "list"
     assert parse(["runs", "--runs-dir", "x", "--limit", "0"]).runs_dir == "x"
+    assert parse(["runs", "--runs-dir=x", "show", "a"]).action == "show"
     assert parse(["runs", "delete", "a", "b", "--runs-dir", "y"]).runs_dir == "y"
+    for words in (["-h"], ["show", "-h"]):
+        assert complete_action(words) == words
 
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     said = out("prune", "--all", "--dry-run")
-    assert "sft: 1, 2: " in said
+    assert "sft: delete 1, 2 (" in said
     assert "would delete 5 checkpoints of 3 runs" in said
     assert "There is no terminal to ask; give --yes" in out("prune", "sft", code=2)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -198,8 +184,9 @@ def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
 def test_delete_with_a_step_deletes_that_checkpoint_alone(place: Path, out: Out) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     said = out("delete", "sft", "--step", "1", "--dry-run")
-    assert "would delete 1 checkpoint of sft, step 1, " in said
-    assert "deleted 1 checkpoint of sft, step 1, " in out("delete", "sft", "--step", "1", "--yes")
+    assert "sft: delete 1 (" in said
+    assert "would delete 1 checkpoint of 1 run" in said
+    assert "deleted 1 checkpoint of 1 run" in out("delete", "sft", "--step", "1", "--yes")
     assert checkpoint_steps(folder) == [2, 3]
     assert "give its name. Nothing was changed" in out("delete", "sft", "more", "--step", "1", "--yes", code=2)
     assert "stays (" in out("delete", "sft", "--step", "3", "--yes", code=2)

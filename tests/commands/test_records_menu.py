@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,24 +91,3 @@ def test_run_manage_takes_the_actions_of_the_commands(root: Path, talk: Talk, tm
 def test_without_a_terminal_it_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "manage", "--runs-dir", str(root)]) == 2
     assert "`posttrain runs --help` lists the commands" in capsys.readouterr().err
-
-
-def test_in_a_real_terminal(root: Path) -> None:
-    """Typed as a person would, through a pseudo-terminal."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "posttrain.cli", "runs", "manage", "--runs-dir", str(root)]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
-    os.close(theirs)
-    seen = b""
-    for line, answer in ((b"", b"runs> "), (b"delete beta", b"[y/N] "), (b"y", b"runs> "), (b"q", b"")):
-        if line:
-            os.write(ours, line + b"\n")
-        deadline = time.monotonic() + 60
-        while answer not in seen and time.monotonic() < deadline:
-            if select.select([ours], [], [], 1)[0]:
-                seen += os.read(ours, 4096)
-        assert answer in seen, seen.decode(errors="replace")
-        seen = b""
-    assert process.wait(timeout=60) == 0
-    os.close(ours)
-    assert run_names(root) == ["alpha", "gamma"]

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,94 +15,50 @@ from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs import removal
 from posttrain.runs.directory import lock_run, run_names
 from posttrain.runs.lineage import find_links
-from posttrain.runs.listing import disk_bytes
 from posttrain.runs.paths import locate
-from posttrain.runs.removal import (
-    check_unused,
-    delete,
-    parse_keep,
-    plan_prune,
-    plan_steps,
-    prune,
-    refuse_live,
-)
+from posttrain.runs.removal import check_steps, check_unused, delete, parse_keep, plan_prune, prune, refuse_live
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, verify
 
 
-@contextmanager
-def held_by_another_process(folder: Path) -> Iterator[None]:
-    """The run's lock, held as a training process holds it."""
-    code = (
-        "import sys; from pathlib import Path; from posttrain.runs.directory import lock_run\n"
-        f"with lock_run(Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    try:
-        yield
-    finally:
-        process.stdin.close()
-        process.wait(timeout=30)
-        process.stdout.close()
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
 
 
-def test_a_run_is_deleted_with_all_that_is_in_it(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    make_run(root, "a")
+def test_a_run_is_deleted_with_all_that_is_in_it_and_its_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+    folder, outside = make_run(root, "a"), tmp_path / "outside"
     make_run(root, "b")
-    before = snapshot(root / "b")
-    delete(root, locate(root, "a"))
-    assert os.listdir(root) == ["b"]
-    assert snapshot(root / "b") == before
-
-
-def test_links_in_a_run_are_unlinked_and_not_followed(tmp_path: Path) -> None:
-    root, outside = tmp_path / "runs", tmp_path / "outside"
-    folder = make_run(root, "a")
     make_run(outside, "data")
     (tmp_path / "file").write_text("precious")
     os.symlink(outside, folder / "data")
     os.symlink(tmp_path / "file", folder / "rollouts.db")
     os.symlink(outside / "data" / "checkpoints", folder / "checkpoints" / "linked")
     os.link(tmp_path / "file", folder / "hard")
-    before = snapshot(outside)
+    before = [snapshot(outside), snapshot(root / "b")]
     delete(root, locate(root, "a"))
-    assert not folder.exists()
-    assert snapshot(outside) == before
+    assert os.listdir(root) == ["b"]
+    assert [snapshot(outside), snapshot(root / "b")] == before
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_a_run_in_which_a_process_works_is_refused(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_run_in_which_a_process_works_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool) -> None:
+    """Also one that is resumed between the check and the deletion."""
     make_run(root, "a")
     place = locate(root, "a")
     before = snapshot(root)
-    with held_by_another_process(root / "a"):
+    if not is_seen:
+        monkeypatch.setattr(removal, "refuse_live", lambda *_: None)
+    with lock_run(root / "a"):
         with pytest.raises(RunConflict, match=r"another process is working .*Nothing was changed"):
             delete(root, place)
         with pytest.raises(RunConflict, match="another process is working"):
-            prune(root, plan_prune(root, place, ("last",)))
+            prune(root, place, [1])
     assert snapshot(root) == before
-    delete(root, place)
-    assert run_names(root) == []
-
-
-def test_the_lock_is_taken_and_not_only_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is resumed between the check and the deletion."""
-    root = tmp_path / "runs"
-    make_run(root, "a")
-    place = locate(root, "a")
-    monkeypatch.setattr(removal, "refuse_live", lambda *_: None)
-    with held_by_another_process(root / "a"), pytest.raises(RunConflict, match="another process is working"):
-        delete(root, place)
-    assert run_names(root) == ["a"]
 
 
 @pytest.mark.parametrize("held", ["sweep-x", "sweep-x/cells/grpo-seed0", "sweep-x/start"])
-def test_a_sweep_at_work_is_refused_with_all_its_runs(tmp_path: Path, held: str) -> None:
-    root = tmp_path / "runs"
+def test_a_sweep_at_work_is_refused_with_all_its_runs(root: Path, held: str) -> None:
     make_sweep(root, "sweep-x")
     with lock_run(root / held):
         for name in {"sweep-x", held}:
@@ -115,8 +69,7 @@ def test_a_sweep_at_work_is_refused_with_all_its_runs(tmp_path: Path, held: str)
                 delete(root, locate(root, "sweep-x/cells/dapo-seed0"))
 
 
-def test_a_sweep_is_deleted_whole_and_a_cell_alone(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_a_sweep_is_deleted_whole_and_a_cell_alone(root: Path) -> None:
     make_sweep(root, "sweep-x")
     make_sweep(root, "sweep-y")
     delete(root, locate(root, "sweep-x"))
@@ -125,8 +78,7 @@ def test_a_sweep_is_deleted_whole_and_a_cell_alone(tmp_path: Path) -> None:
     assert run_names(root / "sweep-y" / "cells") == ["grpo-seed0"]
 
 
-def test_what_other_runs_stand_on_is_found(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_what_other_runs_stand_on_is_found(root: Path) -> None:
     make_run(root, "sft")
     make_run(root, "grpo", model="runs/sft")
     make_run(root, "longer", model="runs/grpo/checkpoints/step-000002")
@@ -161,9 +113,8 @@ removal.delete(root, locate(root, "a"))
     [("os", "rename", "before", False), ("os", "rename", "after", True), ("shutil", "rmtree", "before", True)],
 )
 def test_a_kill_leaves_a_whole_run_or_none_and_the_next_deletion_the_rest(
-    tmp_path: Path, owner: str, function: str, when: str, gone: bool
+    root: Path, tmp_path: Path, owner: str, function: str, when: str, gone: bool
 ) -> None:
-    root = tmp_path / "runs"
     make_run(root, "a")
     make_run(root, "b")
     make_run(tmp_path, "outside")
@@ -180,8 +131,7 @@ def test_a_kill_leaves_a_whole_run_or_none_and_the_next_deletion_the_rest(
     assert (tmp_path / "outside" / "recipe.yaml").exists()
 
 
-def test_a_folder_that_cannot_be_removed_is_no_longer_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "runs"
+def test_a_folder_that_cannot_be_removed_is_no_longer_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(root, "a")
 
     def refuse(*_: object) -> None:
@@ -196,80 +146,66 @@ def test_a_folder_that_cannot_be_removed_is_no_longer_listed(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("keep", "best", "stay"),
     [
-        (("best", "last"), 2, {2: "best", 5: "last"}),
-        (("best",), 2, {2: "best"}),
-        (("1",), 2, {2: "best", 5: "newest 1"}),
-        (("2",), 1, {1: "best", 4: "newest 2", 5: "newest 2"}),
-        (("last",), None, {5: "last"}),
-        (("best", "2"), 5, {4: "newest 2", 5: "best"}),
-        (("best",), None, {5: "last"}),
-        (("9",), 1, {1: "best"} | dict.fromkeys(range(2, 6), "newest 9")),
+        (("best", "last"), 2, [2, 5]),
+        (("best",), 2, [2]),
+        (("1",), 2, [2, 5]),
+        (("2",), 1, [1, 4, 5]),
+        (("last",), None, [5]),
+        (("best", "2"), 5, [4, 5]),
+        (("best",), None, [5]),
+        (("9",), 1, [1, 2, 3, 4, 5]),
     ],
 )
-def test_which_checkpoints_stay(tmp_path: Path, keep: tuple[str, ...], best: int | None, stay: dict[int, str]) -> None:
-    root = tmp_path / "runs"
+def test_which_checkpoints_stay(
+    root: Path, tmp_path: Path, keep: tuple[str, ...], best: int | None, stay: list[int]
+) -> None:
     folder = make_run(root, "a", steps=range(1, 6), best=best) / "checkpoints"
-    before = snapshot(tmp_path)
-    plan = plan_prune(root, locate(root, "a"), keep)
-    assert plan.kept == stay
-    assert set(plan.steps) == set(range(1, 6)) - set(stay)
-    assert snapshot(tmp_path) == before
-    size = disk_bytes(folder)
-    prune(root, plan)
-    assert checkpoint_steps(folder) == sorted(stay)
-    assert size - disk_bytes(folder) == plan.freed_bytes
+    before = snapshot(root)
+    steps = plan_prune(root, locate(root, "a"), keep)
+    assert steps == sorted({1, 2, 3, 4, 5} - set(stay))
+    assert snapshot(root) == before
+    prune(root, locate(root, "a"), steps)
+    assert checkpoint_steps(folder) == stay
     for step in stay:
         verify(folder / f"step-{step:06d}", step)
     assert best_step(folder) == (best if best in stay else None)
     assert (folder / "best").is_symlink() == (best in stay)
 
 
-@pytest.mark.parametrize("state", ["interrupted", "failed", "running"])
-def test_a_run_that_can_go_on_keeps_its_newest_checkpoint(tmp_path: Path, state: str) -> None:
-    root = tmp_path / "runs"
-    make_run(root, "a", state=state, best=1)
-    assert plan_prune(root, locate(root, "a"), ("best",)).kept == {1: "best", 3: "to be resumed from"}
-
-
-def test_checkpoints_on_which_other_runs_stand_stay(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_checkpoints_on_which_other_runs_stand_stay(root: Path) -> None:
     make_run(root, "sft", steps=range(1, 6), best=5)
     make_run(root, "by-path", model="runs/sft/checkpoints/step-000001")
     make_run(root, "by-memory", model="runs/sft", checkpoint_state={"model": "step-000002"})
     reward = {"name": "reward_model", "run": "runs/sft"}
     make_run(root, "by-reward", recipe={"rewards": [reward]}, checkpoint_state={"rewards": {"runs/sft": "step-000003"}})
-    plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
-    stand = {1: "by-path uses it", 2: "by-memory uses it", 3: "by-reward uses it"}
-    assert plan.kept == stand | {5: "best"}
+    assert plan_prune(root, locate(root, "sft"), ("last",), find_links(root)) == [4]
     make_run(root, "before-its-first-step", model="runs/sft", steps=())
     os.unlink(root / "sft" / "checkpoints" / "best")
     os.symlink("step-000004", root / "sft" / "checkpoints" / "best")
-    plan = plan_prune(root, locate(root, "sft"), ("last",), find_links(root))
-    assert plan.kept == stand | {4: "best", 5: "last"}
+    assert plan_prune(root, locate(root, "sft"), ("last",), find_links(root)) == []
     with pytest.raises(RunConflict, match=r"step 4 stays .before-its-first-step uses it.*--force"):
-        plan_steps(root, locate(root, "sft"), [4], find_links(root))
+        check_steps(root, locate(root, "sft"), [4], find_links(root))
 
 
-def test_plan_steps_deletes_a_single_checkpoint_that_nothing_needs(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_delete_a_single_checkpoint_that_nothing_needs(root: Path) -> None:
     folder = make_run(root, "a", steps=range(1, 6), best=2) / "checkpoints"
     with pytest.raises(UsageError, match=r"--step 7: a has no such checkpoint. It has: 1, 2, 3, 4, 5"):
-        plan_steps(root, locate(root, "a"), [3, 7])
-    prune(root, plan_steps(root, locate(root, "a"), [3]))
+        check_steps(root, locate(root, "a"), [3, 7])
+    prune(root, locate(root, "a"), check_steps(root, locate(root, "a"), [3]))
     assert (checkpoint_steps(folder), best_step(folder)) == ([1, 2, 4, 5], 2)
-    prune(root, plan_steps(root, locate(root, "a"), [2, 5, 5]))
+    prune(root, locate(root, "a"), check_steps(root, locate(root, "a"), [2, 5, 5]))
     assert (checkpoint_steps(folder), (folder / "best").is_symlink()) == ([1, 4], False)
-    make_run(root, "b", state="interrupted")
+    make_run(root, "b", state="interrupted", best=1)
+    assert plan_prune(root, locate(root, "b"), ("best",)) == [2]
     with pytest.raises(RunConflict, match=r"b: the checkpoint of step 3 stays .to be resumed from"):
-        plan_steps(root, locate(root, "b"), [3])
-    assert list(plan_steps(root, locate(root, "b"), [3], force=True).steps) == [3]
+        check_steps(root, locate(root, "b"), [3])
+    assert check_steps(root, locate(root, "b"), [3], force=True) == [3]
 
 
 NOBODY = 2**22 + 1  # above the highest number that Linux gives to a process
 
 
-def test_leftovers_go_too(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_leftovers_go_too(root: Path) -> None:
     folder = make_run(root, "a") / "checkpoints"
     add_checkpoint(root / "a", 9)
     os.rename(folder / "step-000009", folder / "failed-step-000009")
@@ -278,13 +214,12 @@ def test_leftovers_go_too(tmp_path: Path) -> None:
     (root / "a" / f".tmp-status.json-{NOBODY}").write_bytes(b"x" * 7)
     living = root / "a" / f".tmp-notes.json-{os.getppid()}"
     living.write_bytes(b"x")
-    prune(root, plan_prune(root, locate(root, "a"), ("2",)))
+    prune(root, locate(root, "a"), [1])
     assert list((root / "a").glob(".tmp-*")) == [living]
     assert sorted(os.listdir(folder)) == ["step-000002", "step-000003"]
 
 
-def test_checkpoints_that_are_a_link_are_refused(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+def test_checkpoints_that_are_a_link_are_refused(root: Path, tmp_path: Path) -> None:
     make_run(root, "a", steps=())
     make_run(tmp_path, "outside", best=1)
     os.rmdir(root / "a" / "checkpoints")
@@ -295,28 +230,23 @@ def test_checkpoints_that_are_a_link_are_refused(tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path / "outside" / "checkpoints") == [1, 2, 3]
 
 
-def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "runs"
+def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(root, "a", best=1) / "checkpoints"
 
     def stop(path: Path) -> None:
         raise KeyboardInterrupt
 
-    plan = plan_prune(root, locate(root, "a"), ("best",))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", stop)
         with pytest.raises(KeyboardInterrupt):
-            prune(root, plan)
+            prune(root, locate(root, "a"), [2, 3])
     assert checkpoint_steps(folder) == [1, 3]
-    prune(root, plan_prune(root, locate(root, "a"), ("best",)))
+    prune(root, locate(root, "a"), [3])
     assert sorted(os.listdir(folder)) == ["best", "step-000001"]
 
 
-@pytest.mark.parametrize("text", ["", "worst", "0", "best,,worst"])
-def test_what_to_keep_is_checked(text: str) -> None:
-    with pytest.raises(UsageError, match="give best, last, a number of newest checkpoints"):
-        parse_keep(text)
-
-
-def test_what_to_keep_is_read() -> None:
+def test_what_to_keep_is_checked() -> None:
     assert parse_keep(" best, 12 ") == ("best", "12")
+    for text in ("", "worst", "0", "best,,worst"):
+        with pytest.raises(UsageError, match="give best, last, a number of newest checkpoints"):
+            parse_keep(text)

@@ -102,7 +102,7 @@ def test_a_full_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(StorageError, match=r"the disk is full"):
+        with pytest.raises(StorageError, match=r"the disk is full .* free"):
             log.append(2, {"a": 2.0})
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)

@@ -83,11 +83,7 @@ class _Environment(BaseModel, extra="allow"):
 
 
 def check_run_name(name: str) -> str:
-    """Return the name, if it can be that of a folder.
-
-    Raises:
-        UsageError: characters other than letters, digits, ``.``, ``_`` and ``-``.
-    """
+    """Return the name, if it can be that of a folder; raises UsageError otherwise."""
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"--run {shorten(name)}: a run's name is made of {NAME_RULE}, "
@@ -104,11 +100,7 @@ def name_of_recipe(recipe_name: str) -> str:
 
 
 def find_run(root: str | Path, name: str) -> Path:
-    """Return the directory of a run, by name under ``root`` or by path.
-
-    Raises:
-        UsageError: there is none; the message suggests the nearest name.
-    """
+    """Return the directory of a run, by name under ``root`` or by path; raises UsageError if there is none."""
     for path in (Path(root) / name, Path(name)) if name else ():
         if kind_of_file(path / "recipe.yaml") != "nothing":
             return path
@@ -213,11 +205,7 @@ class RunDirectory:
         replace_file(self.recipe_path, recipe.to_yaml().encode())
 
     def read_recipe(self) -> dict[str, Any]:
-        """Return the stored recipe as plain data.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return the stored recipe as plain data; raises DataError if it cannot be read."""
         try:
             data = read_yaml(self.recipe_path)
         except OSError as error:
@@ -252,22 +240,14 @@ class RunDirectory:
         replace_file(self.status_path, json.dumps(kept, indent=1).encode() + b"\n", durable=False)
 
     def read_status(self) -> RunStatus | None:
-        """Return the status, or None where there is none yet.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        """Return the status, or None where there is none yet; raises DataError if it is damaged."""
         try:
             return read_stated(self.status_path, RunStatus)
         except FileNotFoundError:
             return None
 
     def headline(self) -> Headline:
-        """Return the primary metric of the run; the share of right answers where nothing is stored.
-
-        Raises:
-            DataError: the status is damaged.
-        """
+        """Return the primary metric of the run; the share of right answers where nothing is stored."""
         status = self.read_status()
         return ACCURACY if status is None or status.headline is None else status.headline
 
@@ -282,31 +262,19 @@ class RunDirectory:
         replace_file(self.environment_path, json.dumps(content, indent=1).encode() + b"\n")
 
     def read_environment(self) -> dict[str, Any]:
-        """Return ``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty where there is none.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        """Return ``env.json`` as plain data: ``recipe``, ``created``, ``starts``; empty where there is none."""
         try:
             return read_stated(self.environment_path, _Environment).model_dump(exclude_unset=True)
         except FileNotFoundError:
             return {}
 
     def made_by(self) -> str | None:
-        """Return the version of posttrain that last worked in it; None where that was not recorded.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """Return the version of posttrain that last worked in it; None where that was not recorded."""
         starts = self.read_environment().get("starts") or [{}]
         return starts[-1].get("versions", {}).get("posttrain")
 
     def log(self, text: str) -> None:
-        """Add a line with the time to ``log.txt``.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Add a line with the time to ``log.txt``."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         with storage_errors("the run's log", self.log_path), self.log_path.open("a", encoding="utf-8") as file:
             file.write(f"{stamp}Z {harmless(hide_secrets(text))}\n")

@@ -17,13 +17,11 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.listing import evaluations, summarize_run
+from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (
     MANIFEST,
     Unverified,
@@ -34,7 +32,6 @@ from posttrain.store.checkpoint_files import (
     verify,
 )
 from posttrain.store.durable import aside_of, remove_asides, storage_errors, sync_folder
-from posttrain.store.metrics import MetricsLog
 from posttrain.untrusted import code, harmless, paragraph, plain
 
 if TYPE_CHECKING:  # listing runs imports no torch
@@ -140,32 +137,18 @@ def _pack(content: Path, archive: Path) -> Path:
 
 def model_card(run: Path, step: int | None, weights: Path) -> str:
     """Return ``README.md`` of an export: origin of the ``weights`` in it, results, and how to load them."""
-    directory, summary = RunDirectory(run), summarize_run(run)
-    recipe, headline = directory.read_recipe(), directory.headline()
-    is_hub_name = summary.model.count("/") == 1 and not Path(summary.model).exists()
-    with_adapter = is_adapter(str(weights))
-    front = {"library_name": "peft" if with_adapter else "transformers", "tags": ["posttrain"]}
-    front |= {"base_model": summary.model} if is_hub_name else {}
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).rstrip(), "---", ""] if step is not None else []
-    lines += [f"# {plain(run.name)}", ""]
-    lines += [paragraph(str(recipe["description"]).strip()), ""] if recipe.get("description") else []
-    version = plain(directory.made_by() or "?")
+    summary, made_by = summarize_run(run), RunDirectory(run).made_by() or "?"
+    description = str(RunDirectory(run).read_recipe().get("description") or "").strip()
+    lines = [f"# {plain(run.name)}", "", *([paragraph(description), ""] if description else [])]
     lines += [
-        "| | |",
-        "|---|---|",
-        f"| trained with | posttrain {version}, recipe {code(summary.recipe)} (resolved: `recipe.yaml`) |",
-        f"| from | {code(summary.model)} |",
-        f"| objective | {plain(summary.objective)} |",
-        f"| weights | {'none' if step is None else f'after step {step} of {summary.steps}'} |",
+        f"- trained with: posttrain {plain(made_by)}, recipe {code(summary.recipe)} (resolved: `recipe.yaml`)",
+        f"- from: {code(summary.model)}",
+        f"- objective: {plain(summary.objective)}",
+        f"- weights: {'none' if step is None else f'after step {step} of {summary.steps}'}",
+        f"- last held-out evaluation: {plain(summary.result) or 'none'}",
         "",
     ]
-    rows = evaluations(MetricsLog(run / "metrics.jsonl").read())
-    measured = [row for row in rows if headline.value(row) is not None]
-    if measured:
-        lines += ["Held-out evaluations:", "", "| task | after step | result |", "|---|---|---|"]
-        lines += [f"| {plain(row['name'])} | {row['step']} | {plain(headline.tell(row))} |" for row in measured]
-        lines.append("")
-    if with_adapter:
+    if is_adapter(str(weights)):
         scorer = f" {_SCORER[0].upper()}{_SCORER[1:]}." if _is_scorer(weights) else ""
         lines += [f"The weights are a LoRA adapter in peft's layout; `adapter_config.json` names its base.{scorer}", ""]
     return harmless("\n".join(lines))

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
+from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
@@ -27,7 +27,6 @@ from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
     check_run_name,
-    is_live,
     list_names,
     lock_run,
     name_of_recipe,
@@ -81,8 +80,8 @@ def launch(
     Args:
         recipe: resolved here.
         root: the folder that holds run directories.
-        name: the run's name. By default it comes from ``recipe_name``, with a counter where that
-            is taken; with ``resume``, it is the newest run of the same recipe.
+        name: the run's name. By default it comes from ``recipe_name``, with a counter where that is taken; with
+            ``resume``, the newest run of that name.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
         accept_changes: continue although recipe or records are others than those of the newest checkpoint; says which.
@@ -102,7 +101,7 @@ def launch(
         check_run_name(name)
     is_new_root = not Path(root).exists()
     if resume:
-        folder = _folder_to_resume(recipe, Path(root), name, recipe_name)
+        folder = _folder_to_resume(Path(root), name, recipe_name)
     else:
         folder = _new_folder(Path(root), name, recipe, recipe_name)
     with lock_run(folder):
@@ -283,18 +282,16 @@ def find_or_train(
     observer of a training.
 
     Raises:
-        RunFailure: another process is training the recipe.
+        RunConflict: another process is training the recipe.
     """
     finished, unfinished = find_runs(recipe, root)
     if finished is not None:
         say(f"{recipe_name}: a finished run is there, {finished}")
         return finished, None
     say(f"{recipe_name}: {f'going on with {unfinished}' if unfinished else 'no finished run; training one'}")
-    name = None if unfinished is None else unfinished.name
+    options: dict[str, Any] = {"name": unfinished.name, "resume": True} if unfinished else {}
     with observing() as observer:
-        result = launch(
-            recipe, root=root, name=name, recipe_name=recipe_name, resume=unfinished is not None, observer=observer
-        )
+        result = launch(recipe, root=root, recipe_name=recipe_name, observer=observer, **options)
     return result.folder, result
 
 
@@ -303,16 +300,10 @@ def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
     found: dict[bool, list[str]] = {True: [], False: []}
     for name in run_names(root):
         run = RunDirectory(root / name)
-        try:
-            if "model" not in run.read_recipe() or run.changed_keys(recipe):
-                continue
-            status = run.read_status()
-        except DataError:  # a damaged run is not this one; `posttrain runs` reports it
-            continue
-        is_finished = status is not None and status.state == "finished"
-        if not is_finished and is_live(run.folder):
-            raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")
-        found[is_finished].append(name)
+        with suppress(DataError):  # a damaged run is not this one; `posttrain runs` reports it
+            if "model" in run.read_recipe() and not run.changed_keys(recipe):
+                status = run.read_status()
+                found[status is not None and status.state == "finished"].append(name)
     finished, unfinished = (_newest_of(root, names) if names else None for names in found.values())
     return finished, unfinished
 
@@ -329,11 +320,9 @@ def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) 
     with storage_errors("runs", root):
         root.mkdir(parents=True, exist_ok=True)
         if name is not None:
-            folder = root / name
-            if folder.exists():
-                _refuse_taken(RunDirectory(folder), recipe)
-            folder.mkdir(exist_ok=True)
-            return folder
+            _refuse_taken(RunDirectory(root / name), recipe)
+            (root / name).mkdir(exist_ok=True)
+            return root / name
         base = name_of_recipe(recipe_name)
         for count in itertools.count(1):
             folder = root / (base if count == 1 else f"{base}-{count}")
@@ -344,30 +333,29 @@ def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) 
 
 
 def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
-    folder = directory.folder
-    if not folder.is_dir():
-        raise RunConflict(f"{folder}: this is a file, not a folder. Choose another name with --run NAME")
-    if directory.is_empty:
+    from posttrain.runs.resuming import describe_changes, hard_changes
+
+    folder, other = directory.folder, "Nothing was changed. Choose another name with --run NAME"
+    if not folder.exists() or (folder.is_dir() and directory.is_empty):
         return
     if not directory.recipe_path.is_file():
-        raise RunConflict(
-            f"{folder}: this folder holds something else than a run. Nothing was changed; "
-            "choose another name with --run NAME"
-        )
+        raise RunConflict(f"{folder}: this is no run. {other}")
     refuse_live_folder(folder)
-    status = directory.read_status()
+    status, changed = directory.read_status(), directory.changed_keys(recipe)
     where = "has no status"
     if status is not None:  # no process works in it: "running" is the state of a killed one
         state = "killed" if status.state == "running" else status.state
         where = f"is at step {status.step} of {status.steps} ({state})"
-    changed, problem = _changes(directory, recipe)
-    kind = f"belongs to another recipe and {where}. {changed}\n" if changed else ""
-    kind = kind or f"of the same recipe exists already and {where}. "
-    longer = "" if problem else "Continue it with --resume, or: "
-    raise RunConflict(f"{folder}: this run {kind}Nothing was changed. {longer}choose another name with --run NAME")
+    if hard_changes(changed):
+        raise RunConflict(
+            f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
+        )
+    raise RunConflict(
+        f"{folder}: this run of the same recipe exists already and {where}. Continue it with --resume. {other}"
+    )
 
 
-def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
+def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
     known, base = run_names(root), name_of_recipe(recipe_name)
     if name is not None:
         if name not in known:
@@ -382,30 +370,11 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
             f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
             "Name the run with --run NAME; to start a new run, leave out --resume"
         )
-    fitting = [one for one in candidates if not _changes(RunDirectory(root / one), recipe)[1]]
-    newest = _newest_of(root, fitting or candidates)
-    if not fitting:
-        raise UsageError(
-            f"--resume: {newest} is the newest run of this name, and its recipe is another. "
-            f"{_changes(RunDirectory(newest), recipe)[0]}\nContinue it by its own recipe: {resume_command(newest)}\n"
-            "Or give the keys that it was started with; to start a new run, leave out --resume"
-        )
-    return newest
+    return _newest_of(root, candidates)
 
 
 def _newest_of(root: Path, names: Sequence[str]) -> Path:
     return root / max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
-
-
-def _changes(directory: RunDirectory, recipe: Recipe) -> tuple[str, str]:
-    """Describe the changes of a run's recipe, and why it cannot go on with them; both empty for the same recipe."""
-    from posttrain.runs.resuming import describe_changes, hard_changes
-
-    try:
-        changed = directory.changed_keys(recipe)
-    except DataError as error:  # a damaged recipe is not this one; `posttrain runs` reports it
-        return str(error), str(error)
-    return describe_changes(changed) if changed else "", hard_changes(changed)
 
 
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:

@@ -161,29 +161,27 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
 def show_run(path: str | Path) -> dict[str, Any]:
     """Return everything about one run as plain data.
 
-    Keys: the fields of ``RunSummary``, ``environment`` (``env.json``), ``message`` (the reason of a failure),
-    ``checkpoints`` (step, disk_bytes, best), ``evaluations`` (name, step, and results), ``rollouts`` (number by step),
-    ``evaluation_rollouts`` (number by "name at step").
+    Keys: the fields of ``RunSummary``, ``message`` (the reason of a failure), ``checkpoints`` (step, disk_bytes, best),
+    ``evaluations`` (name, step, and results), ``rollouts`` (number by step).
     """
     directory, summary = RunDirectory(path), summarize_run(path)
     problems = [summary.problem] if summary.problem else []
     unread: list[str] = []
     rows: list[MetricsRow] = _read_or(MetricsLog(directory.folder / "metrics.jsonl").read, [], unread)
     status = _read_or(directory.read_status, None, [])
-    environment: dict[str, Any] = _read_or(directory.read_environment, {}, [])
-    nothing: dict[str, Any] = {"rollouts": {}, "evaluation_rollouts": {}}
-    rollouts = _read_or(lambda: _count_rollouts(directory.folder / "rollouts.db"), nothing, unread)
+    rollouts: dict[int, int] = {}
+    if (database := directory.folder / "rollouts.db").is_file():
+        rollouts = _read_or(lambda: RolloutStore(database, read_only=True).count_training(), {}, unread)
     checkpoints: list[dict[str, Any]] = _read_or(lambda: _checkpoints(directory.folder / "checkpoints"), [], unread)
     problems += [problem for problem in unread if problem not in (summary.problem or "")]
     return asdict(summary) | {
         "path": str(directory.folder),
         "state": "damaged" if problems else summary.state,
         "problem": "; ".join(problems) or None,
-        "environment": environment,
         "message": status.message if status else None,
         "checkpoints": checkpoints,
         "evaluations": evaluations(rows),
-        **rollouts,
+        "rollouts": rollouts,
     }
 
 
@@ -233,14 +231,6 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
         {"step": step, "disk_bytes": disk_bytes(folder / f"step-{step:06d}"), "best": step == best}
         for step in checkpoint_steps(folder)
     ]
-
-
-def _count_rollouts(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {"rollouts": {}, "evaluation_rollouts": {}}
-    store = RolloutStore(path, read_only=True)
-    evaluated = {f"{name} at {step}": count for (name, step), count in store.count_evaluations().items()}
-    return {"rollouts": store.count_training(), "evaluation_rollouts": evaluated}
 
 
 @dataclass(frozen=True, slots=True)

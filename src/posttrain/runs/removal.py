@@ -11,14 +11,12 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
 from posttrain.errors import RunConflict, StorageError, UsageError
 from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
 from posttrain.runs.lineage import Link, find_links, steps_in_use
-from posttrain.runs.listing import disk_bytes
 from posttrain.runs.paths import Place, runs_of, sweep_of
 from posttrain.store.checkpoint_files import (
     BEST,
@@ -26,30 +24,12 @@ from posttrain.store.checkpoint_files import (
     checkpoint_steps,
     clean_leftovers,
     discard_checkpoint,
-    step_folder,
 )
 from posttrain.store.durable import remove_leftovers, sync_folder
 
 _DELETING = ".deleting-"
 _FAILED = "failed-step-*"
 _KEEP = re.compile(r"best|last|[1-9]\d*")
-
-
-@dataclass(frozen=True, slots=True)
-class Prune:
-    """The checkpoints of one run that would be deleted, by step, each with its bytes.
-
-    ``kept`` has the reason why each of the remaining checkpoints stays.
-    """
-
-    run: Place
-    steps: dict[int, int]
-    kept: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that the disk gains."""
-        return sum(self.steps.values())
 
 
 def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
@@ -100,8 +80,8 @@ def parse_keep(text: str) -> tuple[str, ...]:
     return words
 
 
-def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> Prune:
-    """Find what would go if only the best checkpoint and those in ``keep`` stayed. Nothing is changed.
+def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> list[int]:
+    """Return the checkpoints that would go if only the best one and those in ``keep`` stayed. Nothing is changed.
 
     A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a checkpoint that
     another run depends on (``links``, from ``find_links``) stays as well.
@@ -109,25 +89,19 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     Raises:
         UsageError: the run's ``checkpoints`` are a link to another place.
     """
-    folder = _checkpoints_of(root, run)
-    steps, best = checkpoint_steps(folder), best_step(folder)
-    kept: dict[int, str] = {}
+    steps, best = checkpoint_steps(_checkpoints_of(root, run)), best_step(run.path / "checkpoints")
+    kept = set() if best is None else {best}
     for word in keep:
-        newest = steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :]
-        kept |= {step: word if word == "last" else f"newest {word}" for step in newest if step not in kept}
-    if best is not None:
-        kept[best] = "best"
-    if not kept:  # no checkpoint is the best one where nothing was evaluated
-        kept = dict.fromkeys(steps[-1:], "last")
-    kept |= {step: why for step, why in _needed(root, run, steps, links).items() if step not in kept}
-    going = {step: disk_bytes(step_folder(folder, step)) for step in steps if step not in kept}
-    return Prune(run, going, dict(sorted(kept.items())))
+        kept.update(steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :])
+    kept = kept or {*steps[-1:]}  # without evaluations there is no best one
+    needed = _needed(root, run, steps, links)
+    return [step for step in steps if step not in kept and step not in needed]
 
 
-def plan_steps(
+def check_steps(
     root: str | Path, run: Place, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
-) -> Prune:
-    """Find what would go if the checkpoints in ``chosen`` went, the best one or not. Nothing is changed.
+) -> list[int]:
+    """Return the checkpoints in ``chosen``, each once, if they may go, the best one or not.
 
     Args:
         force: also one that another run or a resumption needs.
@@ -136,8 +110,7 @@ def plan_steps(
         UsageError: the run has no such checkpoint, or its ``checkpoints`` are a link to another place.
         RunConflict: a checkpoint is needed.
     """
-    folder = _checkpoints_of(root, run)
-    steps = checkpoint_steps(folder)
+    steps = checkpoint_steps(_checkpoints_of(root, run))
     needed = _needed(root, run, steps, links)
     for step in chosen:
         if step not in steps:
@@ -148,7 +121,7 @@ def plan_steps(
                 f"{run.name}: the checkpoint of step {step} stays ({needed[step]}). Nothing was changed; delete it all "
                 "the same with --force"
             )
-    return Prune(run, {step: disk_bytes(step_folder(folder, step)) for step in dict.fromkeys(chosen)})
+    return list(dict.fromkeys(chosen))
 
 
 def _checkpoints_of(root: str | Path, run: Place) -> Path:
@@ -166,25 +139,24 @@ def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[
     return {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()} | needed
 
 
-def prune(root: str | Path, plan: Prune) -> None:
-    """Delete what the plan names, and what killed writes and failed verifications left.
+def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:
+    """Delete checkpoints, and what killed writes and failed verifications left.
 
     Raises:
         RunConflict: a process works there; nothing was changed.
         StorageError: something could not be removed.
     """
-    folder = plan.run.path / "checkpoints"
-    with _held(Path(root), plan.run), _removing(folder, "What is left of it goes with the next prune"):
-        for step in plan.steps:
+    folder = run.path / "checkpoints"
+    with _held(Path(root), run), _removing(folder, "What is left of it goes with the next prune"):
+        for step in steps:
             discard_checkpoint(folder, step)
-        best = folder / BEST
-        if best.is_symlink() and not best.exists():
-            best.unlink()
+        if (folder / BEST).is_symlink() and not (folder / BEST).exists():
+            (folder / BEST).unlink()
         for item in folder.glob(_FAILED):
             if not item.is_symlink():
                 shutil.rmtree(item)
         clean_leftovers(folder)
-        remove_leftovers(plan.run.path)
+        remove_leftovers(run.path)
 
 
 @contextmanager

@@ -164,11 +164,7 @@ def step_folder(folder: str | Path, step: int) -> Path:
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """Return the steps that have a checkpoint under its final name (not verified), ascending.
-
-    Raises:
-        DataError: the folder cannot be read.
-    """
+    """Return the steps that have a checkpoint under its final name (not verified), ascending."""
     root = Path(folder)
     if not root.is_dir():
         return []
@@ -201,11 +197,7 @@ def best_step(folder: str | Path) -> int | None:
 
 
 def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one; returns the deleted steps.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one; returns the deleted."""
     assert keep >= 1, "at least one checkpoint is kept"
     root = Path(folder)
     steps = checkpoint_steps(root)
@@ -226,11 +218,7 @@ def discard_checkpoint(root: Path, step: int) -> None:
 
 
 def mark_best(folder: str | Path, step: int) -> None:
-    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step."""
     root = Path(folder)
     target = step_folder(root, step)
     assert target.is_dir(), "the best checkpoint is marked after it is saved"
@@ -247,9 +235,6 @@ def clean_leftovers(folder: str | Path) -> list[str]:
 
     A checkpoint that was renamed aside to be replaced gets its name back if its replacement is missing. Only for the
     process that holds the run's lock.
-
-    Raises:
-        StorageError: the folder is not writable.
     """
     root = Path(folder)
     removed: list[str] = []

@@ -36,7 +36,9 @@ def explain_storage(what: str, place: Path, cause: BaseException) -> StorageErro
     number, text = getattr(cause, "errno", None), str(cause).lower()
     remedy = f"{cause}. Check the disk"
     if number in _FULL or any(words in text for words in ("no space left", "disk is full", "file too large")):
-        remedy = "the disk is full. Free some space"
+        folder = next(one for one in (place, *place.parents) if one.exists())
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+        remedy = f"the disk is full ({free}). Free some space"
     elif number in (errno.EACCES, errno.EROFS, errno.EPERM) or "readonly" in text:
         remedy = "the place is not writable. Give write permission"
     return StorageError(
@@ -133,9 +135,6 @@ def remove_leftovers(folder: Path) -> list[str]:
     """Remove the files that killed writes left anywhere below ``folder``, but for folders of checkpoints.
 
     A file that a living process writes at this moment stays. Returns the paths, relative to ``folder``.
-
-    Raises:
-        StorageError: the folder is not writable.
     """
     removed = []
     with storage_errors("what killed writes left behind", folder):

@@ -57,11 +57,7 @@ class MetricsLog:
         self._descriptor: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """Add the line of one step.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Add the line of one step; raises StorageError if the disk is full or not writable."""
         line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing or {})}
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         with storage_errors("metrics", self.path):
@@ -80,11 +76,7 @@ class MetricsLog:
         return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
 
     def flush(self) -> None:
-        """Wait until every line is on the disk.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Wait until every line is on the disk."""
         if self._descriptor is not None:
             with storage_errors("metrics", self.path):
                 os.fsync(self._descriptor)
@@ -101,17 +93,12 @@ class MetricsLog:
     def read(self) -> list[MetricsRow]:
         """Return all rows in file order; none when there is no file. A torn last line is left out.
 
-        Raises:
-            DataError: another line than the last is malformed, with its number.
+        Raises DataError, with the number, if another line is malformed.
         """
         return self._read()[0]
 
     def last(self, wanted: Callable[[MetricsRow], bool] = lambda row: True) -> MetricsRow | None:
-        """Return the last complete row that is wanted, of the last megabyte of the file, or None.
-
-        Raises:
-            DataError: a line that was read is malformed, or the file is none.
-        """
+        """Return the last complete row that is wanted, of the last megabyte of the file, or None."""
         try:
             with open_record(self.path, MAX_BYTES) as file:
                 start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -229,11 +216,7 @@ class TrackedMetrics(MetricsLog):
 
 
 def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """Return the trackers that a recipe names (``track``), none of them opened yet.
-
-    Raises:
-        MissingExtra: the package of one is not installed.
-    """
+    """Return the trackers that a recipe names (``track``), none of them opened yet."""
     return [
         find("tracker", word.name, f"track.{index}").bind(word.options, f"track.{index}")(run)
         for index, word in enumerate(words)

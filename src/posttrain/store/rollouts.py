@@ -182,9 +182,6 @@ class RolloutStore:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
 
         They outlive a killed process, and after ``flush`` a power cut.
-
-        Raises:
-            StorageError: the disk is full or not writable.
         """
         assert not self.read_only, "opened for reading"
         if not rollouts:
@@ -200,11 +197,7 @@ class RolloutStore:
                 self._writer.executemany(insertion, [_to_row(one) | {"evaluation": evaluation} for one in rollouts])
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Wait until everything recorded is on the disk."""
         if self._writer is not None:
             with sqlite_errors(self.path):
                 for path in (self.path.with_name(f"{self.path.name}-wal"), self.path):
@@ -212,11 +205,7 @@ class RolloutStore:
                         sync_file(path)
 
     def close(self) -> None:
-        """Flush and close. The store can be read afterwards, and recorded to again.
-
-        Raises:
-            StorageError: something recorded could not be written.
-        """
+        """Flush and close. The store can be read afterwards, and recorded to again."""
         self.flush()
         self._writer = None
         with sqlite_errors(self.path):
@@ -239,10 +228,7 @@ class RolloutStore:
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
         """Delete rollouts with ``step > after_step``, and those of evaluations of some steps; returns how many.
 
-        ``after_step=-1`` also deletes the evaluation before the first step.
-
-        Raises:
-            StorageError: the disk is full or not writable; nothing was deleted.
+        ``after_step=-1`` also deletes the evaluation before the first step. All are deleted, or after an error none.
         """
         assert not self.read_only, "opened for reading"
         with self._connection() as db, transaction(db):
@@ -269,24 +255,17 @@ class RolloutStore:
 
     def count_training(self) -> dict[int, int]:
         """Return the number of training rollouts by step."""
-        return {step: count for _, step, count in self._count("'', step", "rollouts")}
-
-    def count_evaluations(self) -> dict[tuple[str, int], int]:
-        """Return the number of evaluation rollouts by (evaluation, step)."""
-        return {(name, step): count for name, step, count in self._count("evaluation, step", "evaluation_rollouts")}
+        with self._connection() as db:
+            counts = dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
+        if not all(isinstance(step, int) for step in counts):
+            raise DataError(self.path, "damaged: a step is no whole number; move it away")
+        return counts
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:
         """Return the number of rows of steps up to ``up_to_step``, by table."""
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
             return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
-
-    def _count(self, keys: str, table: str) -> list[tuple[str, int, int]]:
-        with self._connection() as db:
-            rows = db.execute(f"SELECT {keys}, COUNT(*) FROM {table} GROUP BY 1, 2 ORDER BY 1, 2").fetchall()
-        if not all(isinstance(name, str) and isinstance(step, int) for name, step, _ in rows):
-            raise DataError(self.path, "damaged: a step is no whole number, or a name no text; move it away")
-        return rows
 
     def _select(
         self,
@@ -345,11 +324,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
-    """Return a row of a file that may be from an untrusted source: SQLite keeps any type in any column.
-
-    Raises:
-        DataError: a value is of another type than this package writes.
-    """
+    """Check the types in a row of a file that may be untrusted: SQLite keeps any type in any column."""
     for name, kind in {"id": "INTEGER", **TABLES[table]}.items():
         value, expected = row[name], _KINDS[kind.split()[0]]
         if not isinstance(value, expected) and (value is not None or "NOT NULL" in kind):

@@ -20,8 +20,8 @@ from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
-from posttrain.runs.removal import Prune, check_unused, delete, parse_keep, plan_prune, plan_steps, prune, refuse_live
-from posttrain.store.checkpoint_files import best_step
+from posttrain.runs.removal import check_steps, check_unused, delete, parse_keep, plan_prune, prune, refuse_live
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.untrusted import harmless
 
 NUM_SHOWN = 8
@@ -62,30 +62,40 @@ def run_prune(arguments: argparse.Namespace) -> int:
     root, keep, console = arguments.runs_dir, parse_keep(arguments.keep), open_console()
     if not arguments.names and not arguments.all:
         raise UsageError("give --all for every run, or names. Nothing was changed")
-    links, plans = find_links(root), list[Prune]()
+    links, plans = find_links(root), list[tuple[Place, list[int]]]()
     for place in locate_all(root, arguments.names or every_run_name(root)):
         for run in runs_of(root, place):
             try:
                 refuse_live(root, run)
-                plans.append(plan_prune(root, run, keep, links))
+                plans.append((run, plan_prune(root, run, keep, links)))
             except (RunConflict, DataError) as error:
                 if run.name in arguments.names:
                     raise
                 say(console, f"left out: {error}", "yellow")
-    plans = [plan for plan in plans if plan.steps]
-    for plan in plans:
-        steps, kept = ", ".join(map(str, plan.steps)), ", ".join(f"{step} ({why})" for step, why in plan.kept.items())
-        say(console, f"{plan.run.name}: {steps}: {show_bytes(plan.freed_bytes)}; kept: {kept or 'nothing'}")
+    _prune_all(console, root, [(run, steps) for run, steps in plans if steps], arguments)
+    return 0
+
+
+def _prune_all(
+    console: Console, root: str, plans: Sequence[tuple[Place, Sequence[int]]], arguments: argparse.Namespace
+) -> None:
+    count = freed = 0
+    for run, steps in plans:
+        folder = run.path / "checkpoints"
+        size = sum(disk_bytes(step_folder(folder, step)) for step in steps)
+        count, freed = count + len(steps), freed + size
+        kept = [step for step in checkpoint_steps(folder) if step not in steps]
+        shown, left = (", ".join(map(str, some)) or "none" for some in (steps, kept))
+        say(console, f"{run.name}: delete {shown} ({show_bytes(size)}); keep {left}")
+        if (best := best_step(folder)) in steps:
+            say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
+    what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
-        return 0
-    count, freed = sum(len(plan.steps) for plan in plans), sum(plan.freed_bytes for plan in plans)
-    what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
-    if _may_delete(console, what, arguments):
-        for plan in plans:
-            prune(root, plan)
+    elif _may_delete(console, what, arguments):
+        for run, steps in plans:
+            prune(root, run, steps)
         say(console, f"deleted {what}")
-    return 0
 
 
 def run_delete(arguments: argparse.Namespace) -> int:
@@ -100,14 +110,8 @@ def run_delete(arguments: argparse.Namespace) -> int:
         raise UsageError("--step N deletes checkpoints of one run; give its name. Nothing was changed")
     place = locate_run(root, arguments.names[0])
     refuse_live(root, place)
-    plan = plan_steps(root, place, arguments.step, find_links(root), force=arguments.force)
-    steps = ", ".join(map(str, plan.steps))
-    what = f"{counted(len(plan.steps), 'checkpoint')} of {place.name}, step {steps}, {show_bytes(plan.freed_bytes)}"
-    if (best := best_step(place.path / "checkpoints")) in plan.steps:
-        say(console, f"{place.name}: {best} is the best checkpoint; the run's name means its newest one without it")
-    if _may_delete(console, what, arguments):
-        prune(root, plan)
-        say(console, f"deleted {what}")
+    steps = check_steps(root, place, arguments.step, find_links(root), force=arguments.force)
+    _prune_all(console, root, [(place, steps)], arguments)
     return 0
 
 

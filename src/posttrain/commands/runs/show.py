@@ -205,14 +205,11 @@ def show_bytes(count: int) -> str:
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print results of several runs, and the keys in which their recipes differ."""
     root = arguments.runs_dir
-    known, sweeps = every_run_name(root), sweep_names(root)
+    known = every_run_name(root)
     matching = [[run for run in known if fits(run, name)] or [name.rstrip("/")] for name in arguments.names]
     names = list(dict.fromkeys(name for group in matching for name in group))
     if len(names) < 2:
         raise UsageError("name two runs or more: posttrain runs compare NAME NAME")
-    for name in names:
-        if name in sweeps:
-            raise UsageError(f"{name} is a sweep; `posttrain runs compare '{name}/cells/*'` compares its runs")
     side_by_side = put_side_by_side([find_run(root, name) for name in names])
     if not write_json(to_data(side_by_side, names)):
         _print_side_by_side(open_console(), side_by_side, names)
