@@ -32,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
-        "versions": versions | {name: _version(name) for name in _PACKAGES},
+        "versions": versions | {name: metadata.version(name) for name in _PACKAGES},
         "hardware": hardware,
     }
 
@@ -53,10 +53,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git here, or it hangs: the run goes on without a commit
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
