@@ -129,8 +129,6 @@ def argument_cases(random: Random) -> list[Case]:
             if action.nargs != "?":
                 cases.append(Case("argument: no value", (*start, option), (option,), files))
         for wrong in ("--nonsense", "--²", "--" + "x" * 3000, "--sed", "-z", "---", "--=", "--.", "--quiet.x"):
-            if wrong == "-z" and words == ("runs", "tag"):
-                continue  # takes a tag off
             more = ["1"] if wrong not in ("-z",) else []
             cases.append(
                 Case(
@@ -386,7 +384,7 @@ def output_cases(random: Random) -> list[Case]:
 def named_run_cases(random: Random) -> list[Case]:
     """Runs that are not there, by names that lead elsewhere; commands and words that there are not."""
     cases = []
-    for action in ("show", "compare", "tag", "delete", "prune", "export", "resume"):
+    for action in ("show", "compare", "delete", "prune", "export", "resume"):
         for name in (
             LONG,
             "..",
@@ -411,8 +409,6 @@ def named_run_cases(random: Random) -> list[Case]:
             words = ["runs", action, *(["x"] if action == "compare" else []), name]
             words += ["--to", "to"] if action == "export" else ["--yes"] if action in ("delete", "prune") else []
             files = {"f": b"x"} if name.startswith("f") else {"pipe": FIFO} if name == "pipe" else {}
-            if action == "tag":
-                words = ["runs", "tag", name, "+good"]
             cases.append(
                 Case(
                     "named run",

@@ -39,13 +39,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 # What is written to a run, and a link with that name to a file or folder of the user's.
 LINKED_FILES = ["log.txt", "metrics.jsonl", "rollouts.db", "rollouts.db-wal", "status.json", "env.json", ".lock"]
-LINKED_FILES += ["results.json", "report.html", "curves.png", "recipe.yaml", "notes.json"]
+LINKED_FILES += ["results.json", "report.html", "curves.png", "recipe.yaml"]
 LINKED_FOLDERS = ["checkpoints", "checkpoints/step-000002", "checkpoints/.tmp-step-000002", "evaluation", "tensorboard"]
 LINKED_FOLDERS += ["wandb", "checkpoints/step-000001/quantized_int8"]
 WRITERS = {
     "runs resume": ["evil"],
     "train": ["runs/evil/recipe.yaml", "--run", "evil", "--resume"],
-    "runs tag": ["evil", "+seen"],
     "runs prune": ["evil", "--keep", "last", "--yes"],
     "runs export": ["evil", "--to", "exported"],
     "runs delete": ["evil", "--yes"],

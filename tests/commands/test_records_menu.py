@@ -58,18 +58,15 @@ def talk(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return say
 
 
-def test_run_manage_lists_first_and_ends_with_quit_but_not_with_ctrl_c(talk: Talk) -> None:
-    text, prompts = talk("^C", "show alpha", "quit")
+def test_run_manage_lists_first_shows_mistakes_and_ends_with_quit_alone(root: Path, talk: Talk) -> None:
+    lines = ["^C", "", "nonsense", "show nowhere", 'show "', "export alpha", "prune alpha --keep nothing", "show alpha"]
+    text, prompts = talk(*lines, "quit")
     assert [line.split()[0] for line in text.splitlines()[1:4]] == ["alpha", "beta", "gamma"]
-    assert "stopped" in text
     assert "3 of 9" in text
-    assert prompts == ["runs> "] * 3
-
-
-def test_run_manage_shows_mistakes_and_goes_on(root: Path, talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = talk("", "nonsense", "show nowhere", 'show "', "export alpha", "prune alpha --keep nothing", "q")
+    assert prompts == ["runs> "] * 9
     text = " ".join(text.split())
-    for message in ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best"):
+    mistakes = ("there is no action 'nonsense'", "there is no run 'nowhere'", "No closing quotation", "give best")
+    for message in (*mistakes, "stopped"):
         assert message in text
     assert run_names(root) == ["alpha", "beta", "gamma"]
 

@@ -58,22 +58,18 @@ def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
     assert "posttrain 0.1.0, recipe `tiny/grpo`" in card
 
 
-@pytest.mark.parametrize(("weights", "step"), [(None, 2), ("best", 2), ("last", 3), ("none", None)])
-def test_which_weights(root: Path, tmp_path: Path, weights: Any, step: int | None) -> None:
-    done = export_run(root, root / "a", tmp_path / "out", weights=weights)
-    assert done.step == step
-    assert (done.target / "model.safetensors").exists() == (step is not None)
-
-
-def test_without_a_best_checkpoint_or_any(root: Path, tmp_path: Path) -> None:
+def test_which_weights(root: Path, tmp_path: Path) -> None:
     make_run(root, "b")
-    assert export_run(root, root / "b", tmp_path / "b").step == 3
+    make_run(root, "c", steps=())
+    chosen = [("a", None, 2), ("a", "best", 2), ("a", "last", 3), ("a", "none", None), ("b", None, 3)]
+    for number, (name, weights, step) in enumerate([*chosen, ("c", "none", None)]):
+        done = export_run(root, root / name, tmp_path / f"out-{number}", weights=weights)
+        assert done.step == step
+        assert (done.target / "model.safetensors").exists() == (step is not None)
     with pytest.raises(UsageError, match="no checkpoint of b is marked as the best"):
         export_run(root, root / "b", tmp_path / "x", weights="best")
-    make_run(root, "c", steps=())
     with pytest.raises(UsageError, match="c has no checkpoint; --weights none"):
         export_run(root, root / "c", tmp_path / "x")
-    assert export_run(root, root / "c", tmp_path / "c", weights="none").num_files == 2
 
 
 def test_an_archive_holds_the_same_under_the_runs_name(root: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ Train = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
+    """The end of a run: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
 
     folder: Path
     step: int
@@ -75,7 +75,7 @@ def launch(
     observer: Observer = lambda event, facts: None,
     train: Train | None = None,
 ) -> RunResult:
-    """Train as ``recipe`` says in ``root/name``, or continue the run there.
+    """Train by ``recipe`` in ``root/name``, or continue the run there.
 
     Args:
         recipe: resolved here.
@@ -84,8 +84,8 @@ def launch(
             ``resume``, the newest run of that name.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
-        accept_changes: continue although recipe or records are others than those of the newest checkpoint; says which.
-        observer: is told what happens (``train/files.py``).
+        accept_changes: continue although recipe or records are others than those of the newest checkpoint.
+        observer: receives events (``train/files.py``).
         train: the loop, if another than ``posttrain.train.loop.train``.
 
     Raises:

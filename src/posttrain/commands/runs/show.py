@@ -252,8 +252,8 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     lines = [("state", [str(run.state) for run in runs]), ("step", [f"{run.step} of {run.steps}" for run in runs])]
     for name, results in side_by_side.last.items():
         headlines = [run.headline or ACCURACY for run in runs]
-        told = zip(results, headlines, strict=True)
-        cells = ["–" if r is None else f"{headline.tell(r)} at step {r['step']}" for r, headline in told]
+        pairs = zip(results, headlines, strict=True)
+        cells = ["–" if r is None else f"{headline.tell(r)} at step {r['step']}" for r, headline in pairs]
         lines.append((f"{name}, last", cells))
     for metric, label, form in SHOWN:
         values = [run.metrics.get(metric) for run in runs]
