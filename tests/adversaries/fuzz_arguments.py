@@ -79,8 +79,6 @@ def argument_cases(random: Random) -> list[Case]:
             if action.option_strings and not isinstance(action, argparse._HelpAction):
                 cases += _option_cases(random, start, action, files)
         for wrong in ("--nonsense", "--²", "--" + "x" * 3000, "--sed", "-z", "---", "--=", "--.", "--quiet.x"):
-            if wrong == "-z" and words == ("runs", "tag"):
-                continue  # takes a tag off
             names = (wrong[:30], wrong.strip("-=.")[:30] or "key", "no option --.", "unrecognized", "'quiet'", "'1'")
             more = () if wrong == "-z" else ("1",)
             cases.append(Case("argument: unknown", (*start, wrong, *more), names, files))
@@ -293,9 +291,9 @@ NO_RUNS += ["pipe", "[", "*?"]
 def named_run_cases(random: Random) -> list[Case]:
     """Runs that are not there, by names that lead elsewhere; commands and words that there are not."""
     cases = []
-    for action in ("show", "compare", "tag", "delete", "prune", "export", "resume"):
+    for action in ("show", "compare", "delete", "prune", "export", "resume"):
         for name in NO_RUNS:
-            behind = {"compare": ["x", name], "tag": [name, "+good"], "export": [name, "--to", "to"]}
+            behind = {"compare": ["x", name], "export": [name, "--to", "to"]}
             behind |= {"delete": [name, "--yes"], "prune": [name, "--yes"]}
             names = (name[:30], repr(name)[1:-1][:30], *(["'x'"] if action == "compare" else []))
             words = ("runs", action, *behind.get(action, [name]))

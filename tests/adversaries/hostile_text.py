@@ -95,9 +95,6 @@ def poison_run(honest: Path, target: Path) -> Path:
             if isinstance(part, dict):
                 part[HOSTILE] = 1.0
     (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics), encoding="utf-8")
-    remarks = [{"time": HOSTILE, "text": HOSTILE}]
-    notes = json.dumps({"tags": [HOSTILE], "remarks": remarks}, ensure_ascii=False)
-    (target / "notes.json").write_text(notes, encoding="utf-8")
     (target / "log.txt").write_text(HOSTILE, encoding="utf-8")
     poison_database(target / "rollouts.db")
     for state in target.glob("checkpoints/*/state.json"):
@@ -108,7 +105,7 @@ def poison_run(honest: Path, target: Path) -> Path:
 def break_run(honest: Path, target: Path) -> Path:
     """A copy of a run of which nothing can be read, so that the errors quote it."""
     shutil.copytree(honest, target, symlinks=True)
-    for name in ("status.json", "env.json", "notes.json", "results.json", "metrics.jsonl"):
+    for name in ("status.json", "env.json", "results.json", "metrics.jsonl"):
         (target / name).write_text(json.dumps({HOSTILE: HOSTILE, "state": HOSTILE}), encoding="utf-8")
     recipe = {"task": {"name": HOSTILE}, HOSTILE: {HOSTILE: HOSTILE}, "objective": HOSTILE}
     (target / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")

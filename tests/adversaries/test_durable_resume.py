@@ -91,13 +91,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
     "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
     "cut metrics": (cut_metrics, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
-    "no checkpoints": (
-        lambda f: shutil.rmtree(f / "checkpoints"),
-        "checkpoints: there is none, and step 4 was saved; is the disk with",
-    ),
     "empty checkpoints": (
         lambda f: [shutil.rmtree(f / "checkpoints"), (f / "checkpoints").mkdir(), (f / "log.txt").unlink()],
-        "checkpoints: there is none, and step 4 was saved; is the disk with",
+        "checkpoints: there is none, and 4 steps were made; is the disk with",
     ),
     "no first line": (cut_first_line, "metrics.jsonl: 1 of 3 lines up to step 2 are missing"),
     "empty metrics": (lambda f: (f / "metrics.jsonl").write_text(""), "metrics.jsonl: 3 of 3 lines up to step 2"),

@@ -39,13 +39,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 # What is written to a run, and a link with that name to a file or folder of the user's.
 LINKED_FILES = ["log.txt", "metrics.jsonl", "rollouts.db", "rollouts.db-wal", "status.json", "env.json", ".lock"]
-LINKED_FILES += ["results.json", "report.html", "curves.png", "recipe.yaml", "notes.json"]
+LINKED_FILES += ["results.json", "report.html", "curves.png", "recipe.yaml"]
 LINKED_FOLDERS = ["checkpoints", "checkpoints/step-000002", "checkpoints/.tmp-step-000002", "evaluation", "tensorboard"]
 LINKED_FOLDERS += ["wandb", "checkpoints/step-000001/quantized_int8"]
 WRITERS = {
     "runs resume": ["evil"],
     "train": ["runs/evil/recipe.yaml", "--run", "evil", "--resume"],
-    "runs tag": ["evil", "+seen"],
     "runs prune": ["evil", "--keep", "last", "--yes"],
     "runs export": ["evil", "--to", "exported"],
     "runs delete": ["evil", "--yes"],
@@ -315,15 +314,15 @@ def test_the_card_of_an_export_shows_text_as_text(tmp_path: Path) -> None:
         json.dumps({"recipe": "`\n<img src=x>", "starts": [{"versions": {"posttrain": "<i>"}}]})
     )
     lines = model_card(evil, 1, evil).splitlines()
-    assert [i for i, line in enumerate(lines) if line == "---"] == [0, 4]
+    assert not any(line.startswith("---") for line in lines)
     assert [line for line in lines if line.startswith("#")] == ["# evil"]
-    assert lines[8] == (
+    assert lines[2] == (
         r"\--- license: mit --- # Official \<script>x\</script> \[click\](http://evil) !\[i\](http://e/i.png) "
         r"\`a\` \| b  \[2J"
     )
-    assert [line.count(" | ") for line in lines if line.startswith("| ") and line != "| | |"] == [1] * 5
-    assert "| from | ``x`](http://evil)` # d`` |" in lines
-    assert "| objective | a \\| b # c |" in lines
+    assert len([line for line in lines if line.startswith("- ")]) == 5
+    assert "- from: ``x`](http://evil)` # d``" in lines
+    assert "- objective: a \\| b # c" in lines
 
 
 @pytest.mark.parametrize(

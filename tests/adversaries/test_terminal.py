@@ -43,7 +43,6 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("runs", "list"): [],
     ("runs", "show"): ["honest"],
     ("runs", "compare"): ["honest", "evil"],
-    ("runs", "tag"): ["evil"],
     ("runs", "prune"): ["evil", "--dry-run"],
     ("runs", "delete"): ["evil", "--dry-run"],
     ("runs", "export"): ["evil", "--to", "exported"],
@@ -156,9 +155,7 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     (named,) = (name for name in os.listdir(stage / "runs") if name.startswith("eq"))
     lists = [
         ["runs"],
-        ["runs", "--cells"],
         ["runs", "--format", "json"],
-        ["runs", "--cells"],
         ["runs", "--runs-dir", "broken"],
     ]
     for line in (*lists, ["runs", "--sort", "name"]):
@@ -167,19 +164,12 @@ def test_hostile_runs(show: Show, stage: Path) -> None:
     for name in ("evil", named, "runs/evil", "sweep", "broken/damaged"):
         seen = [show(["runs", "show", name]), show(["runs", "show", "--format", "json", name])]
         assert SEEN in "".join(seen).replace("\\u001b", "\\x1b"), name
-        for action in (["tag"], ["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
+        for action in (["prune", "--dry-run"], ["delete", "--dry-run"], ["resume"]):
             show(["runs", *action, name])
         show(["runs", "export", name, "--to", "exported"])
-        for command in (
-            ["generate"],
-            ["evaluate"],
-            ["serve-command"],
-            ["serve", "--host", ""],
-            ["studio"],
-            ["sae", "features"],
-            ["quantize"],
-        ):
-            show([*command, name])
+        for command in ("generate", "evaluate", "serve-command", "studio", "sae features", "quantize"):
+            show([*command.split(), name])
+        show(["serve", "--host", "", name])
         show(["train", "honest.yaml", "--run", name])
         show(["activations", "tiny", "--layer", "2", "--rollouts", name])
     assert SEEN in show(["runs", "compare", "honest", "evil", named])

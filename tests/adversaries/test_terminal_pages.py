@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hostile_text import HOSTILE, RAW, leaks
+from hostile_text import HOSTILE, leaks
 from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
@@ -16,7 +16,7 @@ from posttrain.reports.evaluation import quoted
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
-from posttrain.runs.directory import RunDirectory, change_tags, read_tags
+from posttrain.runs.directory import RunDirectory
 from posttrain.store.headline import Headline
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.untrusted import code
@@ -79,18 +79,12 @@ def test_no_tick_ends_a_quotation() -> None:
     assert quoted("```\nx") == "````\n```\nx\n````"
 
 
-def test_the_log_and_the_notes_of_a_run_can_be_shown(tmp_path: Path) -> None:
+def test_the_log_of_a_run_can_be_shown(tmp_path: Path) -> None:
     RunDirectory(tmp_path).log(f"reward failed: {HOSTILE} Grüße 漢字")
     text = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert leaks(text) == []
     assert "\\x1b[2J" in text
     assert text.endswith("Grüße 漢字\n")
-    (tmp_path / "notes.json").write_text('{"tags": [], "remarks": [{"time": "t", "text": "\\u009b2J\\u202e 漢字"}]}')
-    change_tags(tmp_path, ["+good"])
-    text = (tmp_path / "notes.json").read_text(encoding="utf-8")
-    assert RAW.search(text) is None
-    assert "漢字" in text
-    assert read_tags(tmp_path) == ("good",)
 
 
 @pytest.mark.parametrize("name", ["sweep", "report", "shell"])

@@ -14,7 +14,6 @@ from posttrain.cli import main, parse
 from posttrain.commands.options import complete_action
 from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
-from posttrain.runs.removal import DELETING
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import loop
@@ -54,9 +53,9 @@ def place(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A copy of them to change, with a comparison; the working directory."""
     shutil.copytree(trained, tmp_path / "place", symlinks=True)
     folder = tmp_path / "place"
-    shutil.copytree(folder / "runs" / "sft", folder / "runs" / "compare-x" / "cells" / "plain-seed0", symlinks=True)
-    (folder / "runs" / "compare-x" / "sweep.yaml").write_text(COMPARE)
-    (folder / "runs" / "compare-x" / "table.md").write_text("| method | right |\n| plain | 12 % |\n")
+    shutil.copytree(folder / "runs" / "sft", folder / "runs" / "sweep-x" / "cells" / "plain-seed0", symlinks=True)
+    (folder / "runs" / "sweep-x" / "sweep.yaml").write_text(COMPARE)
+    (folder / "runs" / "sweep-x" / "table.md").write_text("| method | right |\n| plain | 12 % |\n")
     monkeypatch.chdir(folder)
     return folder
 
@@ -86,32 +85,26 @@ def lines_of(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_list_shows_families_tags_and_disk_use(place: Path, out: Out) -> None:
-    out("tag", "more", "+good")
+def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
     lines = lines_of(out())
-    assert lines[0] == ["run", "state", "step", "model", "objective", "held-out", "size", "from", "tags"]
-    sft, more = lines[1], lines[2]
-    assert (sft[:5], more[:5]) == (
+    assert lines[0] == ["run", "state", "step", "model", "objective", "held-out", "size"]
+    assert [line[:5] for line in lines[1:3]] == [
         ["sft", "finished", "3/3", "tiny", "cross_entropy"],
-        ["more", "finished", "2/2", "tiny", "cross_entropy"],  # the model that it all began with
-    )
-    assert more[-2:] == ["sft", "good"]
-    assert ["compare-x", "finished", "1", "of", "1", "plain"] in [line[:6] for line in lines]
-    foot = next(line for line in lines if line[:2] == ["2", "runs,"])
-    assert foot[2:4] == ["1", "comparison,"]
+        ["more", "finished", "2/2", "runs/sft", "cross_entropy"],
+    ]
+    assert lines[3][:4] == ["sweep-x", "sweep", "1/1", "runs"]
+    assert "and 1 more runs" in out("--limit", "1")
+    assert "no runs in runs of these" in out("--state", "failed")
+    assert "there is no 'finshed'" in out("--state", "finshed", code=2)
+    for gone in (["--families"], ["--tag", "x"], ["--cells"], ["tag", "sft", "+good"], ["note", "sft", "x"]):
+        assert "was removed" in out(*gone, code=2)
 
 
-def test_the_list_as_data_and_filtered(place: Path, out: Out) -> None:
-    data = out.json("list", "--cells", "--sort", "loss")
-    losses = [run["metrics"]["loss"] for run in data["runs"]]
-    assert losses == sorted(losses, reverse=True)
-    assert len(losses) == 3
-    assert [(link["child"], link["parent"], link["step"]) for link in data["links"]] == [("more", "sft", 3)]
-    assert [item["name"] for item in data["comparisons"]] == ["compare-x"]
+def test_the_list_as_data(place: Path, out: Out) -> None:
+    data = out.json("list", "--sort", "name")
+    assert [run["name"] for run in data["runs"]] == ["more", "sft"]
+    assert [(item["name"], item["num_finished"]) for item in data["sweeps"]] == [("sweep-x", 1)]
     assert [run["name"] for run in out.json("list", "m*")["runs"]] == ["more"]
-    assert "none of the 2 runs in runs is like that" in out("--state", "failed")
-    assert "no state 'finshed'" in out("--state", "finshed", code=2)
-    assert "there is no 'los' to sort by. Did you mean 'loss'" in out("--sort", "los", code=2)
 
 
 def test_one_run_in_full(place: Path, out: Out) -> None:
@@ -119,79 +112,51 @@ def test_one_run_in_full(place: Path, out: Out) -> None:
     facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
     assert facts["checkpoints"] == ["1,", "2,", "3", "(best)"]
     assert facts["used"] == ["by", "more", "(start)"]
-    assert facts["size"][2] == "(checkpoints"
     assert ["start", "sft,", "step", "3"] in lines_of(out("show", "more"))
     assert out.json("show", "runs/more/")["links"][0]["parent"] == "sft"
     assert "there is no run 'mroe'" in out("show", "mroe", code=2)
 
 
-def test_one_comparison(place: Path, out: Out) -> None:
-    shown = out("show", "compare-x")
-    assert "1 of 1 runs" in shown
+def test_one_sweep(place: Path, out: Out) -> None:
+    shown = out("show", "sweep-x")
+    assert "sweep-x: not running, 1 of 1 run finished" in shown
     assert "| plain | 12 % |" in shown
-    assert "compare-x/cells/plain-seed0" in shown
-    assert out("show", "compare-x/cells/plain-seed0").startswith("compare-x/cells/plain-seed0\n")
-    assert out.json("show", "compare-x")["num_finished"] == 1
+    assert "sweep-x/cells/plain-seed0" in shown
+    assert out("show", "sweep-x/cells/plain-seed0").startswith("sweep-x/cells/plain-seed0\n")
+    assert [run["name"] for run in out.json("show", "sweep-x")["runs"]] == ["sweep-x/cells/plain-seed0"]
 
 
-def test_runs_beside_one_another(place: Path, out: Out) -> None:
+def test_runs_side_by_side(place: Path, out: Out) -> None:
     lines = lines_of(out("compare", "sft", "more"))
-    assert lines[:4] == [
-        ["recipe", "sft", "more"],
+    assert lines[0] == ["outcome", "sft", "more"]
+    assert ["step", "3", "of", "3", "2", "of", "2"] in lines
+    at = lines.index(["recipe", "sft", "more"])
+    assert lines[at + 1 : at + 4] == [
         ["model.name", "tiny", "runs/sft"],
         ["train.lr", "0.0001", "0.001"],
         ["train.steps", "3", "2"],
     ]
-    assert ["step", "3", "of", "3", "2", "of", "2"] in lines
     data = out.json("compare", "sft", "m*")
     assert data["names"] == ["sft", "more"]
     assert data["recipe"]["train.lr"] == {"sft": 0.0001, "more": 0.001}
     assert len(data["last"]["stories/validation"]) == 2
-    assert "the recipes are equal in all" in out("compare", "sft", "compare-x/cells/plain-seed0")
+    assert "the recipes are equal in" in out("compare", "sft", "sweep-x/cells/plain-seed0")
     assert "name two runs or more" in out("compare", "sft", "sft", code=2)
-    assert "compare-x is a comparison, with a table of its own" in out("compare", "sft", "compare-x", code=2)
-
-
-def test_tags(place: Path, out: Out) -> None:
-    assert out("tag", "sft", "+good", "-h") == "sft: good\n"
-    assert out("tag", "sft", "good", "+h") == "sft: good h\n"
-    assert out("tag", "sft", "-good", "--runs-dir", "runs") == "sft: h\n"
-    assert out("tag", "sft") == "sft: h\n"
-    assert [run["name"] for run in out.json("--tag", "h")["runs"]] == ["sft"]
-    assert "`posttrain runs list --families` was removed" in out("--families", code=2)
-    assert "`posttrain runs note` was removed. Use `posttrain runs tag NAME +TAG`" in out("note", "sft", "x", code=2)
-    assert "compare-x is a comparison; name one of its runs" in out("tag", "compare-x", "+a", code=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ([], ["list"]),
-        (["--state", "dead"], ["list", "--state", "dead"]),
-        (["--runs-dir", "x"], ["--runs-dir", "x", "list"]),
-        (["--runs-dir=x", "show", "a"], ["--runs-dir=x", "show", "a"]),
-        (["--runs-dir"], ["--runs-dir", "list"]),
-        (["-h"], ["-h"]),
-        (["show", "-h"], ["show", "-h"]),
-        (["tag", "a", "+b", "-c"], ["tag", "--", "a", "+b", "-c"]),
-        (["tag", "a", "-c", "--runs-dir", "x", "d"], ["tag", "--runs-dir", "x", "--", "a", "-c", "d"]),
-        (["tag", "-h"], ["tag", "-h", "--"]),
-    ],
-)
-def test_an_action_is_completed(words: list[str], completed: list[str]) -> None:
-    assert complete_action(words) == completed
 
 
 def test_without_an_action_the_runs_are_listed() -> None:
     assert parse(["runs"]).action == "list"
-    assert parse(["runs", "--runs-dir", "x", "--cells"]).runs_dir == "x"
+    assert parse(["runs", "--runs-dir", "x", "--limit", "0"]).runs_dir == "x"
+    assert parse(["runs", "--runs-dir=x", "show", "a"]).action == "show"
     assert parse(["runs", "delete", "a", "b", "--runs-dir", "y"]).runs_dir == "y"
+    for words in (["-h"], ["show", "-h"]):
+        assert complete_action(words) == words
 
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     said = out("prune", "--all", "--dry-run")
-    assert "sft: 1, 2: " in said
+    assert "sft: delete 1, 2 (" in said
     assert "would delete 5 checkpoints of 3 runs" in said
     assert "There is no terminal to ask; give --yes" in out("prune", "sft", code=2)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
@@ -202,16 +167,16 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
     assert "deleted 2 checkpoints of 1 run" in out("prune", "sft")
     assert checkpoint_steps(folder) == [3]
     assert out("prune", "sft") == "there is nothing to prune\n"
-    assert checkpoint_steps(place / "runs" / "compare-x" / "cells" / "plain-seed0" / "checkpoints") == [1, 2, 3]
+    assert checkpoint_steps(place / "runs" / "sweep-x" / "cells" / "plain-seed0" / "checkpoints") == [1, 2, 3]
     assert "give --all for every run" in out("prune", code=2)
     assert "give best, last, a number" in out("prune", "sft", "--keep", "worst", code=2)
 
 
 def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
     with lock_run(place / "runs" / "sft"):
-        assert "a process is working there" in out("prune", "sft", "--yes", code=2)
+        assert "another process is working" in out("prune", "sft", "--yes", code=2)
         said = out("prune", "--all", "--yes")
-        assert "left out: runs/sft: a process is working there" in said
+        assert "left out: runs/sft: another process is working" in said
         assert "deleted 3 checkpoints of 2 runs" in said
     assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
 
@@ -219,10 +184,11 @@ def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
 def test_delete_with_a_step_deletes_that_checkpoint_alone(place: Path, out: Out) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     said = out("delete", "sft", "--step", "1", "--dry-run")
-    assert "would delete 1 checkpoint of sft, step 1, " in said
-    assert "deleted 1 checkpoint of sft, step 1, " in out("delete", "sft", "--step", "1", "--yes")
+    assert "sft: delete 1 (" in said
+    assert "would delete 1 checkpoint of 1 run" in said
+    assert "deleted 1 checkpoint of 1 run" in out("delete", "sft", "--step", "1", "--yes")
     assert checkpoint_steps(folder) == [2, 3]
-    assert "give its name. Nothing was changed" in out("delete", "--step", "1", "--yes", code=2)
+    assert "give its name. Nothing was changed" in out("delete", "sft", "more", "--step", "1", "--yes", code=2)
     assert "stays (" in out("delete", "sft", "--step", "3", "--yes", code=2)
     said = out("delete", "sft", "--step", "3", "--yes", "--force")
     assert "3 is the best checkpoint; the run's name means its newest one without it" in said
@@ -238,7 +204,7 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert "give the names of runs" in out("delete", "--yes", code=2)
     assert "nothing in runs fits 'x*'" in out("delete", "x*", "--yes", code=2)
     with lock_run(place / "runs" / "more"):
-        assert "a process is working there" in out("delete", "more", "--yes", code=2)
+        assert "another process is working" in out("delete", "more", "--yes", code=2)
     assert run_names("runs") == ["more", "sft"]
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "no")
@@ -249,19 +215,10 @@ def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, m
     assert ["start", "sft,", "step", "3", "(deleted)"] in lines_of(out("show", "more"))
 
 
-def test_deleting_a_comparison_with_its_runs(place: Path, out: Out) -> None:
-    assert "compare-x: a comparison with 1 runs" in out("delete", "compare-*", "compare-x/cells/*", "--dry-run")
-    out("delete", "compare-x", "compare-x/cells/plain-seed0", "--yes")
+def test_deleting_a_sweep_with_its_runs(place: Path, out: Out) -> None:
+    assert "sweep-x: a sweep with 1 run" in out("delete", "sweep-*", "sweep-x/cells/*", "--dry-run")
+    out("delete", "sweep-x", "sweep-x/cells/plain-seed0", "--yes")
     assert sorted(os.listdir("runs")) == ["more", "sft"]
-
-
-def test_deletions_that_were_cut_off_are_shown_and_finished(place: Path, out: Out) -> None:
-    os.rename(place / "runs" / "more", place / "runs" / f"{DELETING}more-1")
-    assert "1 deletion cut off" in out()
-    assert "would delete what 1 deletion left" in out("delete", "--dry-run")
-    assert "There is no terminal to ask" in out("delete", code=2)
-    assert "deleted what 1 deletion left" in out("delete", "--yes")
-    assert sorted(os.listdir("runs")) == ["compare-x", "sft"]
 
 
 def test_an_export_is_a_model_like_any_other(place: Path, out: Out, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,8 +239,8 @@ def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:
     environment = RunDirectory("runs/sft").read_environment()
     assert (environment["recipe"], len(environment["starts"])) == ("sft.yaml", 3)
     assert "is not above the newest checkpoint's step 5" in out("resume", "sft", "--steps", "2", code=2)
-    with lock_run(Path("runs/compare-x")):
-        assert "a process is working there" in out("resume", "compare-x/cells/plain-seed0", code=2)
+    with lock_run(Path("runs/sweep-x")):
+        assert "another process is working" in out("resume", "sweep-x/cells/plain-seed0", code=2)
 
 
 def test_a_run_that_failed_says_how_to_go_on_and_does(
@@ -303,7 +260,7 @@ def test_a_run_that_failed_says_how_to_go_on_and_does(
         assert main(["train", "sft.yaml", "--run", "new", "--quiet", "--train.save_every", "0"]) == 1
     said = capsys.readouterr().err
     assert "failed after step 2 of 3; the newest checkpoint is of step 2" in said
-    assert "once the cause is mended, continue with: posttrain runs resume new\n" in said
+    assert "continue with: posttrain runs resume new\n" in said
     assert said.endswith("posttrain: the grader is gone\n")
     assert checkpoint_steps("runs/new/checkpoints") == [2]
     assert out("resume", "new", "--quiet") == "run:    runs/new\n"

@@ -75,7 +75,7 @@ def test_print_runs_narrow_terminal_folds_names_and_cuts_nothing(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = OutputConsole(width=60, force_terminal=True, color_system=None, markup=False)
-    print_runs(console, runs, list_runs(runs))
+    print_runs(console, list_runs(runs))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "state", "step", "model", "objective", "held-out", "size"]
     assert all(len(line.rstrip()) <= 60 for line in lines)

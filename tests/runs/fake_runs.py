@@ -80,8 +80,8 @@ def add_checkpoint(folder: Path, step: int, state: Mapping[str, Any] | None = No
     return path
 
 
-def make_comparison(root: Path, name: str, methods: Sequence[str] = ("grpo", "dapo"), num_seeds: int = 1) -> Path:
-    """A finished comparison with a start that every cell names."""
+def make_sweep(root: Path, name: str, methods: Sequence[str] = ("grpo", "dapo"), num_seeds: int = 1) -> Path:
+    """A finished sweep with a start that every cell names."""
     folder = root / name
     make_run(folder, "start", steps=(2,), best=2)
     content = {"base": {}, "rows": {method: {} for method in methods}, "seeds": num_seeds}

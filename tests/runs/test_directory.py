@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import DataError, RunConflict, StorageError, UsageError
+from posttrain.errors import DataError, StorageError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
@@ -19,8 +18,6 @@ from posttrain.runs.directory import (
     RunStatus,
     check_run_name,
     find_run,
-    is_live,
-    lock_run,
     name_of_recipe,
     new_status,
     run_names,
@@ -28,63 +25,6 @@ from posttrain.runs.directory import (
 from posttrain.store.headline import REWARD
 
 MakeRecipe = Callable[..., Recipe]
-
-
-def hold_lock_elsewhere(folder: Path) -> subprocess.Popen:
-    """Another process that holds the run until it is killed."""
-    program = (
-        "import sys, time; from pathlib import Path; from posttrain.runs.directory import lock_run\n"
-        "with lock_run(Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-def test_a_live_run_is_refused_and_a_killed_one_is_free(tmp_path: Path) -> None:
-    other = hold_lock_elsewhere(tmp_path)
-    try:
-        assert is_live(tmp_path)
-        with (
-            pytest.raises(RunConflict, match=rf"another process.*\(pid {other.pid} on .*--run NAME"),
-            lock_run(tmp_path),
-        ):
-            pytest.fail("the lock was given twice")
-        assert is_live(tmp_path)
-    finally:
-        other.kill()
-        other.wait()
-    assert not is_live(tmp_path)
-    with lock_run(tmp_path):
-        assert is_live(tmp_path)
-        assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()} on ")
-    assert not is_live(tmp_path)
-
-
-def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    started, release = fork.Event(), fork.Event()
-
-    def work() -> None:
-        started.set()
-        release.wait(30)
-
-    with lock_run(tmp_path):
-        worker = fork.Process(target=work)
-        worker.start()
-        assert started.wait(30)
-    try:
-        assert worker.is_alive()
-        assert not is_live(tmp_path)
-    finally:
-        release.set()
-        worker.join()
-
-
-def test_no_lock_file_is_not_live_and_none_is_made(tmp_path: Path) -> None:
-    assert not is_live(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
@@ -103,13 +43,6 @@ def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert (again.headline, again.held_out, again.pid) == (REWARD, status.held_out, os.getpid())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"state": "running"}', ""])
-def test_a_damaged_status_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "status.json").write_text(text)
-    with pytest.raises(DataError, match=r"status\.json: damaged"):
-        RunDirectory(tmp_path).read_status()
-
-
 def test_a_full_disk_leaves_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(tmp_path)
     old = RunStatus("running", 2, 10, 1, "here", 1.0)
@@ -125,17 +58,11 @@ def test_a_full_disk_leaves_the_old_status(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["status.json"]
 
 
-def test_the_stored_recipe_is_the_same_experiment(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    directory = RunDirectory(tmp_path)
-    recipe = make_recipe(lr=1e-5, seed=3)
-    directory.write_recipe(recipe)
-    assert directory.changed_keys(recipe) == {}
-    assert directory.read_recipe() == recipe.dump()
-
-
 def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     directory = RunDirectory(tmp_path)
     directory.write_recipe(make_recipe())
+    assert directory.read_recipe() == make_recipe().dump()
+    assert directory.changed_keys(make_recipe()) == {}
     other = make_recipe(lr=2e-3, max_grad_norm=None)
     other.objective = type(other.objective).model_validate({"name": "reinforce"})
     changed = directory.changed_keys(other)
@@ -145,8 +72,9 @@ def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: M
     assert {key.partition(".")[0] for key in changed} == {"train", "objective"}
 
 
-def test_defaults_that_came_later_are_no_change(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    """A recipe stored by an older version lacks a key that has a default now."""
+def test_a_recipe_stored_by_another_version_is_compared_with_its_defaults_or_as_it_is(
+    tmp_path: Path, make_recipe: MakeRecipe
+) -> None:
     directory = RunDirectory(tmp_path)
     directory.write_recipe(make_recipe())
     text = directory.recipe_path.read_text()
@@ -154,12 +82,7 @@ def test_defaults_that_came_later_are_no_change(tmp_path: Path, make_recipe: Mak
     directory.recipe_path.write_text(text.replace("  warmup_steps: 0\n", ""))
     assert directory.changed_keys(make_recipe()) == {}
     assert directory.changed_keys(make_recipe(warmup_steps=5)) == {"train.warmup_steps": (0, 5)}
-
-
-def test_a_stored_recipe_that_is_invalid_now_is_compared_as_it_stands(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.write_recipe(make_recipe())
-    directory.recipe_path.write_text(directory.recipe_path.read_text() + "retired: 5\n")
+    directory.recipe_path.write_text(text + "retired: 5\n")
     assert directory.changed_keys(make_recipe()) == {"retired": (5, None)}
     directory.recipe_path.write_text("- no mapping\n")
     with pytest.raises(DataError, match="not a mapping"):
@@ -211,25 +134,14 @@ def test_log_lines_carry_the_time(tmp_path: Path) -> None:
     assert lines[0][4] + lines[0][10] + lines[0][13] + lines[0][19] == "- :Z"
 
 
-@pytest.mark.parametrize(
-    ("recipe_name", "name"),
-    [
-        ("tiny/grpo", "tiny-grpo"),
-        ("grpo-gsm8k", "grpo-gsm8k"),
-        ("/some/where/my recipe.yaml", "my-recipe"),
-        ("../x.yml", "x"),
-        ("☃", "run"),
-    ],
-)
-def test_default_names(recipe_name: str, name: str) -> None:
-    assert name_of_recipe(recipe_name) == name
-    assert check_run_name(name) == name
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "-x", "a b", "a\n"])
-def test_names_that_are_no_folder_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="--run"):
-        check_run_name(name)
+def test_names_of_runs() -> None:
+    names = {"tiny/grpo": "tiny-grpo", "/some/where/my recipe.yaml": "my-recipe", "../x.yml": "x", "☃": "run"}
+    for recipe_name, name in names.items():
+        assert name_of_recipe(recipe_name) == name
+        assert check_run_name(name) == name
+    for name in ("", "..", "a/b", ".hidden", "-x", "a\n"):
+        with pytest.raises(UsageError, match="--run"):
+            check_run_name(name)
 
 
 def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
@@ -242,20 +154,6 @@ def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
     assert find_run("elsewhere", str(tmp_path / "tiny-sft")) == tmp_path / "tiny-sft"
     with pytest.raises(UsageError, match=r"Did you mean 'tiny-grpo'\? Runs there: tiny-grpo, tiny-sft"):
         find_run(tmp_path, "tiny-gpro")
-
-
-def test_discarding_takes_our_files_and_leaves_others(tmp_path: Path) -> None:
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        (folder / "checkpoints").mkdir(parents=True)
-        (folder / "server-1" / "served").mkdir(parents=True)
-        (folder / "server-1" / "vllm.log").touch()
-        directory = RunDirectory(folder)
-        directory.write_status(RunStatus("running", 0, 1, 1, "here", 1.0))
-        directory.log("started")
-    (tmp_path / "b" / "notes.txt").write_text("mine")
-    RunDirectory(tmp_path / "a").discard()
-    RunDirectory(tmp_path / "b").discard()
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["b", "b/notes.txt"]
 
 
 def test_flatten() -> None:

@@ -1,94 +1,68 @@
+"""Lists of runs: at a glance, in full, in order, side by side."""
+
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from fake_runs import make_run, make_sweep
 
-from posttrain.recipes.recipe import Recipe
-from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
-from posttrain.runs.listing import disk_bytes, list_runs, show_run, summarize_run
-from posttrain.store.headline import ACCURACY
+from posttrain.errors import UsageError
+from posttrain.runs.directory import RunDirectory, lock_run
+from posttrain.runs.listing import (
+    ABSENT,
+    disk_bytes,
+    list_runs,
+    list_sweeps,
+    put_side_by_side,
+    show_run,
+    summarize_run,
+)
+from posttrain.store.headline import ACCURACY, REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
 
-MakeRecipe = Callable[..., Recipe]
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    make_run(folder, "a", accuracies={0: 0.25, 3: 0.5}, created="2026-01-03", best=1)
+    make_run(folder, "b", steps=(1,), state="failed", created="2026-01-01")
+    make_run(folder, "c", accuracies={1: 0.9, 2: 0.4}, created="2026-01-02", model="runs/a")
+    (folder / "notes").mkdir()
+    return folder
 
 
-def make_run(folder: Path, recipe: Recipe, state: str = "finished", step: int = 2) -> RunDirectory:
-    folder.mkdir(parents=True)
-    directory = RunDirectory(folder)
-    directory.write_recipe(recipe)
-    directory.write_environment("tiny/grpo", recipe.fingerprint())
-    directory.write_status(
-        RunStatus(state, step, 10, 1, "here", 5.0, None, ACCURACY, {"accuracy": 0.75}, "stories/validation")
-    )
-    log = MetricsLog(folder / "metrics.jsonl")
-    log.append(0, {"eval/stories/validation/accuracy": 0.25, "eval/stories/validation/n": 8.0})
-    for k in range(1, step + 1):
-        log.append(k, {"reward": k / 8, "loss": 1 / k}, {"step_seconds": 0.5})
-    log.append(step, {"eval/stories/validation/accuracy": 0.75, "eval/gsm8k/test/accuracy": 0.125})
-    log.close()
-    return directory
+def names(runs: list[Any]) -> str:
+    return "".join(run.name for run in runs)
 
 
-def test_a_run_at_a_glance(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    make_run(tmp_path / "a", make_recipe())
-    (summary,) = list_runs(tmp_path)
-    assert (summary.name, summary.path, summary.state) == ("a", tmp_path / "a", "finished")
-    assert (summary.step, summary.steps) == (2, 10)
-    assert (summary.recipe, summary.objective, summary.model) == ("tiny/grpo", "grpo", "tiny")
-    assert summary.metrics == {"reward": 0.25, "loss": 0.5}  # of the last step, not of the evaluation after it
-    assert (summary.value, summary.told, summary.problem) == (0.75, "75.0%", None)
-    assert summary.disk_bytes == sum(p.stat().st_size for p in (tmp_path / "a").iterdir())
+def test_a_run_at_a_glance(root: Path) -> None:
+    run = summarize_run(root / "a")
+    assert (run.name, run.path, run.state, run.step, run.steps) == ("a", root / "a", "finished", 3, 10)
+    assert (run.recipe, run.objective, run.model) == ("tiny/grpo", "grpo", "tiny")
+    assert run.metrics == {"reward": 0.375, "loss": 1 / 3}  # of the last step, not of the evaluation after it
+    assert (run.result, run.problem) == ("50.0% right", None)
+    assert run.disk_bytes == sum(path.stat().st_size for path in (root / "a").rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("state", ["finished", "failed", "interrupted", "running"])
-def test_running_needs_a_live_process(tmp_path: Path, make_recipe: MakeRecipe, state: str) -> None:
-    folder = make_run(tmp_path / "a", make_recipe(), state).folder
-    assert summarize_run(folder).state == ("dead" if state == "running" else state)
+def test_a_run_of_a_recipe_alone_and_one_that_was_killed_are_dead(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "a", state="running", steps=())
+    assert summarize_run(folder).state == "dead"
     with lock_run(folder):
         assert summarize_run(folder).state == "running"
-    assert summarize_run(folder).state == ("dead" if state == "running" else state)
+    (folder / "status.json").unlink()
+    run = summarize_run(folder)
+    assert (run.state, run.step, run.steps) == ("dead", 0, 10)
 
 
-def test_a_run_killed_before_its_first_status_is_dead(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    (tmp_path / "a").mkdir()
-    RunDirectory(tmp_path / "a").write_recipe(make_recipe())
-    (summary,) = list_runs(tmp_path)
-    assert (summary.state, summary.step, summary.steps, summary.recipe) == ("dead", 0, 10, "?")
-    assert summary.problem is None
-
-
-@pytest.mark.parametrize("name", ["recipe.yaml", "status.json", "env.json", "metrics.jsonl"])
-def test_a_damaged_run_is_listed_with_its_problem(tmp_path: Path, make_recipe: MakeRecipe, name: str) -> None:
-    make_run(tmp_path / "a", make_recipe())
-    make_run(tmp_path / "b", make_recipe())
-    (tmp_path / "a" / name).write_text("{ [ broken\n")
-    by_name = {summary.name: summary for summary in list_runs(tmp_path)}
-    assert by_name["a"].state == "damaged"
-    assert name in str(by_name["a"].problem)
-    assert by_name["b"].state == "finished"
-    assert show_run(tmp_path / "a")["state"] == "damaged"
-
-
-def test_oldest_first_and_other_folders_left_out(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    for name, created in (("a", "2025-03-01"), ("b", "2025-01-01"), ("c", "2025-02-01")):
-        path = make_run(tmp_path / name, make_recipe()).environment_path
-        path.write_text(f'{{"recipe": "r", "created": "{created}", "starts": []}}')
-    (tmp_path / "notes").mkdir()
-    assert [summary.name for summary in list_runs(tmp_path)] == ["b", "c", "a"]
-    assert list_runs(tmp_path / "none") == []
-
-
-def test_everything_about_one_run(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    folder = make_run(tmp_path / "a", make_recipe()).folder
-    for step in (1, 2):
-        (folder / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-        (folder / "checkpoints" / f"step-{step:06d}" / "weights").write_bytes(b"x" * 100 * step)
-    os.symlink("step-000001", folder / "checkpoints" / "best")
+def test_everything_about_one_run(root: Path) -> None:
+    folder = root / "a"
     example = Example("e", (Message("user", "?"),))
     rollouts = [Rollout(example, (1,), Completion((1,), (-1.0,), "stop"), "", {}, 0.0, 2, 0, 0, i) for i in range(3)]
     with RolloutStore(folder / "rollouts.db") as store:
@@ -96,17 +70,15 @@ def test_everything_about_one_run(tmp_path: Path, make_recipe: MakeRecipe) -> No
         store.record(rollouts[:1], evaluation="stories/validation")
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
     shown = show_run(folder)
-    assert shown["name"] == "a"
-    assert shown["recipe_text"] == make_recipe().to_yaml()
-    assert (shown["first_metrics"], shown["metrics"]) == ({"reward": 0.125, "loss": 1.0}, {"reward": 0.25, "loss": 0.5})
-    assert [(c["step"], c["disk_bytes"], c["best"]) for c in shown["checkpoints"]] == [(1, 100, True), (2, 200, False)]
+    assert (shown["name"], shown["recipe"], shown["message"]) == ("a", "tiny/grpo", None)
+    checkpoint = disk_bytes(folder / "checkpoints" / "step-000001")
+    assert shown["checkpoints"][0] == {"step": 1, "disk_bytes": checkpoint, "best": True}
+    assert [(c["step"], c["best"]) for c in shown["checkpoints"]] == [(1, True), (2, False), (3, False)]
     assert shown["evaluations"] == [
-        {"name": "stories/validation", "step": 0, "accuracy": 0.25, "n": 8.0},
-        {"name": "stories/validation", "step": 2, "accuracy": 0.75},
-        {"name": "gsm8k/test", "step": 2, "accuracy": 0.125},
+        {"name": "stories/validation", "step": 0, "accuracy": 0.25},
+        {"name": "stories/validation", "step": 3, "accuracy": 0.5},
     ]
-    assert (shown["rollouts"], shown["evaluation_rollouts"]) == ({2: 3}, {"stories/validation at 2": 1})
-    assert (shown["status"]["held_out"], shown["status"]["headline"]["metric"]) == ({"accuracy": 0.75}, "accuracy")
+    assert shown["rollouts"] == {2: 3}
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before  # showing writes nothing
 
 
@@ -116,3 +88,94 @@ def test_links_are_not_counted_twice(tmp_path: Path) -> None:
     os.symlink("step", tmp_path / "best")
     os.symlink("step/weights", tmp_path / "link")
     assert disk_bytes(tmp_path) == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "bca"),
+        ({"sort": "name"}, "abc"),
+        ({"sort": "headline"}, "acb"),  # 0.5, 0.4, and one that was never evaluated
+        ({"states": ["failed"]}, "b"),
+        ({"states": ["failed", "finished"]}, "bca"),
+        ({"patterns": ["a", "[bx]"]}, "ba"),
+        ({"states": ["finished"], "patterns": ["b"]}, ""),
+    ],
+)
+def test_orders_and_filters(root: Path, options: dict[str, Any], expected: str) -> None:
+    assert names(list_runs(root, **options)) == expected
+    assert list_runs(root / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sort": "siez"}, "--sort: there is no 'siez'. Did you mean 'size'"),
+        ({"states": ["finshed"]}, "--state: there is no 'finshed'. Did you mean 'finished'"),
+    ],
+)
+def test_an_unknown_order_or_state_is_refused(root: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        list_runs(root, **options)
+
+
+def test_sweeps_at_a_glance(root: Path) -> None:
+    folder = make_sweep(root, "sweep-x", num_seeds=2)
+    (sweep,) = list_sweeps(root)
+    assert (sweep.name, sweep.is_running, sweep.num_runs, sweep.num_finished) == ("sweep-x", False, 5, 5)
+    assert sweep.disk_bytes == disk_bytes(folder)
+    assert names(list_runs(root)) == "bca"
+    assert len(list_runs(root, patterns=["sweep-x/cells/*"])) == 4
+    with lock_run(folder):
+        assert list_sweeps(root)[0].is_running
+
+
+def change(root: Path, name: str, **sections: Any) -> None:
+    path = root / name / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
+
+
+def test_side_by_side_only_what_differs_is_shown(root: Path) -> None:
+    change(root, "c", train={"steps": 10, "lr": 0.01}, description="another", rewards=[{"name": "correct"}])
+    change(root, "a", rewards=[])
+    found = put_side_by_side([root / "a", root / "c"])
+    assert found.recipe == {
+        "model.name": ["tiny", "runs/a"],
+        "train.lr": [0.001, 0.01],
+        "rewards.0.name": [ABSENT, "correct"],
+    }
+    assert found.num_equal_keys == 4  # task.name, objective.name, objective.clip_high, train.steps
+    assert names(found.runs) == "ac"
+
+
+def test_side_by_side_gives_the_last_results_and_the_time(root: Path) -> None:
+    found = put_side_by_side([root / "a", root / "b", root / "c"])
+    name = "stories/validation"
+    assert found.last == {
+        name: [{"name": name, "step": 3, "accuracy": 0.5}, None, {"name": name, "step": 2, "accuracy": 0.4}]
+    }
+    assert [run.metrics["reward"] for run in found.runs] == [0.375, 0.125, 0.375]
+    assert found.seconds == [8.0, 2.0, 8.0]  # steps of 2 s and evaluations of 1 s
+
+
+def test_runs_are_shown_and_sorted_by_their_primary_metric(tmp_path: Path) -> None:
+    """Of a run without gold answers nothing is called accuracy; with the same metric the better stands first."""
+    for name, reward in (("low", 0.2), ("high", 0.9)):
+        run = RunDirectory(make_run(tmp_path, name))
+        status = run.read_status()
+        assert status is not None
+        numbers = {"reward": reward, "kl_from_start": 2.0}
+        run.write_status(replace(status, headline=REWARD, held_out=numbers, evaluation="hh/test"))
+        log = MetricsLog(run.folder / "metrics.jsonl")
+        log.append(2, {"eval/hh/test/reward": reward, "eval/hh/test/kl_from_start": 4.0})
+        log.close()
+    make_run(tmp_path, "sums", accuracies={1: 0.25})
+    runs = list_runs(tmp_path, sort="headline")
+    assert [(run.name, run.result) for run in runs] == [
+        ("high", "reward 0.900 · KL from start 2.000"),
+        ("low", "reward 0.200 · KL from start 2.000"),
+        ("sums", "25.0% right"),
+    ]
+    found = put_side_by_side([tmp_path / "high", tmp_path / "sums"])
+    assert [run.headline for run in found.runs] == [REWARD, ACCURACY]
+    assert [item and (item["step"], item["reward"]) for item in found.last["hh/test"]] == [(2, 0.9), None]

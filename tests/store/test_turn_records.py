@@ -61,16 +61,6 @@ def test_no_model_and_no_tool_writes_a_line_of_the_record(line: str, end: str) -
     assert arrows == ["-> calculator (ok): 4", "-> paid 0.5"]
 
 
-def test_turns_of_an_earlier_posttrain_have_no_rewards(tmp_path: Path) -> None:
-    with RolloutStore(tmp_path / "r.db") as store:
-        store.record([make_rollout()])
-    with connect(tmp_path / "r.db", read_only=False) as db:
-        db.execute("UPDATE rollouts SET turns = json_remove(turns, '$[0].reward')")
-    (row,) = RolloutStore(tmp_path / "r.db", read_only=True).training()
-    assert [turn.reward for turn in row.turns] == [None, None]
-    assert "paid" not in row.transcript
-
-
 @given(st.lists(st.booleans()))
 def test_spans_are_the_mask(own: list[bool]) -> None:
     spans = spans_of(own)

@@ -230,10 +230,9 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
 
 
 RUNS_EPILOG = """\
-a run is named by its folder under --runs-dir; one of a comparison as sweep-ppo/cells/ppo-seed0:
-  posttrain runs --state finished --sort accuracy
+a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells/ppo-seed0:
+  posttrain runs --state finished --sort headline
   posttrain runs compare tiny-grpo tiny-grpo-2
-  posttrain runs tag tiny-grpo +good -unsure
   posttrain runs prune --all --keep best,last --dry-run
   posttrain runs delete 'test-*'
   posttrain runs delete tiny-grpo --step 100
@@ -247,31 +246,29 @@ def add_runs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="PATTERN", nargs="*", help="only runs whose name fits, such as 'tiny-*'")
+    parser.add_argument(
+        "names", metavar="PATTERN", nargs="*", help="only runs whose name fits: 'tiny-*', or 'sweep-ppo/cells/*'"
+    )
     parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
-    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only runs with this tag")
-    keys = "created (the default), updated, name, state, step, accuracy, headline, size, or a metric of the last step"
-    parser.add_argument("--sort", default="created", metavar="KEY", help=keys)
-    parser.add_argument("--limit", type=natural, metavar="N", help="the last N of a table; 0: all (default: 50)")
-    parser.add_argument("--cells", action="store_true", help="the runs of comparisons as well")
+    parser.add_argument(
+        "--sort", default="created", metavar="KEY", help="created, name, headline or size (default: created)"
+    )
+    parser.add_argument(
+        "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"
+    )
 
 
 def add_show_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the run or comparison")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the run or sweep")
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="two runs or more")
 
 
-def add_tag_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the run")
-    parser.add_argument("tags", metavar="TAG", nargs="*", help="+good or good adds, -good takes away; none: show")
-
-
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
     _add_removal(parser)
-    parser.add_argument("--all", action="store_true", help="every run, those of comparisons included")
+    parser.add_argument("--all", action="store_true", help="every run, those of sweeps included")
     which = "best (kept in any case), last, a number of newest ones (default: best,last)"
     parser.add_argument("--keep", default="best,last", metavar="WHICH", help=which)
 
@@ -305,30 +302,16 @@ def add_manage_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_removal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="NAME", nargs="*", help="runs or comparisons; patterns such as 'test-*'")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="runs or sweeps; patterns such as 'test-*'")
     parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:
-    """Return the words after ``runs`` as argparse is to read them.
-
-    Without an action, ``list`` is meant. After ``tag NAME``, ``-good`` is a tag to take away and no option.
-    """
-    words = list(arguments)
-    start = 0
+    """Return the words after ``runs`` as argparse is to read them: without an action, ``list`` is meant."""
+    words, start = list(arguments), 0
     while start < len(words) and (words[start] == "--traceback" or words[start].startswith("--runs-dir")):
         start += 2 if words[start] == "--runs-dir" else 1
     if start >= len(words) or (words[start].startswith("-") and words[start] not in ("-h", "--help")):
         return [*words[:start], "list", *words[start:]]
-    if words[start] != "tag":
-        return words
-    options: list[str] = []
-    plain: list[str] = []
-    following = iter(words[start + 1 :])
-    for word in following:
-        if word.startswith("--") or (word == "-h" and not plain):
-            options += [word, *([value] if word == "--runs-dir" and (value := next(following, None)) else [])]
-        else:
-            plain.append(word)
-    return [*words[: start + 1], *options, "--", *plain]
+    return words

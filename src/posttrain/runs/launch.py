@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -17,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, RunFailure, StorageError, UsageError
+from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, StorageError, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
@@ -25,11 +27,11 @@ from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
     check_run_name,
-    is_live,
     list_names,
     lock_run,
     name_of_recipe,
     new_status,
+    refuse_live_folder,
     run_names,
 )
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
@@ -54,7 +56,7 @@ Train = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
+    """The end of a run: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
 
     folder: Path
     step: int
@@ -73,17 +75,17 @@ def launch(
     observer: Observer = lambda event, facts: None,
     train: Train | None = None,
 ) -> RunResult:
-    """Train as ``recipe`` says in ``root/name``, or continue the run there.
+    """Train by ``recipe`` in ``root/name``, or continue the run there.
 
     Args:
         recipe: resolved here.
         root: the folder that holds run directories.
-        name: the run's name. By default it comes from ``recipe_name``, with a counter where that
-            is taken; with ``resume``, it is the newest run of the same recipe.
+        name: the run's name. By default it comes from ``recipe_name``, with a counter where that is taken; with
+            ``resume``, the newest run of that name.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
-        accept_changes: continue although recipe or records are others than those of the newest checkpoint; says which.
-        observer: is told what happens (``train/files.py``).
+        accept_changes: continue although recipe or records are others than those of the newest checkpoint.
+        observer: receives events (``train/files.py``).
         train: the loop, if another than ``posttrain.train.loop.train``.
 
     Raises:
@@ -99,14 +101,12 @@ def launch(
         check_run_name(name)
     is_new_root = not Path(root).exists()
     if resume:
-        folder = _folder_to_resume(recipe, Path(root), name, recipe_name)
+        folder = _folder_to_resume(Path(root), name, recipe_name)
     else:
-        folder = _new_folder(recipe, Path(root), name, recipe_name)
+        folder = _new_folder(Path(root), name, recipe, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)
-        if not resume and name is None:
-            notices += _name_notices(folder, name_of_recipe(recipe_name))
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
         record = _Record(directory, status, observer, is_new=not resume)
@@ -116,8 +116,8 @@ def launch(
                     record("notice", {"message": message})
                 return _train(recipe, directory, resume, record, train)
         except UsageError:
-            if record.is_refusal:
-                directory.discard()  # the same command, once corrected, finds the name free
+            if record.is_refusal:  # the same command, once corrected, finds the name free
+                shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # other runs may have come into it
                     if is_new_root:
                         Path(root).rmdir()
@@ -276,136 +276,87 @@ def find_or_train(
     observing: Callable[[], AbstractContextManager[Observer]],
     say: Callable[[str], Any],
 ) -> tuple[Path, RunResult | None]:
-    """A finished run of exactly this resolved recipe under ``root``; where there is none, one goes on or is made.
+    """Find a finished run of exactly this resolved recipe under ``root``; without one, continue or make it.
 
-    Returns its folder, and how its training ended if there was one. ``say`` is told which it is, ``observing`` opens
-    what a training reports to.
+    Returns its folder, and how its training ended if there was one. ``say`` is given a message, ``observing`` opens the
+    observer of a training.
 
     Raises:
-        RunFailure: another process is training the recipe.
+        RunConflict: another process is training the recipe.
     """
     finished, unfinished = find_runs(recipe, root)
     if finished is not None:
         say(f"{recipe_name}: a finished run is there, {finished}")
         return finished, None
     say(f"{recipe_name}: {f'going on with {unfinished}' if unfinished else 'no finished run; training one'}")
-    name = None if unfinished is None else unfinished.name
+    options: dict[str, Any] = {"name": unfinished.name, "resume": True} if unfinished else {}
     with observing() as observer:
-        result = launch(
-            recipe, root=root, name=name, recipe_name=recipe_name, resume=unfinished is not None, observer=observer
-        )
+        result = launch(recipe, root=root, recipe_name=recipe_name, observer=observer, **options)
     return result.folder, result
 
 
 def find_runs(recipe: Recipe, root: Path) -> tuple[Path | None, Path | None]:
-    """The newest finished run of exactly this recipe, and the newest that could go on."""
-    found: dict[str, list[Path]] = {"finished": [], "unfinished": []}
+    """Return the newest finished run of exactly this recipe, and the newest that could go on."""
+    found: dict[bool, list[str]] = {True: [], False: []}
     for name in run_names(root):
         run = RunDirectory(root / name)
-        try:
-            if "model" not in run.read_recipe() or run.changed_keys(recipe):
-                continue
-            status = run.read_status()
-        except DataError:  # a damaged run is not this one; `posttrain runs` reports it
-            continue
-        is_finished = status is not None and status.state == "finished"
-        if not is_finished and is_live(run.folder):
-            raise RunFailure(f"{run.folder}: another process is training this recipe; wait for it")
-        found["finished" if is_finished else "unfinished"].append(run.folder)
-    newest = [root / _newest_of(root, [f.name for f in folders]) if folders else None for folders in found.values()]
-    return newest[0], newest[1]
+        with suppress(DataError):  # a damaged run is not this one; `posttrain runs` reports it
+            if "model" in run.read_recipe() and not run.changed_keys(recipe):
+                status = run.read_status()
+                found[status is not None and status.state == "finished"].append(name)
+    finished, unfinished = (_newest_of(root, names) if names else None for names in found.values())
+    return finished, unfinished
 
 
 def resume_command(folder: Path) -> str:
-    """What to type to go on with a run, here, where the code that it named was allowed to run."""
+    """Return the command that continues a run here, where the code that it named was allowed to run."""
     words, root = ["posttrain", "runs", "resume", folder.name], str(folder.parent)
     words += [] if root == DEFAULT_ROOT else ["--runs-dir", root]
     return shlex.join([*words, *consent_options(os.getcwd())])
 
 
-def _left(status: RunStatus) -> str:
-    """The state of a run in which no process works: "running" is what a killed one has left."""
-    return "killed" if status.state == "running" else status.state
-
-
-def _new_folder(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
-    """A directory to start in; an existing one is only taken if there is nothing in it."""
+def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) -> Path:
+    """Make a directory to start in; an existing one is only taken if it is empty."""
     with storage_errors("runs", root):
         root.mkdir(parents=True, exist_ok=True)
-        if name is None:
-            return _next_free(root, name_of_recipe(recipe_name))
-        folder = root / name
-        if folder.exists():
-            _refuse_taken(RunDirectory(folder), recipe)
-        folder.mkdir(exist_ok=True)
-    return folder
+        if name is not None:
+            _refuse_taken(RunDirectory(root / name), recipe)
+            (root / name).mkdir(exist_ok=True)
+            return root / name
+        base = name_of_recipe(recipe_name)
+        for count in itertools.count(1):
+            folder = root / (base if count == 1 else f"{base}-{count}")
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    raise AssertionError
 
 
-def _next_free(root: Path, base: str) -> Path:
-    for count in itertools.count(1):
-        folder = root / (base if count == 1 else f"{base}-{count}")
-        with suppress(FileExistsError):
-            folder.mkdir()
-            break
-    return folder
+def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
+    from posttrain.runs.resuming import describe_changes, hard_changes
 
-
-def _name_notices(folder: Path, base: str) -> list[str]:
-    """Where a run of this name is there: that this one is another, and how to go on with that one."""
-    taken = [name for name in _family(run_names(folder.parent), base) if name != folder.name]
-    if not taken:
-        return []
-    newest, status = folder.parent / _newest_of(folder.parent, taken), None
-    with suppress(DataError):
-        status = RunDirectory(newest).read_status()
-    state, then = "without a status", f"To go on with it instead, stop this one and type: {resume_command(newest)}"
-    if status is not None:
-        state = f"{status.state if is_live(newest) else _left(status)} at step {status.step} of {status.steps}"
-    if is_live(newest):
-        then = "A process works in it"
-    elif status is not None and status.state == "finished":
-        then = "--run NAME gives a name of your own"
-    return [f"{newest} is there already, {state}; this is a new run, {folder}. {then}"]
-
-
-def _family(known: Sequence[str], base: str) -> list[str]:
-    """The runs that a recipe's name was given to: ``base``, ``base-2``, ..."""
-    return [name for name in known if name == base or (name.startswith(f"{base}-") and name[len(base) + 1 :].isdigit())]
-
-
-def _refuse_taken(directory: RunDirectory, recipe: Recipe, ours: bool = False) -> None:
-    folder = directory.folder
-    if not folder.is_dir():
-        raise RunConflict(f"{folder}: this is a file, not a folder. Choose another name with --run NAME")
+    folder, other = directory.folder, "Nothing was changed. Choose another name with --run NAME"
+    if not folder.exists() or (folder.is_dir() and directory.is_empty):
+        return
     if not directory.recipe_path.is_file():
-        if directory.is_empty:
-            return
+        raise RunConflict(f"{folder}: this is no run. {other}")
+    refuse_live_folder(folder)
+    status, changed = directory.read_status(), directory.changed_keys(recipe)
+    where = "has no status"
+    if status is not None:  # no process works in it: "running" is the state of a killed one
+        state = "killed" if status.state == "running" else status.state
+        where = f"is at step {status.step} of {status.steps} ({state})"
+    if hard_changes(changed):
         raise RunConflict(
-            f"{folder}: this folder holds something else than a run. Nothing was changed; "
-            "choose another name with --run NAME"
-        )
-    if not ours and is_live(folder):
-        raise RunConflict(
-            f"{folder}: another process is working in this run. Nothing was changed; "
-            "wait for it, stop it, or choose another name with --run NAME"
-        )
-    status = directory.read_status()
-    where = "has no status" if status is None else f"stands at step {status.step} of {status.steps} ({_left(status)})"
-    changed, problem = _changes(directory, recipe)
-    if changed:
-        longer = "" if problem else "Continue it to there with --resume, or start"
-        raise RunConflict(
-            f"{folder}: this run belongs to another recipe and {where}. {changed}\n"
-            f"Nothing was changed. {longer or 'Start'} under another name with --run NAME"
+            f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
         )
     raise RunConflict(
-        f"{folder}: this run of the same recipe exists already and {where}. Nothing was changed. "
-        "Continue it with --resume, or start under another name with --run NAME"
+        f"{folder}: this run of the same recipe exists already and {where}. Continue it with --resume. {other}"
     )
 
 
-def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name: str) -> Path:
-    known = run_names(root)
+def _folder_to_resume(root: Path, name: str | None, recipe_name: str) -> Path:
+    known, base = run_names(root), name_of_recipe(recipe_name)
     if name is not None:
         if name not in known:
             raise UsageError(
@@ -413,45 +364,24 @@ def _folder_to_resume(recipe: Recipe, root: Path, name: str | None, recipe_name:
                 "To start a new run, leave out --resume"
             )
         return root / name
-    base = name_of_recipe(recipe_name)
-    candidates = _family(known, base)
-    changes = {n: _changes(RunDirectory(root / n), recipe) for n in candidates}
-    fitting = [name for name in candidates if not changes[name][1]]
+    candidates = [one for one in known if re.fullmatch(rf"{re.escape(base)}(-\d+)?", one)]
     if not candidates:
         raise UsageError(
             f"--resume: nothing to continue in {root}: no {base!r} there. {list_names(known)}. "
             "Name the run with --run NAME; to start a new run, leave out --resume"
         )
-    newest = root / _newest_of(root, fitting or candidates)
-    if not fitting:
-        raise UsageError(
-            f"--resume: {newest} is the newest run of this name, and its recipe is another. "
-            f"{changes[newest.name][0]}\nContinue it by its own recipe: {resume_command(newest)}\n"
-            "Or give the keys that it was started with; to start a new run, leave out --resume"
-        )
-    return newest
+    return _newest_of(root, candidates)
 
 
-def _newest_of(root: Path, names: Sequence[str]) -> str:
-    return max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
-
-
-def _changes(directory: RunDirectory, recipe: Recipe) -> tuple[str, str]:
-    """The changes of a run's recipe in words, and why it cannot go on with them; both empty for the same recipe."""
-    from posttrain.runs.resuming import describe_changes, hard_changes
-
-    try:
-        changed = directory.changed_keys(recipe)
-    except DataError as error:  # a damaged recipe is not this one; `posttrain runs` reports it
-        return str(error), str(error)
-    return describe_changes(changed) if changed else "", hard_changes(changed)
+def _newest_of(root: Path, names: Sequence[str]) -> Path:
+    return root / max(names, key=lambda name: (RunDirectory(root / name).recipe_path.stat().st_mtime, name))
 
 
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
     if not resume:
-        if not directory.is_empty:  # another process came first, between the check and the lock
-            _refuse_taken(directory, recipe, ours=True)
+        if not directory.is_empty:
+            raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
         directory.write_recipe(recipe)
         return []
     from posttrain.runs.resuming import claim_to_resume
@@ -465,7 +395,7 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
 
 @contextmanager
 def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
-    """Yields ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, when ``first`` is said. The second exits.
+    """Yield ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, which prints ``first``. The second exits.
 
     A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
     always False.
@@ -484,8 +414,9 @@ def stop_on_signals(first: str = "stopping after this step, with a checkpoint") 
             os.write(2, f"\n{first}; once more to stop at once\n".encode())
 
     sys.stderr.flush()
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    caught = [n for n in numbers if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) != signal.SIG_IGN]
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield lambda: bool(received)
@@ -512,10 +443,7 @@ def start_text(facts: Mapping[str, Any]) -> str:
 
 
 class _Record:
-    """An observer that keeps status and log, and passes every event on.
-
-    As a context it sets the final state, whatever ends the run short of a kill.
-    """
+    """An observer that keeps status and log, and passes every event on; as a context it sets the final state."""
 
     def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer, is_new: bool = True) -> None:
         self.directory, self.status, self.observer = directory, status, observer
@@ -527,20 +455,17 @@ class _Record:
     def __call__(self, event: str, facts: dict[str, Any]) -> None:
         if event == "start":
             self.started = True
-            steps, guarantee = facts.get("steps", self.status.steps), facts.get("guarantee")
-            self._update(step=facts.get("resumed_from") or 0, steps=steps, guarantee=guarantee)
+            self._update(step=facts.get("resumed_from") or 0, steps=facts.get("steps", self.status.steps))
             self.directory.log(f"started: {start_text(facts)}")
-            if guarantee:
-                self.directory.log(f"guarantee after a kill and --resume: {guarantee}")
         elif event == "step":
             self._update(step=facts["step"])
         elif event == "evaluation":
             headline, results = facts["headline"], facts["results"]
-            told = "evaluated"
+            result = "evaluated"
             if headline is not None and headline.metric in results:  # a further task may lack what the first one has
                 self._update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
-                told = f"{headline.metric} {results[headline.metric]}"
-            self.directory.log(f"step {facts['step']}: {facts['name']}: {told}")
+                result = f"{headline.metric} {results[headline.metric]}"
+            self.directory.log(f"step {facts['step']}: {facts['name']}: {result}")
         elif event == "checkpoint":
             best = ", the best so far" if facts.get("best") else ""
             self.directory.log(f"step {facts['step']}: saved {facts['path']}{best}")
@@ -576,15 +501,12 @@ class _Record:
             self._update(state=state, message=message)
             self.directory.log(f"{state}: {message}")
             if self.started and not self.is_refusal:
-                self("notice", {"message": self._how_to_go_on(stopped)})
+                self("notice", {"message": self._how_to_go_on("stopped" if stopped else "failed")})
         except (StorageError, OSError) as failure:  # the first error is the one to show
             error.add_note(str(failure))
 
-    def _how_to_go_on(self, stopped: bool) -> str:
-        """After a stop at once or a failure: what is saved, and the command that goes on from there."""
+    def _how_to_go_on(self, what: str) -> str:
         saved = max(checkpoint_steps(self.directory.folder / "checkpoints"), default=None)
         kept = "no checkpoint had been saved yet" if saved is None else f"the newest checkpoint is of step {saved}"
-        what = f"{'stopped' if stopped else 'failed'} after step {self.status.step} of {self.status.steps}; {kept}"
-        remedy = "" if stopped else "once the cause is mended, "
-        again = " (from the beginning)" if saved is None else ""
-        return f"{what}; {remedy}continue{again} with: {resume_command(self.directory.folder)}"
+        command = resume_command(self.directory.folder)
+        return f"{what} after step {self.status.step} of {self.status.steps}; {kept}; continue with: {command}"

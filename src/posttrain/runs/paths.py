@@ -1,9 +1,8 @@
-"""Where runs are: the names under a runs folder, and from a name to a folder that may be changed.
+"""Names of runs under a runs folder, and the way from a name to a folder that may be changed.
 
-A name is a path relative to the runs folder: ``tiny-grpo``, a sweep ``sweep-ppo``, or one of its
-runs, ``sweep-ppo/start`` and ``sweep-ppo/cells/ppo-seed0``. Whoever changes or deletes something asks
-``locate``, which never leads out of the runs folder: names are checked part by part, and a folder that
-is a symbolic link is refused.
+A name is a path relative to the runs folder: ``tiny-grpo``, a sweep ``sweep-ppo``, or one of its runs,
+``sweep-ppo/start`` and ``sweep-ppo/cells/ppo-seed0``. Code that changes or deletes something calls ``locate``, which
+never leads out of the runs folder: names are checked part by part, and a folder that is a symbolic link is refused.
 """
 
 from __future__ import annotations
@@ -27,64 +26,53 @@ _PATTERN = "*?["
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run or a comparison: its name under the runs folder, and its folder."""
+    """A run or a sweep: its name under the runs folder, and its folder."""
 
     name: str
     path: Path
-    is_comparison: bool = False
+    is_sweep: bool = False
 
 
-def comparison_names(root: str | Path) -> list[str]:
-    """Names of the sweeps under ``root``, in alphabetical order."""
+def sweep_names(root: str | Path) -> list[str]:
+    """Return the names of the sweeps under ``root``, in alphabetical order."""
     return folders_with(root, PLAN)
 
 
-def cell_names(root: str | Path, comparison: str) -> list[str]:
-    """Names of the runs of a comparison: its start, if there is one, and its cells."""
-    folder = Path(root) / comparison
-    start = [f"{comparison}/{START}"] if (folder / START / "recipe.yaml").is_file() else []
-    return start + [f"{comparison}/{CELLS}/{name}" for name in run_names(folder / CELLS)]
+def trial_names(root: str | Path, sweep: str) -> list[str]:
+    """Return the names of the runs of a sweep: its start, if there is one, and its cells."""
+    folder = Path(root) / sweep
+    start = [f"{sweep}/{START}"] if (folder / START / "recipe.yaml").is_file() else []
+    return start + [f"{sweep}/{CELLS}/{name}" for name in run_names(folder / CELLS)]
 
 
 def every_run_name(root: str | Path) -> list[str]:
-    """Names of all runs under ``root``, those of comparisons included."""
-    return run_names(root) + [name for known in comparison_names(root) for name in cell_names(root, known)]
+    """Return the names of all runs under ``root``, those of sweeps included."""
+    return run_names(root) + [name for sweep in sweep_names(root) for name in trial_names(root, sweep)]
 
 
-def comparison_of(folder: Path) -> Path | None:
-    """The comparison that a run belongs to, or None."""
+def sweep_of(folder: Path) -> Path | None:
+    """Return the sweep that a run belongs to, or None."""
     above = folder.parent.parent if folder.parent.name == CELLS else folder.parent if folder.name == START else None
     return above if above is not None and (above / PLAN).is_file() else None
 
 
 def locate(root: str | Path, name: str) -> Place:
-    """The run or comparison called ``name``, for changing or deleting it.
+    """Return the run or sweep called ``name``, for changing or deleting it.
 
     The name may begin with the runs folder itself, as a shell completes it (``runs/tiny-grpo/``).
 
     Raises:
         UsageError: a name that could lead elsewhere, a link, or nothing of that name.
     """
-    return _locate(Path(root), name, *_all_names(root))
-
-
-def _all_names(root: str | Path) -> tuple[dict[str, None], frozenset[str]]:
-    """(every run and comparison in the order in which they are listed, the comparisons)."""
-    comparisons = comparison_names(root)
-    return dict.fromkeys([*every_run_name(root), *comparisons]), frozenset(comparisons)
-
-
-def _locate(folder: Path, name: str, known: dict[str, None], comparisons: frozenset[str]) -> Place:
+    folder, sweeps = Path(root), sweep_names(root)
+    known = [*every_run_name(root), *sweeps]
     relative = name.rstrip("/")
-    if relative not in known:
-        if PurePosixPath(relative).is_relative_to(folder.as_posix()):
-            relative = PurePosixPath(relative).relative_to(folder.as_posix()).as_posix()
-        if relative in ("", ".") or relative.startswith("/"):
-            raise UsageError(f"{name!r}: give the name of a run in {folder}; nothing outside of it is touched")
+    if relative not in known and PurePosixPath(relative).is_relative_to(folder.as_posix()):
+        relative = PurePosixPath(relative).relative_to(folder.as_posix()).as_posix()
     if not all(RUN_NAME.fullmatch(part) for part in relative.split("/")):
         raise UsageError(
-            f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a comparison "
-            f"and its runs. Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
+            f"{shorten(name)}: a run's name is made of {NAME_RULE}, with '/' between a sweep and its runs. "
+            f"Nothing outside of {folder} is touched; --runs-dir names another folder of runs"
         )
     path = folder
     for part in relative.split("/"):
@@ -94,31 +82,26 @@ def _locate(folder: Path, name: str, known: dict[str, None], comparisons: frozen
                 f"{path}: this is a link to another place, and only what lies in {folder} is changed. "
                 "Work on the folder that it leads to, with --runs-dir"
             )
-    if relative in comparisons:
-        return Place(relative, path, is_comparison=True)
     if relative not in known:
-        raise UsageError(
-            f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names([*known])}"
-        )
-    return Place(relative, path)
+        raise UsageError(f"there is no run {shorten(name)} in {folder}.{suggest(relative, known)} {list_names(known)}")
+    return Place(relative, path, is_sweep=relative in sweeps)
 
 
 def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
-    """The runs and comparisons called so, each once; ``tiny-*`` stands for every run and comparison that fits.
+    """Return the runs and sweeps called so, each once; ``tiny-*`` stands for every run and sweep that fits.
 
     Raises:
         UsageError: as ``locate``, or a pattern that nothing fits.
     """
     places: dict[str, Place] = {}
-    known, comparisons = _all_names(root)
     for name in names:
         matching = [name]
         if any(sign in name for sign in _PATTERN):
+            known = [*every_run_name(root), *sweep_names(root)]
             matching = [known_name for known_name in known if fits(known_name, name)]
             if not matching:
-                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names([*known])}; give a name of one")
-        for exact in matching:
-            place = _locate(Path(root), exact, known, comparisons)
+                raise UsageError(f"nothing in {root} fits {shorten(name)}. {list_names(known)}; give a name of one")
+        for place in (locate(root, exact) for exact in matching):
             places.setdefault(place.name, place)
     return list(places.values())
 
@@ -126,15 +109,15 @@ def locate_all(root: str | Path, names: Sequence[str]) -> list[Place]:
 def refuse_absent(root: str | Path, name: str) -> None:
     """Refuse the name of a model that is no run and no folder, and that neither the hub nor its cache can give.
 
-    No library that loads models is imported for that. What is there is judged by who opens it.
+    No library that loads models is imported for that. What is there is judged by the code that opens it.
 
     Raises:
         UsageError: with the runs that there are.
     """
     path = Path(name)
     inside = name.rstrip("/").removeprefix(f"{Path(root)}/")
-    if name and (cells := cell_names(root, inside)) and (Path(root) / inside / PLAN).is_file():
-        raise UsageError(f"{shorten(name)} is a comparison or study; name one of its runs. {list_names(cells)}")
+    if inside in sweep_names(root) and (trials := trial_names(root, inside)):
+        raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
     in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
     if name in ("", "tiny") or in_run or kind_of_file(path.expanduser()) != "nothing":
         return
@@ -146,10 +129,10 @@ def refuse_absent(root: str | Path, name: str) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a name fits a shell pattern; ``*`` does not reach into a comparison."""
+    """Return whether a name fits a shell pattern; ``*`` does not reach into a sweep."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def runs_of(root: str | Path, place: Place) -> list[Place]:
-    """The runs that a place stands for: itself, or those of the comparison."""
-    return [locate(root, name) for name in cell_names(root, place.name)] if place.is_comparison else [place]
+    """Return the runs that a place stands for: itself, or those of the sweep."""
+    return [locate(root, name) for name in trial_names(root, place.name)] if place.is_sweep else [place]

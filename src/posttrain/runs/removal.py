@@ -1,7 +1,7 @@
-"""Deleting runs and pruning their checkpoints, so that a kill leaves nothing half deleted in sight.
+"""Deleting runs and pruning their checkpoints, so that a kill leaves nothing half deleted under a name.
 
-What goes is renamed aside first and removed then. Only for folders that ``places.locate`` gave; links are
-unlinked and never followed.
+A folder is renamed aside first and removed then. Only for folders that ``paths.locate`` gave; links are unlinked and
+never followed.
 """
 
 from __future__ import annotations
@@ -11,113 +11,65 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
 from posttrain.errors import RunConflict, StorageError, UsageError
-from posttrain.runs.directory import RunDirectory, is_live, lock_run
+from posttrain.runs.directory import RunDirectory, lock_run, refuse_live_folder
 from posttrain.runs.lineage import Link, find_links, steps_in_use
-from posttrain.runs.listing import disk_bytes
-from posttrain.runs.paths import Place, comparison_of, runs_of
+from posttrain.runs.paths import Place, runs_of, sweep_of
 from posttrain.store.checkpoint_files import (
-    ASIDE,
     BEST,
     best_step,
     checkpoint_steps,
+    clean_leftovers,
     discard_checkpoint,
-    step_folder,
 )
-from posttrain.store.durable import find_leftovers, remove_leftovers, sync_folder
+from posttrain.store.durable import remove_leftovers, sync_folder
 
-DELETING = ".deleting-"
-_LOCK = ".lock"
+_DELETING = ".deleting-"
 _FAILED = "failed-step-*"
 _KEEP = re.compile(r"best|last|[1-9]\d*")
 
 
-@dataclass(frozen=True, slots=True)
-class Prune:
-    """What pruning one run would delete: checkpoints by step and leftovers by name, each with its bytes.
-
-    ``kept`` says why each of the remaining checkpoints stays.
-    """
-
-    run: Place
-    steps: dict[int, int]
-    leftovers: dict[str, int]
-    kept: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def freed_bytes(self) -> int:
-        """What the disk gains."""
-        return sum(self.steps.values()) + sum(self.leftovers.values())
-
-
 def check_unused(root: str | Path, places: Sequence[Place]) -> list[Link]:
-    """Links from runs that stay to runs that would go.
+    """Return the links from runs that stay to runs that would go.
 
-    Without what they stand on, a run with an adapter cannot be loaded, and none can be resumed.
+    Without its parent, a run with an adapter cannot be loaded, and none can be resumed.
     """
     going = {run.name for place in places for run in runs_of(root, place)} | {place.name for place in places}
     return [link for link in find_links(root) if link.parent in going and link.child not in going]
 
 
 def refuse_live(root: str | Path, place: Place) -> None:
-    """Refuse if a process works in the run, in one of the comparison's, or in the comparison that it belongs to.
+    """Refuse if a process works in the run, in one of the sweep's, or in the sweep that it belongs to.
 
     Raises:
         RunConflict: with the folder.
     """
-    above = comparison_of(place.path)
-    own = [run.path for run in runs_of(root, place)] if place.is_comparison else []
-    for folder in (place.path, *own, *([above] if above is not None else [])):
-        if is_live(folder):
-            raise RunConflict(
-                f"{folder}: a process is working there. Nothing was changed; stop it (Ctrl-C saves a checkpoint) "
-                "or wait for its end"
-            )
+    above = sweep_of(place.path)
+    for folder in (place.path, *(run.path for run in runs_of(root, place)), *([] if above is None else [above])):
+        refuse_live_folder(folder)
 
 
-def delete(root: str | Path, place: Place) -> int:
-    """Delete a run or a comparison; returns the bytes that were freed.
+def delete(root: str | Path, place: Place) -> None:
+    """Delete a run or a sweep, and what a killed deletion left.
 
     Raises:
         RunConflict: a process works there; nothing was changed.
-        StorageError: the folder could not be removed. It is no longer listed, and ``finish_deletions`` goes on with it.
+        StorageError: the folder could not be removed. It is no longer listed, and the next deletion removes it.
     """
     folder = Path(root)
-    aside = folder / f"{DELETING}{place.name.replace('/', '-')}-{uuid4().hex[:8]}"
-    size = disk_bytes(place.path)
-    with _held(folder, place):
-        with _removing(place.path, "Nothing was deleted"):
-            os.rename(place.path, aside)
-            sync_folder(place.path.parent)
-        _remove(aside)
-    return size
-
-
-def unfinished_deletions(root: str | Path) -> dict[str, int]:
-    """Names of what killed deletions left behind, with their bytes."""
-    folder = Path(root)
-    paths = folder.glob(f"{DELETING}*") if folder.is_dir() else ()
-    return {item.name: disk_bytes(item) for item in sorted(paths) if item.is_dir() and not item.is_symlink()}
-
-
-def finish_deletions(root: str | Path) -> dict[str, int]:
-    """Remove what killed deletions left behind; returns names and bytes. One in progress is left to its process."""
-    finished = {}
-    for name, size in unfinished_deletions(root).items():
-        aside = Path(root) / name
-        if not is_live(aside):
-            with lock_run(aside, to_delete=True):
-                _remove(aside)
-            finished[name] = size
-    return finished
+    with _held(folder, place), _removing(place.path, "What is left of it goes with the next deletion"):
+        os.rename(place.path, folder / f"{_DELETING}{place.name.replace('/', '-')}-{uuid4().hex[:8]}")
+        sync_folder(place.path.parent)
+        for item in folder.glob(f"{_DELETING}*"):
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
 
 
 def parse_keep(text: str) -> tuple[str, ...]:
-    """``best,last`` or ``best,3`` (the newest three) as its words.
+    """Return ``best,last`` or ``best,3`` (the newest three) as its words.
 
     Raises:
         UsageError: another word, or none.
@@ -128,38 +80,28 @@ def parse_keep(text: str) -> tuple[str, ...]:
     return words
 
 
-def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> Prune:
-    """What would go if only the best checkpoint and those in ``keep`` stayed. Nothing is changed.
+def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequence[Link] = ()) -> list[int]:
+    """Return the checkpoints that would go if only the best one and those in ``keep`` stayed. Nothing is changed.
 
-    A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a
-    checkpoint that another run stands on (``links``, from ``find_links``) stays as well. What killed writes
-    and failed verifications left behind goes.
+    A run that is not finished keeps its newest checkpoint in any case, from which it is resumed, and a checkpoint that
+    another run depends on (``links``, from ``find_links``) stays as well.
 
     Raises:
         UsageError: the run's ``checkpoints`` are a link to another place.
     """
-    folder = _checkpoints_of(root, run)
-    steps, best = checkpoint_steps(folder), best_step(folder)
-    kept: dict[int, str] = {}
+    steps, best = checkpoint_steps(_checkpoints_of(root, run)), best_step(run.path / "checkpoints")
+    kept = set() if best is None else {best}
     for word in keep:
-        newest = steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :]
-        kept |= {step: word if word == "last" else f"newest {word}" for step in newest if step not in kept}
-    if best is not None:
-        kept[best] = "best"
-    if not kept:  # no checkpoint is the best one where nothing was evaluated
-        kept = dict.fromkeys(steps[-1:], "last")
-    kept |= {step: why for step, why in _needed(root, run, steps, links).items() if step not in kept}
-    going = {step: disk_bytes(step_folder(folder, step)) for step in steps if step not in kept}
-    left = [*folder.glob(f"{ASIDE}*"), *folder.glob(_FAILED)] if folder.is_dir() else []
-    leftovers = {item.name: _size(item) for item in sorted(left)}
-    leftovers |= {str(item.relative_to(run.path)): _size(item) for item in find_leftovers(run.path)}
-    return Prune(run, going, leftovers, dict(sorted(kept.items())))
+        kept.update(steps[-1:] if word == "last" else [] if word == "best" else steps[-int(word) :])
+    kept = kept or {*steps[-1:]}  # without evaluations there is no best one
+    needed = _needed(root, run, steps, links)
+    return [step for step in steps if step not in kept and step not in needed]
 
 
-def plan_steps(
+def check_steps(
     root: str | Path, run: Place, chosen: Sequence[int], links: Sequence[Link] = (), *, force: bool = False
-) -> Prune:
-    """What would go if the checkpoints of the steps in ``chosen`` went, the best among them or not. Nothing is changed.
+) -> list[int]:
+    """Return the checkpoints in ``chosen``, each once, if they may go, the best one or not.
 
     Args:
         force: also one that another run or a resumption needs.
@@ -168,20 +110,18 @@ def plan_steps(
         UsageError: the run has no such checkpoint, or its ``checkpoints`` are a link to another place.
         RunConflict: a checkpoint is needed.
     """
-    folder = _checkpoints_of(root, run)
-    steps = checkpoint_steps(folder)
-    missing = [step for step in chosen if step not in steps]
-    if missing:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UsageError(f"--step {missing[0]}: {run.name} has no such checkpoint. It has: {there}")
+    steps = checkpoint_steps(_checkpoints_of(root, run))
     needed = _needed(root, run, steps, links)
     for step in chosen:
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UsageError(f"--step {step}: {run.name} has no such checkpoint. It has: {there}")
         if step in needed and not force:
             raise RunConflict(
                 f"{run.name}: the checkpoint of step {step} stays ({needed[step]}). Nothing was changed; delete it all "
                 "the same with --force"
             )
-    return Prune(run, {step: disk_bytes(step_folder(folder, step)) for step in dict.fromkeys(chosen)}, {})
+    return list(dict.fromkeys(chosen))
 
 
 def _checkpoints_of(root: str | Path, run: Place) -> Path:
@@ -196,31 +136,27 @@ def _needed(root: str | Path, run: Place, steps: Sequence[int], links: Sequence[
     status = RunDirectory(run.path).read_status()
     is_finished = status is not None and status.state == "finished"
     needed = {} if is_finished else dict.fromkeys(steps[-1:], "to be resumed from")
-    used = {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()}
-    return used | needed
+    return {step: f"{child} uses it" for step, child in steps_in_use(root, run.name, links).items()} | needed
 
 
-def prune(root: str | Path, plan: Prune) -> None:
-    """Delete what the plan says.
+def prune(root: str | Path, run: Place, steps: Sequence[int]) -> None:
+    """Delete checkpoints, and what killed writes and failed verifications left.
 
     Raises:
         RunConflict: a process works there; nothing was changed.
         StorageError: something could not be removed.
     """
-    folder = plan.run.path / "checkpoints"
-    with _held(Path(root), plan.run), _removing(folder, "What is left of it goes with the next prune"):
-        for step in plan.steps:
+    folder = run.path / "checkpoints"
+    with _held(Path(root), run), _removing(folder, "What is left of it goes with the next prune"):
+        for step in steps:
             discard_checkpoint(folder, step)
-        best = folder / BEST
-        if best.is_symlink() and not best.exists():
-            best.unlink()
-        for name in plan.leftovers:
-            item = folder / name
-            if item.is_dir() and not item.is_symlink():
+        if (folder / BEST).is_symlink() and not (folder / BEST).exists():
+            (folder / BEST).unlink()
+        for item in folder.glob(_FAILED):
+            if not item.is_symlink():
                 shutil.rmtree(item)
-            else:
-                item.unlink(missing_ok=True)
-        remove_leftovers(plan.run.path)
+        clean_leftovers(folder)
+        remove_leftovers(run.path)
 
 
 @contextmanager
@@ -228,22 +164,9 @@ def _held(root: Path, place: Place) -> Iterator[None]:
     """Hold the locks of all runs concerned, so that none is begun or resumed meanwhile."""
     refuse_live(root, place)
     with ExitStack() as locks:
-        locks.enter_context(lock_run(place.path, to_delete=True))
-        for run in runs_of(root, place) if place.is_comparison else []:
-            locks.enter_context(lock_run(run.path, to_delete=True))
+        for folder in dict.fromkeys([place.path, *(run.path for run in runs_of(root, place))]):
+            locks.enter_context(lock_run(folder, to_delete=True))
         yield
-
-
-def _remove(aside: Path) -> None:
-    """Remove a folder; the lock in it goes last, so that another process sees that someone is at work."""
-    with _removing(aside, "The run is no longer listed; `posttrain runs delete` without a name goes on with it"):
-        for item in aside.iterdir():
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            elif item.name != _LOCK:
-                item.unlink()
-        (aside / _LOCK).unlink(missing_ok=True)
-        aside.rmdir()
 
 
 @contextmanager
@@ -252,7 +175,3 @@ def _removing(place: Path, state: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{place}: cannot be removed: {error}. {state}") from error
-
-
-def _size(item: Path) -> int:
-    return 0 if item.is_symlink() else disk_bytes(item) if item.is_dir() else item.stat().st_size

@@ -1,13 +1,12 @@
-"""Before a run goes on: is it still the run that its newest checkpoint was saved in?
+"""Before a run goes on: check that it is still the run that its newest checkpoint was saved in.
 
-A checkpoint remembers what decided it (``settings``: the recipe without its keys of place) and how many records stood
-beside it. A recipe or records that are others by now are named, and the run goes on with them only where that is
-accepted; nothing was changed before.
+A checkpoint records what decided it (``settings``: the recipe without its keys of place) and the number of records.
+Changes of the recipe and missing records are named, and the run goes on with them only where that is accepted; nothing
+was changed before.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,17 @@ from posttrain import __version__
 from posttrain.errors import RunConflict
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.store.checkpoint_files import checkpoint_steps, newest_state, step_folder
+from posttrain.store.checkpoint_files import checkpoint_steps, newest_state
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 ACCEPT = "--accept-changes"
-_SAVED = re.compile(r"^\S+ \S+ step ([0-9]{1,15}): saved ", re.MULTILINE)
 LENGTHS = ("train.steps", "train.passes")
+_FILES = {
+    "metrics": "metrics.jsonl: {} of {} lines",
+    "rollouts": "rollouts.db: {} of {} rollouts",
+    "evaluation_rollouts": "rollouts.db: {} of {} evaluation rollouts",
+}
 Changes = dict[str, tuple[Any, Any]]
 
 
@@ -41,17 +44,15 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     changed = directory.changed_keys(recipe, *([settings] if isinstance(settings, Mapping) else []))
     missing = _missing_records(directory.folder, step, state) if saved else _missing_checkpoints(directory, recipe)
     new = recipe.train.steps if "train.steps" in changed else None
-    short = new is not None and new <= saved
-    too_few = f"train.steps {new} is not above the newest checkpoint's step {saved}." if short else ""
-    problem = too_few or hard_changes(changed)
-    if changed and not problem and recipe.train.schedule != "constant":
-        problem = (
-            f"{' and '.join(sorted(changed))} changes the learning rates of train.schedule {recipe.train.schedule!r}."
-        )
+    is_short = new is not None and new <= saved
+    problem = hard_changes(changed)
+    if is_short:
+        problem = f"train.steps {new} is not above the newest checkpoint's step {saved}."
+    elif changed and not problem and recipe.train.schedule != "constant":
+        keys = " and ".join(sorted(changed))
+        problem = f"{keys} changes the learning rates of train.schedule {recipe.train.schedule!r}."
     differing = _lines(changed) if problem else []
-    if problem and not accept_changes:
-        refuse_other_version(directory)
-    if too_few or ((problem or missing) and not accept_changes):
+    if is_short or ((problem or missing) and not accept_changes):
         raise RunConflict(_refusal(directory, differing, missing, problem))
     notices: list[str] = []
     if missing or differing:
@@ -66,44 +67,25 @@ def claim_to_resume(directory: RunDirectory, recipe: Recipe, accept_changes: boo
     edited = {key: both for key, both in directory.changed_keys(recipe).items() if key not in changed}
     if edited and not differing:
         notices.append(f"recipe.yaml had been changed, and is again what was trained with: {'; '.join(_lines(edited))}")
-    if changed or differing or elsewhere or edited:
+    if changed or elsewhere or edited:
         directory.write_recipe(recipe)
     return notices
 
 
-def refuse_other_version(directory: RunDirectory) -> None:
-    """Refuse a run whose keys differ, if a version made it that names some otherwise (another second number).
-
-    Raises:
-        RunConflict: it says which version made the run, and what can be done with it here.
-    """
-    made_by = directory.made_by()
-    if made_by is None or made_by.split(".")[:2] == __version__.split(".")[:2]:
-        return
-    checkpoints = directory.folder / "checkpoints"
-    steps = checkpoint_steps(checkpoints)
-    newest = step_folder(checkpoints, steps[-1]) if steps else checkpoints / "step-..."
-    raise RunConflict(
-        f"{directory.folder}: made by posttrain {made_by}, and this is {__version__}, whose recipes name some keys "
-        f"otherwise. Resume it with posttrain {made_by}; its checkpoints load here by path, so that another run can go "
-        f"on from its weights: --model.name {newest}"
-    )
-
-
 def hard_changes(changed: Changes) -> str:
-    """Why a run cannot go on with these changes; empty if it may (``train.steps`` or ``passes`` alone)."""
+    """Return why a run cannot go on with these changes; empty if it may (``train.steps`` or ``passes`` alone)."""
     hard = [key for key in changed if key not in LENGTHS]
     length = " or ".join(LENGTHS)
     return f"Only {length} may change when a run is resumed, not {', '.join(hard)}." if hard else ""
 
 
 def describe_changes(changed: Changes) -> str:
-    """A line for each key: what the run has, and what was given."""
+    """Return a line for each key: the value in the run, and the new one."""
     return "The recipes differ in:\n" + "\n".join(f"  {line}" for line in _lines(changed))
 
 
 def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[str]:
-    """Where lines or rows are gone that stood there when the checkpoint was saved, and how many."""
+    """Name the files that have fewer lines or rows than when the checkpoint was saved."""
     stated = state.get("records")
     expected = {name: n for name, n in (stated if isinstance(stated, Mapping) else {}).items() if isinstance(n, int)}
     if not expected:
@@ -112,42 +94,41 @@ def _missing_records(folder: Path, step: int, state: Mapping[str, Any]) -> list[
     path = folder / "rollouts.db"
     if expected.keys() - there.keys() and path.is_file():
         there |= RolloutStore(path, read_only=True).num_rows(step)
-    files = {"metrics": "metrics.jsonl: {} of {} lines", "rollouts": "rollouts.db: {} of {} rollouts"}
-    files["evaluation_rollouts"] = "rollouts.db: {} of {} evaluation rollouts"
     return [
-        f"{files[name].format(count - there.get(name, 0), count)} up to step {step} are missing"
+        f"{_FILES[name].format(count - there.get(name, 0), count)} up to step {step} are missing"
         for name, count in expected.items()
-        if name in files and there.get(name, 0) < count
+        if name in _FILES and there.get(name, 0) < count
     ]
 
 
 def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
-    """What says that a run without any checkpoint had one: its log, its state, or steps beyond the first save."""
-    log = directory.log_path.read_text(encoding="utf-8", errors="replace") if directory.log_path.is_file() else ""
-    saved = [int(step) for step in _SAVED.findall(log)]
-    last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
+    """Tell of a run without any checkpoint whose status or metrics show that it had one."""
     status = directory.read_status()
-    if status is not None and status.state in ("finished", "interrupted"):  # both save what there is
+    last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
+    if status is not None and status.state in ("finished", "interrupted"):  # both save a checkpoint
         last = max(last, status.step)
-        saved += [last] if last else []
-    if not saved and last <= (recipe.train.save_every or last):
+    elif last <= (recipe.train.save_every or last):
         return []
-    known = f"step {max(saved)} was saved" if saved else f"{last} steps were made"
-    return [f"checkpoints: there is none, and {known}; is the disk with {directory.folder / 'checkpoints'} mounted?"]
+    if not last:
+        return []
+    folder = directory.folder / "checkpoints"
+    return [f"checkpoints: there is none, and {last} steps were made; is the disk with {folder} mounted?"]
 
 
 def _refusal(directory: RunDirectory, differing: list[str], missing: list[str], problem: str) -> str:
     parts = []
     if differing:
         recipes = "this run belongs to another recipe. The recipes differ in:"
-        parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}".rstrip())
+        parts.append("\n  ".join([recipes, *differing]) + f"\n{problem}")
     if missing:
-        parts.append("\n  ".join(["what stood there when its newest checkpoint was saved is gone:", *missing]))
+        parts.append("\n  ".join(["what was there when its newest checkpoint was saved is gone:", *missing]))
     back = ["with the run's own recipe" if differing else "", "with the files put back" if missing else ""]
+    made_by = directory.made_by()
+    version = "" if made_by in (None, __version__) else f" It was made by posttrain {made_by}; this is {__version__}."
     return (
-        f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed. Resume {' and '.join(filter(None, back))}, "
-        f"go on with it as it is now with {ACCEPT} (log.txt keeps what was different), or start under another name "
-        "with --run NAME"
+        f"{directory.folder}: {'; and '.join(parts)}\nNothing was changed.{version} Resume "
+        f"{' and '.join(filter(None, back))}, go on with it as it is now with {ACCEPT} (log.txt keeps what was "
+        "different), or start under another name with --run NAME"
     )
 
 

@@ -1,1 +1,1 @@
-"""What is kept on disk: SQLite, metrics, trackers, checkpoint folders, manifests and locks."""
+"""Records on disk: SQLite, metrics, trackers, checkpoint folders, manifests and locks."""

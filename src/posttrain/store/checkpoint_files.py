@@ -1,7 +1,8 @@
-"""The folders of a run's checkpoints: their names, their manifests, and moving them about safely.
+"""The folders of a run's checkpoints: their names, their manifests, and moving them safely.
 
-A manifest has the size and SHA-256 of every file, so that a flipped byte shows; whoever reads weights out of a run asks
-``refuse_damaged`` first. No torch here, so that listing runs stays quick."""
+A manifest has the size and SHA-256 of every file, so that a flipped byte shows; code that reads weights out of a run
+calls ``refuse_damaged`` first. No torch here, so that listing runs stays quick.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.store.durable import storage_errors, sync_file, sync_folder
+from posttrain.store.durable import ASIDE, storage_errors, sync_file, sync_folder
 
-MANIFEST = "manifest.json"
+MANIFEST, BEST = "manifest.json", "best"
 STEP_FOLDER = re.compile(r"step-([0-9]{6,})")
-# What decides which weights are loaded; such a file that the manifest does not name was put there later.
+_REPLACED = ".tmp-replaced-"
+_FAILED = "failed-"
+# These decide which weights are loaded; such a file that the manifest does not name was put there later.
 _DECISIVE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
 
 
@@ -45,7 +49,7 @@ def seal(path: Path, step: int) -> None:
 
 
 def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dict[str, Any]:
-    """Return the manifest's entries by relative file name, all of them checked; ``step`` None: of whatever step.
+    """Return the manifest's entries by relative file name, all of them checked; ``step`` None: of any step.
 
     ``by_size``: files are not read, which is enough for a list of runs.
 
@@ -65,7 +69,15 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
     if content != _manifest_bytes(stated, files) or step not in (None, stated):
         raise Unverified(MANIFEST, "is damaged")
     for name, size, digest in expected:
-        _check(path, name, size, None if by_size else digest)
+        file, parts = path / name, PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
+            raise Unverified(MANIFEST, f"names {name!r}, which leads out of the checkpoint")
+        if not file.is_file():
+            raise Unverified(name, "is missing")
+        if file.stat().st_size != size:
+            raise Unverified(name, f"has {file.stat().st_size} bytes instead of {size}")
+        if not by_size and _digest(file) != digest:
+            raise Unverified(name, "differs from its SHA-256 in the manifest")
     there = sorted(item.name for pattern in _DECISIVE for item in path.glob(pattern))
     unknown = [name for name in there if name not in files]
     if unknown:
@@ -74,7 +86,7 @@ def verify(path: Path, step: int | None = None, *, by_size: bool = False) -> dic
 
 
 def stated_digests(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file as the manifest says it, unchecked; empty where there is none, or a damaged one."""
+    """Return the SHA-256 of each file in the manifest, unchecked; empty where there is none, or a damaged one."""
     try:
         files = json.loads((path / MANIFEST).read_bytes())["files"]
         return {str(name): str(entry["sha256"]) for name, entry in files.items()}
@@ -82,23 +94,11 @@ def stated_digests(path: Path) -> dict[str, str]:
         return {}
 
 
-def _check(path: Path, name: str, size: int, digest: str | None) -> None:
-    file, parts = path / name, PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or str(parts) != name:
-        raise Unverified(MANIFEST, f"names {name!r}, which leads out of the checkpoint")
-    if not file.is_file():
-        raise Unverified(name, "is missing")
-    if file.stat().st_size != size:
-        raise Unverified(name, f"has {file.stat().st_size} bytes instead of {size}")
-    if digest is not None and _digest(file) != digest:
-        raise Unverified(name, "differs from its SHA-256 in the manifest")
-
-
 def refuse_damaged(folder: str | Path) -> None:
     """Refuse a checkpoint that differs from its manifest. A folder that is none (a plain model) passes.
 
     Raises:
-        DataError: with the file, and what would work.
+        DataError: with the file, and another checkpoint that verifies.
     """
     path = Path(folder).resolve()
     if not _is_checkpoint(path):
@@ -111,7 +111,7 @@ def refuse_damaged(folder: str | Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """A step of a run; or a copy of one elsewhere, which its manifest tells."""
+    """True for a step of a run, and for a copy of one elsewhere, known by its manifest."""
     if _step_of(path) is not None and path.parent.name == "checkpoints":
         return (path / MANIFEST).is_file() or (path.parent.parent / "recipe.yaml").is_file()
     if not (path / MANIFEST).is_file():
@@ -129,18 +129,16 @@ def _step_of(path: Path) -> int | None:
 
 
 def _remedy(path: Path, shown: Path) -> str:
-    """What to use instead: the newest earlier checkpoint that verifies, else a later one."""
-    steps = {_step_of(item): item for item in path.parent.iterdir() if item != path}
+    """Name the newest earlier checkpoint that verifies, else a later one."""
     own = _step_of(path)
-    others = [] if own is None else sorted((step for step in steps if step is not None), reverse=True)
-    for step in sorted(others, key=lambda step: step > (own or 0)):
-        try:
-            verify(steps[step], step)
-        except (Unverified, OSError):
-            continue
-        other = shown.parent / steps[step].name
-        return f"step {step} verifies: name {other} instead, or restore this one from a copy"
-    return "restore it from a copy" + (", or train again; no other checkpoint there verifies" if own else "")
+    if own is None:
+        return "restore it from a copy"
+    for step in sorted(checkpoint_steps(path.parent), key=lambda step: (step > own, -step)):
+        with suppress(Unverified, OSError):
+            verify(step_folder(path.parent, step), step)
+            other = step_folder(shown.parent, step)
+            return f"step {step} verifies: name {other} instead, or restore this one from a copy"
+    return "restore it from a copy, or train again; no other checkpoint there verifies"
 
 
 def _manifest_bytes(step: int, files: Mapping[str, Any]) -> bytes:
@@ -160,31 +158,21 @@ def _digest_of(path: Path, *identity: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-BEST = "best"
-ASIDE = ".tmp-"
-_REPLACED = ".tmp-replaced-"
-_FAILED = "failed-"
-
-
 def step_folder(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` stands."""
+    """Return the folder of the checkpoint of ``step``."""
     return Path(folder) / f"step-{step:06d}"
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """Steps that have a checkpoint under its final name (not verified), ascending.
-
-    Raises:
-        DataError: the folder cannot be read.
-    """
+    """Return the steps that have a checkpoint under its final name (not verified), ascending."""
     root = Path(folder)
     if not root.is_dir():
         return []
     try:
-        folders = [item for item in root.iterdir() if STEP_FOLDER.fullmatch(item.name)]
+        folders = [item for item in root.iterdir() if item.is_dir() and not item.is_symlink()]
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror})") from None
-    steps = {int(item.name.removeprefix("step-")): item for item in folders if item.is_dir() and not item.is_symlink()}
+    steps = {step: item for item in folders if (step := _step_of(item)) is not None}
     return sorted(step for step, item in steps.items() if item == step_folder(root, step))
 
 
@@ -202,21 +190,14 @@ def newest_state(folder: str | Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def best_step(folder: str | Path) -> int | None:
-    """The step that ``best`` points to, or None."""
+    """Return the step that ``best`` points to, or None."""
     link = Path(folder) / BEST
     match = STEP_FOLDER.fullmatch(os.readlink(link)) if link.is_symlink() else None
     return int(match[1]) if match and link.is_dir() else None
 
 
 def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one.
-
-    Returns the deleted steps. A folder is renamed aside before its files go, so a kill in between
-    leaves no part of a checkpoint under a final name.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Delete all but the newest ``keep`` checkpoints, those in ``protect`` and the best one; returns the deleted."""
     assert keep >= 1, "at least one checkpoint is kept"
     root = Path(folder)
     steps = checkpoint_steps(root)
@@ -229,7 +210,7 @@ def prune_checkpoints(folder: str | Path, keep: int, protect: Collection[int] = 
 
 
 def discard_checkpoint(root: Path, step: int) -> None:
-    """Delete one checkpoint, renamed aside before its files go."""
+    """Delete one checkpoint. It is renamed aside first, so a kill leaves no part of it under a final name."""
     aside = root / f"{ASIDE}pruned-{step_folder(root, step).name}"
     remove_tree(aside)
     os.rename(step_folder(root, step), aside)
@@ -237,11 +218,7 @@ def discard_checkpoint(root: Path, step: int) -> None:
 
 
 def mark_best(folder: str | Path, step: int) -> None:
-    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Point the relative symlink ``best`` at the checkpoint of ``step``, in one atomic step."""
     root = Path(folder)
     target = step_folder(root, step)
     assert target.is_dir(), "the best checkpoint is marked after it is saved"
@@ -256,11 +233,8 @@ def mark_best(folder: str | Path, step: int) -> None:
 def clean_leftovers(folder: str | Path) -> list[str]:
     """Remove what killed writes left behind; returns the names.
 
-    A checkpoint that was renamed aside to be replaced, without its replacement having come, gets
-    its name back. Only for the process that holds the run's lock.
-
-    Raises:
-        StorageError: the folder is not writable.
+    A checkpoint that was renamed aside to be replaced gets its name back if its replacement is missing. Only for the
+    process that holds the run's lock.
     """
     root = Path(folder)
     removed: list[str] = []
@@ -279,8 +253,9 @@ def clean_leftovers(folder: str | Path) -> list[str]:
 
 
 def rename_into_place(aside: Path, final: Path) -> None:
+    """Give a finished folder its name; one that is there already goes."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():  # the same step written again; a kill between the renames is mended by clean_leftovers
+    if final.exists():  # the same step written again; a kill between the renames is repaired by clean_leftovers
         remove_tree(replaced)
         os.rename(final, replaced)
     os.rename(aside, final)
@@ -289,6 +264,7 @@ def rename_into_place(aside: Path, final: Path) -> None:
 
 
 def set_aside_steps(root: Path, steps: Collection[int]) -> None:
+    """Rename checkpoints that do not verify to ``failed-step-NNNNNN``."""
     with storage_errors("checkpoints", root):
         for step in steps:
             path = step_folder(root, step)
@@ -299,5 +275,6 @@ def set_aside_steps(root: Path, steps: Collection[int]) -> None:
 
 
 def remove_tree(path: Path) -> None:
+    """Remove a folder if it is there."""
     if path.exists():
         shutil.rmtree(path)

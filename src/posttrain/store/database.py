@@ -17,15 +17,55 @@ MAX_CELL_BYTES = 1 << 27
 _BUSY_TIMEOUT_SECONDS = 30.0
 _INSTRUCTIONS_BETWEEN_LOOKS = 200_000  # of SQLite's machine: some milliseconds
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_INTERRUPT)
+SCHEMA_VERSION = 6  # PRAGMA user_version; files of another version are refused
+# token_ids: prompt, then completion (little-endian int32). version: number of updates of the weights that sampled. Of
+# several turns, spans: lengths (int32) of what model and environment wrote, alternating; turns, failures: JSON.
+COLUMNS = {
+    "step": "INTEGER NOT NULL",
+    "epoch": "INTEGER NOT NULL",
+    "prompt_index": "INTEGER NOT NULL",
+    "rollout_index": "INTEGER NOT NULL",
+    "example_id": "TEXT NOT NULL",
+    "prompt": "TEXT NOT NULL",
+    "completion": "TEXT NOT NULL",
+    "answer": "TEXT",
+    "parts": "TEXT NOT NULL",
+    "reward": "REAL NOT NULL",
+    "advantage": "REAL",
+    "num_tokens": "INTEGER NOT NULL",
+    "finish": "TEXT NOT NULL",
+    "mean_sampler_logprob": "REAL",
+    "extracted": "TEXT",
+    "outcome": "TEXT NOT NULL",
+    "token_ids": "BLOB NOT NULL",
+    "version": "INTEGER NOT NULL",
+    "spans": "BLOB",
+    "turns": "TEXT",
+    "failures": "TEXT",
+}
+TABLES = {"rollouts": COLUMNS, "evaluation_rollouts": {**COLUMNS, "evaluation": "TEXT NOT NULL"}}
+_ROWS = ",\n    ".join(["\n    id INTEGER PRIMARY KEY", *(f"{name} {kind}" for name, kind in COLUMNS.items())]) + "\n"
+_SCHEMA = (
+    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    f"CREATE TABLE rollouts ({_ROWS})",
+    "CREATE INDEX rollouts_by_step ON rollouts (step)",
+    f"CREATE TABLE evaluation_rollouts ({_ROWS}, evaluation TEXT NOT NULL)",
+    "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
+)
+# Written by SQLite's ANALYZE: numbers for its planner.
+_STATISTICS = {
+    "CREATE TABLE sqlite_stat1(tbl,idx,stat)",
+    "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)",
+}
 
 
 @contextmanager
 def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
-    """A connection in autocommit mode, closed at the end; an open transaction is rolled back.
+    """Yield a connection in autocommit mode, closed at the end; an open transaction is rolled back.
 
-    Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as
-    immutable, which also works on a read-only disk. The file may be a stranger's: what it holds is limited in size,
-    its schema may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
+    Reading leaves no files behind: a database without a write-ahead log is at rest and is opened as immutable, which
+    also works on a read-only disk. The file may be from an untrusted source: its values are limited in size, its schema
+    may call no function with effects, and reading ends after ``READ_SECONDS``; ``check_schema`` comes first.
     """
     refuse_link_out(path)
     at_rest = not path.with_name(f"{path.name}-wal").exists()
@@ -46,7 +86,7 @@ def connect(path: Path, *, read_only: bool) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into ours.
+    """Turn SQLite's errors into ours.
 
     Raises:
         DataError: the file is no database, or a damaged one.
@@ -56,78 +96,43 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-        undecodable = "Could not decode to UTF-8" in str(error)
-        if code in _DAMAGED or undecodable:
+        if code in _DAMAGED or "Could not decode to UTF-8" in str(error):
             what = f"not a rollout database, or a damaged one ({error}); move it away and try again"
             raise DataError(path, what) from error
         raise explain_storage("rollouts", path, error) from error
 
 
-SCHEMA_VERSION = 6  # PRAGMA user_version; files of another version are refused
-_COLUMNS = """
-    id INTEGER PRIMARY KEY,
-    step INTEGER NOT NULL,
-    epoch INTEGER NOT NULL,
-    prompt_index INTEGER NOT NULL,
-    rollout_index INTEGER NOT NULL,
-    example_id TEXT NOT NULL,
-    prompt TEXT NOT NULL,
-    completion TEXT NOT NULL,
-    answer TEXT,
-    parts TEXT NOT NULL,
-    reward REAL NOT NULL,
-    advantage REAL,
-    num_tokens INTEGER NOT NULL,
-    finish TEXT NOT NULL,
-    mean_sampler_logprob REAL,
-    extracted TEXT,
-    outcome TEXT NOT NULL,
-    token_ids BLOB NOT NULL,
-    version INTEGER NOT NULL,
-    spans BLOB,
-    turns TEXT,
-    failures TEXT
-"""
-# token_ids: prompt, then completion (little-endian int32). version: updates of the weights that sampled. Of several
-# turns, spans: lengths (int32) of what the model wrote and what it was answered, in turn; turns, failures: JSON.
-_SCHEMA = (
-    "CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    f"CREATE TABLE rollouts ({_COLUMNS})",
-    "CREATE INDEX rollouts_by_step ON rollouts (step)",
-    f"CREATE TABLE evaluation_rollouts ({_COLUMNS}, evaluation TEXT NOT NULL)",
-    "CREATE INDEX evaluation_rollouts_by_step ON evaluation_rollouts (evaluation, step)",
-)
-# What SQLite's ANALYZE leaves: numbers for its planner.
-_STATISTICS = {
-    "CREATE TABLE sqlite_stat1(tbl,idx,stat)",
-    "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)",
-}
-
-
-def create_schema(db: sqlite3.Connection) -> None:
-    """Create the tables in an empty file, in one transaction; another process may have been faster."""
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit what the block writes, or none of it."""
     db.execute("BEGIN IMMEDIATE")
     try:
-        if _version_of(db) == 0:
-            for statement in _SCHEMA:
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        yield
         db.execute("COMMIT")
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
 
 
+def create_schema(db: sqlite3.Connection) -> None:
+    """Create the tables in an empty file; another process may have been faster."""
+    with transaction(db):
+        if _version_of(db) == 0:
+            for statement in _SCHEMA:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
 def check_schema(db: sqlite3.Connection, path: Path) -> bool:
     """Return whether the file has the tables of this version, False of an empty one; nothing in it can run.
 
-    A view, a trigger, a generated column or an index over an expression would be evaluated by whoever reads or
-    writes the file, and an untrusted source may have put it there.
+    A view, a trigger, a generated column or an index over an expression would be evaluated when the file is read or
+    written, and an untrusted source may have put it there.
 
     Raises:
-        DataError: a file of another version, or something else in it.
+        DataError: a file of another version, or with something else in it.
     """
-    db.execute("BEGIN")  # both questions of one state, whoever is writing
+    db.execute("BEGIN")  # both questions of one state, even while another process writes
     try:
         version = _version_of(db)
         query = "SELECT sql, type, name FROM sqlite_master WHERE sql IS NOT NULL LIMIT 1000"

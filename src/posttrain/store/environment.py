@@ -1,4 +1,4 @@
-"""What a run was run with: command, commit, versions, hardware."""
+"""The circumstances of a run: command, commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ _GIT_TIMEOUT_SECONDS = 5.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Plain data for ``env.json``: when, command, git, versions, hardware."""
+    """Return plain data for ``env.json``: time, command, git, versions, hardware."""
+    import torch
+
+    versions = {"posttrain": __version__, "python": platform.python_version()}
+    hardware: dict[str, Any] = {"platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()}
+    if (memory := posix.memory_bytes()) is not None:
+        hardware["memory_bytes"] = memory
+    hardware["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": [hide_secrets(word) for word in sys.argv],
         "git": git_state(Path(__file__).parent),
-        "versions": {"posttrain": __version__, "python": platform.python_version()}
-        | {name: _version(name) for name in _PACKAGES},
-        "hardware": _hardware(),
+        "versions": versions | {name: metadata.version(name) for name in _PACKAGES},
+        "hardware": hardware,
     }
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that tracks ``folder`` and how many files differ from it; None outside of one."""
+    """Return the commit of the checkout that tracks ``folder`` and the number of changed files; None outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _git(folder, "ls-files"):  # an environment inside some other checkout
         return None
@@ -41,37 +47,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_SECONDS,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None  # no git here, or one that hangs: the run goes on without a commit
+        return None  # no git here, or it hangs: the run goes on without a commit
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _hardware() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        **({} if (memory := posix.memory_bytes()) is None else {"memory_bytes": memory}),
-        "gpus": _gpus(),
-    }
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

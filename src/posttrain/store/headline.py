@@ -1,7 +1,7 @@
-"""The headline of a run: the one held-out result by which it is told, ranked, and by which its best weights are kept.
+"""The primary metric of a run: the held-out result by which runs are shown and ranked and the best weights are kept.
 
-It is chosen at the run's evaluations (``choose_headline``) and stored with the run (``status.json``). Whatever shows or
-ranks runs asks it, and knows no metric by name.
+It is chosen at the run's evaluations (``choose_headline``) and stored with the run (``status.json``). Code that shows
+or ranks runs asks it, and knows no metric by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from posttrain.registry import suggest
 Unit = Literal["share", "number", "nats"]
 Further = Literal["kl_from_start", "loss", "perplexity", "token_accuracy"]
 Words = Annotated[str, Field(max_length=80)]
+KL: Literal["kl_from_start"] = "kl_from_start"
+# What may be shown with a primary metric, or be named by ``eval.best``: its name and format.
+NAMES: Mapping[str, tuple[str, str]] = {
+    KL: ("KL from start", ".3f"),
+    "loss": ("loss", ".4f"),
+    "perplexity": ("perplexity", ".2f"),
+    "token_accuracy": ("token accuracy", ".1%"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +34,8 @@ class Headline:
     """A result of held-out evaluations, and how it is read.
 
     ``metric``: its name among the results. ``unit``: a share from 0 to 1 (shown in percent), a number without one, or
-    nats. ``label``: behind a share (``50.0% right``), before anything else (``reward 0.731``). ``of``: what is counted.
-    ``beside``: further results that are told with it, where there are such.
+    nats. ``label``: after a share (``50.0% right``), before anything else (``reward 0.731``). ``of``: what is counted.
+    ``beside``: further results that are shown with it, where there are such.
     """
 
     metric: Words
@@ -43,35 +51,35 @@ class Headline:
 
     @property
     def counts_right(self) -> bool:
-        """Whether it is the share of answers that are right."""
+        """True for the share of answers that are right."""
         return self.metric == "accuracy"
 
     def value(self, results: Mapping[str, Any]) -> float | None:
-        """Its value; None where it was not measured, or is no finite number."""
+        """Return its value; None where it was not measured, or is no finite number."""
         value = results.get(self.metric)
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def mean(self, evaluations: Iterable[Mapping[str, float]]) -> float | None:
-        """The mean over those evaluations that have it."""
+        """Return the mean over those evaluations that have it."""
         values = [value for results in evaluations if (value := self.value(results)) is not None]
         return math.fsum(values) / len(values) if values else None
 
     def interval(self, results: Mapping[str, float]) -> tuple[float, float] | None:
-        """Its 95 % interval, where one was measured."""
+        """Return its 95 % interval, where one was measured."""
         low, high = (results.get(f"{self.metric}_{bound}", math.nan) for bound in ("low", "high"))
         return (low, high) if self.value(results) is not None and math.isfinite(low) and math.isfinite(high) else None
 
     def goodness(self, value: float) -> float:
-        """Larger for what is better."""
+        """Return a number that is larger for what is better."""
         return value if self.higher_is_better else -value
 
     def numbers(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Of results, those that are told: value, interval and what stands beside them."""
+        """Of results, return value, interval and what is shown with them."""
         names = (self.metric, f"{self.metric}_low", f"{self.metric}_high", *self.beside)
         return {name: results[name] for name in names if math.isfinite(results.get(name, math.nan))}
 
     def only(self, results: Mapping[str, float]) -> dict[str, float]:
-        """Of results, its value and the KL beside it: what a line about one of many runs has room for."""
+        """Of results, return its value and the KL shown with it: enough for a line about one of many runs."""
         names = (self.metric, *({KL} & {*self.beside}))
         return {name: results[name] for name in names if name in results}
 
@@ -79,44 +87,18 @@ class Headline:
         """``50.0%``, ``0.731``."""
         return f"{value:.1%}" if self.is_share else f"{value:.3f}"
 
-    def tell(self, results: Mapping[str, float], *, in_column: bool = False) -> str:
-        """``50.0% right [43.9%, 56.1%]``, ``reward 0.731 · KL from start 2.310``; empty where it was not measured.
-
-        ``in_column``: a share of right answers goes without its name, as the columns of lists do.
-        """
+    def tell(self, results: Mapping[str, float]) -> str:
+        """``50.0% right [43.9%, 56.1%]``, ``reward 0.731 · KL from start 2.310``; empty where it was not measured."""
         value, interval = self.value(results), self.interval(results)
         if value is None:
             return ""
-        told = self._named(self.show(value), in_column)
+        shown = f"{self.show(value)} {self.label}" if self.is_share else f"{self.label} {self.show(value)}"
         if interval is not None:
-            told += f" [{self.show(interval[0])}, {self.show(interval[1])}]"
-        return " · ".join([told, *self._beside(results)])
-
-    def brief(self, results: Mapping[str, float]) -> str:
-        """For a column of runs: ``50.0%`` of right answers, ``71.0% pairs right``, ``reward 0.731, KL 2.31``."""
-        value = self.value(results)
-        return "" if value is None else ", ".join([self._named(self.show(value), True), *self._kl(results)])
-
-    def _named(self, shown: str, in_column: bool) -> str:
-        if self.counts_right and in_column:
-            return shown
-        return f"{shown} {self.label}" if self.is_share else f"{self.label} {shown}"
-
-    def _beside(self, results: Mapping[str, float]) -> list[str]:
-        return [f"{NAMES[name][0]} {results[name]:{NAMES[name][1]}}" for name in self.beside if name in results]
-
-    def _kl(self, results: Mapping[str, float]) -> list[str]:
-        return [f"KL {results[KL]:.2f}"] if KL in self.beside and KL in results else []
+            shown += f" [{self.show(interval[0])}, {self.show(interval[1])}]"
+        further = [f"{NAMES[name][0]} {results[name]:{NAMES[name][1]}}" for name in self.beside if name in results]
+        return " · ".join([shown, *further])
 
 
-KL: Literal["kl_from_start"] = "kl_from_start"
-# What may stand beside a headline, or be named by ``eval.best``: its name, and how it is shown.
-NAMES: Mapping[str, tuple[str, str]] = {
-    KL: ("KL from start", ".3f"),
-    "loss": ("loss", ".4f"),
-    "perplexity": ("perplexity", ".2f"),
-    "token_accuracy": ("token accuracy", ".1%"),
-}
 ACCURACY = Headline("accuracy", unit="share", label="right")
 # In the order in which they are looked for. Agreement is with the labels that the data have.
 _PREFERRED = (
@@ -128,25 +110,20 @@ _PREFERRED = (
     Headline("loss", False, "nats", "loss", "examples", ("perplexity", "token_accuracy")),
 )
 REWARD = Headline("reward", label="reward", of="prompts", beside=(KL,))
-_LOWER_IS_BETTER = {
-    "perplexity", KL, "truncated", "out_of_turns", "tool_failed", "parse_failures", "grading_failures",
-    "environment_failures", "num_tokens", "sampled_num_tokens",
-}  # fmt: skip
-_SHARES = {
-    "format", "worked", "truncated", "out_of_turns", "tool_failed", "parse_failures", "grading_failures",
-    "environment_failures",
-}  # fmt: skip
-# Results that say how was measured, and not what.
+_FAILURES = {"truncated", "out_of_turns", "tool_failed", "parse_failures", "grading_failures", "environment_failures"}
+_LOWER_IS_BETTER = {*_FAILURES, "perplexity", KL, "num_tokens", "sampled_num_tokens"}
+_SHARES = {*_FAILURES, "format", "worked"}
+# Results about the measurement itself.
 _COUNTS = {"n", "num_graded", "samples", "seconds", "prompts_too_long", "rows_dropped", "standard_error"}
 
 
 def choose_headline(
     evaluations: Mapping[str, Mapping[str, float]], *, named: str | None, samples: bool
 ) -> Headline | None:
-    """The headline of a run that is evaluated like this: the first task decides.
+    """Return the primary metric of a run that is evaluated like this: the first task decides.
 
-    Right answers where there are gold answers; else agreement with what pairs, answers or steps are labelled; else of
-    a run that samples the reward with the KL from the start; else the held-out loss; None where there is none of it.
+    Right answers where there are gold answers; else agreement with labelled pairs, answers or steps; else the reward
+    with the KL from the start for a run that samples; else the held-out loss; None where there is none of these.
 
     Args:
         evaluations: results by task.
@@ -166,17 +143,15 @@ def choose_headline(
 
 
 def _named_headline(evaluations: Mapping[str, Mapping[str, float]], named: str) -> Headline:
-    measured = [
-        name
-        for name in dict.fromkeys(name for results in evaluations.values() for name in results)
-        if name not in _COUNTS and not name.endswith(("_low", "_high"))
-    ]
+    every = {name for results in evaluations.values() for name in results}
+    measured = sorted(name for name in every - _COUNTS if not name.endswith(("_low", "_high")))
     if named not in measured:
-        there = ", ".join(sorted(measured))
-        raise UsageError(f"eval.best: no evaluation measures {named!r}.{suggest(named, measured)} There are: {there}")
-    known = next((headline for headline in (*_PREFERRED, REWARD) if headline.metric == named), None)
-    if known is not None:
-        return known
+        raise UsageError(
+            f"eval.best: no evaluation measures {named!r}.{suggest(named, measured)} There are: {', '.join(measured)}"
+        )
+    for headline in (*_PREFERRED, REWARD):
+        if headline.metric == named:
+            return headline
     unit: Unit = "share" if named in _SHARES or named.endswith("accuracy") else "nats" if named == KL else "number"
     label = NAMES[named][0] if named in NAMES else named.replace("_", " ")
     return Headline(named, named not in _LOWER_IS_BETTER, unit, label, "prompts")

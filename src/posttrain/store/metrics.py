@@ -1,10 +1,8 @@
 """``metrics.jsonl``: one line per step, readable by anything that reads JSON.
 
-``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are
-functions of the run's recipe alone, so two runs compare bit for bit without ``timing``.
-
-It is the record; a tracker (``trackers``) is given every line after it was written here, and tells the same story. A
-resumed run drops the steps behind its checkpoint and repeats them, so a tracker is told which lines stayed.
+``{"step": 7, "metrics": {"reward": 0.5, ...}, "timing": {"step_seconds": 0.4, ...}}``. Metrics are functions of the
+run's recipe alone, so two runs compare bit for bit without ``timing``. Trackers (``trackers``) are given every line
+after it was written here.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from posttrain.errors import DataError
 from posttrain.registry import find
@@ -26,7 +24,7 @@ from posttrain.store.reading import open_record
 EVALUATION = "eval/"  # begins the name of an evaluation's result
 MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
 _MAX_LINE_BYTES = 1 << 24
-_BLOCK_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 20
 _MAX_CLOCK = 1 << 53  # more than any clock or memory measures; a step is below it, too
 
 
@@ -50,43 +48,35 @@ class TrimmedMetrics:
 class MetricsLog:
     """The step metrics of one run; the file is created by the first line.
 
-    Floats are written with their shortest exact text, so they come back bit for bit. JSON has no
-    word for numbers that are not finite: these stand as the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+    Floats are written with their shortest exact text, so they come back bit for bit. Numbers that are not finite, for
+    which JSON has no word, are the texts ``"nan"``, ``"inf"``, ``"-inf"``.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._descriptor: int | None = None
-        self._num_rows: int | None = None
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """Add the line of one step.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Add the line of one step; raises StorageError if the disk is full or not writable."""
         line = {"step": step, "metrics": _writable(metrics), "timing": _writable(timing or {})}
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         with storage_errors("metrics", self.path):
-            descriptor = self._opened()
-            written = os.write(descriptor, content)
+            if self._descriptor is None:
+                is_new = not self.path.exists()
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                cut_torn_line(self._descriptor)
+                if is_new:
+                    sync_folder(self.path.parent)
+            written = os.write(self._descriptor, content)
             while written < len(content):
-                written += os.write(descriptor, content[written:])
-        if self._num_rows is not None:
-            self._num_rows += 1
+                written += os.write(self._descriptor, content[written:])
 
     def num_rows(self) -> int:
-        """How many complete lines there are. Reads the file once, and counts what is added."""
-        if self._num_rows is None:
-            self._num_rows = len(self.read())
-        return self._num_rows
+        """Return the number of complete lines."""
+        return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
 
     def flush(self) -> None:
-        """Wait until every line is on the disk.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Wait until every line is on the disk."""
         if self._descriptor is not None:
             with storage_errors("metrics", self.path):
                 os.fsync(self._descriptor)
@@ -101,28 +91,22 @@ class MetricsLog:
                 self._descriptor = None
 
     def read(self) -> list[MetricsRow]:
-        """All rows in file order; none when there is no file. A torn last line is left out.
+        """Return all rows in file order; none when there is no file. A torn last line is left out.
 
-        Raises:
-            DataError: another line than the last is malformed, with its number.
+        Raises DataError, with the number, if another line is malformed.
         """
         return self._read()[0]
 
     def last(self, wanted: Callable[[MetricsRow], bool] = lambda row: True) -> MetricsRow | None:
-        """The last complete row that is wanted, or None. Reads from the end, and no more than it needs.
-
-        Raises:
-            DataError: a line that was read is malformed, or the file is none.
-        """
+        """Return the last complete row that is wanted, of the last megabyte of the file, or None."""
         try:
             with open_record(self.path, MAX_BYTES) as file:
-                for line in _lines_from_the_end(file):
-                    row = _parse_line(line, self.path, None)
-                    if wanted(row):
-                        return row
+                start = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
-            pass
-        return None
+            return None
+        rows = (_parse_line(line, self.path, None) for line in reversed(lines[1:] if start else lines))
+        return next(filter(wanted, rows), None)
 
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> TrimmedMetrics:
         """Drop every line with ``step > after_step``, the evaluations of some steps, and a torn last line; atomic.
@@ -132,7 +116,6 @@ class MetricsLog:
             StorageError: the disk is full or not writable; the file is unchanged.
         """
         self.close()
-        self._num_rows = None
         rows, torn = self._read()
         keeps = [row.step <= after_step and not (row.step in unevaluated and is_evaluation(row)) for row in rows]
         dropped = len(rows) - sum(keeps)
@@ -141,15 +124,6 @@ class MetricsLog:
             kept = [line + b"\n" for line, is_kept in zip(lines, keeps, strict=True) if is_kept]
             replace_file(self.path, b"".join(kept))
         return TrimmedMetrics(dropped, torn)
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            is_new = not self.path.exists()
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            cut_torn_line(self._descriptor)
-            if is_new:
-                sync_folder(self.path.parent)
-        return self._descriptor
 
     def _read(self) -> tuple[list[MetricsRow], int]:
         rows: list[MetricsRow] = []
@@ -163,22 +137,6 @@ class MetricsLog:
         except FileNotFoundError:
             pass
         return rows, 0
-
-
-def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, last first, of at most its last ``_MAX_LINE_BYTES``; the torn one at its end is left out."""
-    start = file.seek(0, os.SEEK_END)
-    lowest = max(0, start - _MAX_LINE_BYTES)
-    rest, is_torn = b"", True
-    while start > lowest:
-        size = min(start, _BLOCK_BYTES)
-        start = file.seek(start - size)
-        first, *lines = (file.read(size) + rest).split(b"\n")
-        yield from reversed(lines[:-1] if is_torn else lines)
-        is_torn = is_torn and not lines
-        rest = b"" if is_torn else first
-    if start == 0 and not is_torn:
-        yield rest
 
 
 def _writable(values: Mapping[str, float]) -> dict[str, Any]:
@@ -206,7 +164,7 @@ def _parse_line(line: bytes, path: Path, number: int | None) -> MetricsRow:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows of its run: its folder, its resolved recipe, and whom to tell of trouble."""
+    """The run of a tracker: its folder, its resolved recipe, and a function that is given messages about trouble."""
 
     folder: Path
     recipe: Mapping[str, Any]
@@ -214,23 +172,21 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Shows rows of metrics somewhere."""
+    """Shows rows of metrics somewhere.
 
-    def start(self, kept: Sequence[MetricsRow]) -> None:
-        """Called before the first row: what the run has already, and nothing else may be shown of it."""
-        ...
+    ``start`` comes before the first row, with the rows that the run has already: nothing else may be shown of it.
+    ``log`` shows one more row; several may have the same step. After ``close``, ``start`` may follow again.
+    """
 
-    def log(self, row: MetricsRow) -> None:
-        """Show one more row. Several may have the same step (an update and its evaluations)."""
-        ...
+    def start(self, kept: Sequence[MetricsRow]) -> None: ...
 
-    def close(self) -> None:
-        """Show all that was given. ``start`` may follow again."""
-        ...
+    def log(self, row: MetricsRow) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TrackedMetrics(MetricsLog):
-    """A ``MetricsLog`` whose rows trackers are given, too."""
+    """A ``MetricsLog`` whose rows are given to trackers, too."""
 
     def __init__(self, path: str | Path, trackers: Sequence[Tracker]) -> None:
         super().__init__(path)
@@ -238,7 +194,7 @@ class TrackedMetrics(MetricsLog):
         self._started = False
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
-        """As ``MetricsLog.append``; trackers hear of it when the line is written."""
+        """As ``MetricsLog.append``; trackers are given the line once it is written."""
         if not self._started and self.trackers:
             kept = self.read()
             for tracker in self.trackers:
@@ -260,11 +216,7 @@ class TrackedMetrics(MetricsLog):
 
 
 def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
-    """The trackers that a recipe names (``track``), none of them opened yet.
-
-    Raises:
-        MissingExtra: the package of one is not installed.
-    """
+    """Return the trackers that a recipe names (``track``), none of them opened yet."""
     return [
         find("tracker", word.name, f"track.{index}").bind(word.options, f"track.{index}")(run)
         for index, word in enumerate(words)
@@ -272,7 +224,7 @@ def build_trackers(words: Sequence[Any], run: TrackedRun) -> list[Tracker]:
 
 
 def is_evaluation(row: MetricsRow) -> bool:
-    """Whether a line is of an evaluation alone."""
+    """Return whether a line is of an evaluation alone."""
     return bool(row.metrics) and all(name.startswith(EVALUATION) for name in row.metrics)
 
 
@@ -286,7 +238,7 @@ class EvaluationPoint:
 
 
 def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
-    """The evaluations that a run's metrics record as ``eval/<task>/<result>``."""
+    """Return the evaluations that a run's metrics record as ``eval/<task>/<result>``."""
     points = []
     for row in rows:
         by_task: dict[str, dict[str, float]] = {}

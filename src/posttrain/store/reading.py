@@ -1,7 +1,7 @@
-"""Reading the small files of a run, which may be damaged or a stranger's.
+"""Reading the small files of a run, which may be damaged or from an untrusted source.
 
-What comes back is plain: mappings, lists, text, finite numbers, of bounded size and depth. Whatever else is there is a
-``DataError`` with the file and the reason, so that one run cannot keep the others from being listed.
+The result is plain: mappings, lists, text, finite numbers, of bounded size and depth. Anything else is a ``DataError``
+with the file and the reason, so that one run cannot keep the others from being listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -31,20 +30,16 @@ _MAX_WHOLE_NUMBER = 1 << 128
 
 @contextmanager
 def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; a pipe or a device is not waited for.
+    """Open a regular file for reading; a pipe or a device is not waited for.
 
     Raises:
         FileNotFoundError: there is none.
         DataError: no file, a link that leads out of its folder, too large, or not readable.
     """
     refuse_link_out(path)
+    descriptor = -1
     try:
         descriptor = os.open(path, os.O_RDONLY | posix.NO_WAIT | posix.CLOSE_ON_EXEC | posix.BINARY)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})") from None
-    try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise DataError(path, "damaged: this is no file; move it away")
@@ -52,14 +47,17 @@ def open_record(path: Path, max_bytes: int) -> Iterator[BinaryIO]:
             raise DataError(path, f"damaged: it has {about.st_size:,} bytes, and at most {max_bytes:,} are read")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror})") from None
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def refuse_link_out(path: Path) -> None:
-    """Refuse a file that is a link to another folder: what lies there is no part of a stranger's run, and is not shown.
+    """Refuse a file that is a link to another folder: what lies there is no part of the run, and is not shown.
 
     Raises:
         DataError: it is one.
@@ -69,7 +67,7 @@ def refuse_link_out(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is only to be shown, of at most a megabyte; bytes that are no text show as such.
+    """Return the text of a file of at most a megabyte that is only shown; bytes that are no text show as such.
 
     Raises:
         DataError: see ``open_record``; or there is none.
@@ -81,13 +79,13 @@ def read_text(path: Path) -> str:
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
-    """The content of a file; see ``open_record``."""
+    """Return the content of a file; see ``open_record``."""
     with open_record(path, max_bytes) as file:
         return file.read(max_bytes)
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file as plain data.
+    """Return a JSON file as plain data.
 
     Raises:
         FileNotFoundError: there is none.
@@ -97,46 +95,22 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file as plain data, by the rules of recipes (``strict_yaml``).
-
-    Raises:
-        FileNotFoundError: there is none.
-        DataError: see ``read_record``; or it is damaged.
-    """
+    """Return a YAML file as plain data, by the rules of recipes (``strict_yaml``). Raises as ``read_json``."""
     return _parse(path, lambda text: strict_yaml.read_yaml(text, path.name)[0], _MAX_YAML_BYTES)
 
 
 def read_stated(path: Path, kind: type[Kind]) -> Kind:
-    """What a JSON file states, as ``stated``.
+    """Return the dataclass that a JSON file holds, each value of its field's type; unknown keys are left out.
 
-    Raises:
-        FileNotFoundError: there is none.
-        DataError: see ``read_json``; or it states something else.
+    Raises as ``read_json``.
     """
     content = json.dumps(read_json(path))
     try:
-        return stated(kind, content)
-    except ValueError as error:
-        raise DataError(path, f"damaged: {error}; delete it") from None
-
-
-def stated(kind: type[Kind], content: str | bytes) -> Kind:
-    """The JSON of a dataclass of plain data, each value of its field's type; keys that it has not are left out.
-
-    Raises:
-        ValueError: it is none; the message says what stands where.
-    """
-    try:
-        return _adapter(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
+        return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key, value = ".".join(map(str, first["loc"])), None if first["type"] == "missing" else first["input"]
-        raise ValueError(f"{key or 'all of it'} is {str(value)[:60]!r}") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+        raise DataError(path, f"damaged: {key or 'all of it'} is {str(value)[:60]!r}; delete it") from None
 
 
 def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> Any:
@@ -150,7 +124,7 @@ def _parse(path: Path, parse: Callable[[str], Any], max_bytes: int) -> Any:
 
 
 def _check_plain(value: Any) -> None:
-    """Raise ``ValueError`` for what JSON cannot say or a terminal cannot show, and for too much of it."""
+    """Raise ``ValueError`` for what JSON or a terminal cannot hold, and for too much of it."""
     open_values: list[tuple[Any, int]] = [(value, 0)]
     count = 0
     while open_values:

@@ -1,6 +1,7 @@
 """``rollouts.db``: every completion that was sampled, with its rewards.
 
-SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit."""
+SQLite in WAL mode. Rows are functions of the recipe alone (no clock), so two runs compare bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import math
 import re
 import sqlite3
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,44 +18,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from posttrain.errors import DataError, PosttrainError
-from posttrain.store.database import check_schema, connect, create_schema, sqlite_errors
+from posttrain.store.database import TABLES, check_schema, connect, create_schema, sqlite_errors, transaction
 from posttrain.store.durable import sync_file, sync_folder
 from posttrain.types import Call, Example, Rollout, Turn
 
-Row = tuple[Any, ...]
-
-COLUMNS = (
-    "step",
-    "epoch",
-    "prompt_index",
-    "rollout_index",
-    "example_id",
-    "prompt",
-    "completion",
-    "answer",
-    "parts",
-    "reward",
-    "advantage",
-    "num_tokens",
-    "finish",
-    "mean_sampler_logprob",
-    "extracted",
-    "outcome",
-    "token_ids",
-    "version",
-    "spans",
-    "turns",
-    "failures",
-)
-# What a column holds where it is no text, and which may be empty.
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("id", "step", "epoch", "prompt_index", "rollout_index", "num_tokens"), int),
-    **dict.fromkeys(("reward", "advantage", "mean_sampler_logprob"), float),
-    "token_ids": bytes,
-    "version": int,
-    "spans": bytes,
-}
-_OPTIONAL = {"answer", "advantage", "mean_sampler_logprob", "extracted", "spans", "turns", "failures"}
+_KINDS: dict[str, type] = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
+# A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
+_BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+_ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +34,10 @@ class RecordedRollout:
 
     ``id`` counts the rows of its table from 1. ``parts`` are the unweighted rewards by name.
     ``mean_sampler_logprob`` is the mean over the tokens that the model wrote (None where there are none).
-    ``extracted`` and ``outcome``: the answer that was graded and what the grader said. ``token_ids`` are those of the
+    ``extracted`` and ``outcome``: the answer that was graded and the grader's verdict. ``token_ids`` are those of the
     prompt and, the last ``num_tokens`` of them, of the completion as sampled. ``version``: number of updates of the
-    weights that sampled. Of a completion with an environment ``own`` says which of its tokens the model wrote (None:
-    all), ``turns`` what it did in each, and ``failures`` why the environment failed, if it did; ``completion`` is then
+    weights that sampled. Of a completion with an environment, ``own`` marks the tokens that the model wrote (None:
+    all), ``turns`` are its turns, and ``failures`` the reasons why the environment failed; ``completion`` is then
     the last turn. ``evaluation`` names the evaluation that sampled it; None for a training rollout.
     """
 
@@ -96,27 +67,20 @@ class RecordedRollout:
 
     @property
     def num_own(self) -> int:
-        """How many tokens the model wrote."""
+        """Number of tokens that the model wrote."""
         return self.num_tokens if self.own is None else sum(self.own)
 
     @property
     def transcript(self) -> str:
-        """The completion for a reader: of several turns each, with the results of its calls below it."""
+        """The completion for a reader: each of several turns, with the results of its calls below it."""
         return show_turns(self.turns, self.failures) or self.completion
 
 
-# A line that looks like one of those that ``show_turns`` adds, whatever begins a line.
-_BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
-_ARROW = re.compile(rf"(^|[{_BREAKS}])([^\S{_BREAKS}]*->)")
-
-
-def _quote(text: str) -> str:
-    """What a model or a tool wrote; arrows at the start of a line get a backslash, for those are the record's own."""
-    return _ARROW.sub(r"\1\\\2", text)
-
-
 def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
-    """Turns for a reader, below each the results of its calls and what it was paid; empty where one turn says all."""
+    """Turns for a reader, each with the results of its calls and its reward below; empty for one turn without calls.
+
+    Arrows at the start of a line of the model or a tool get a backslash, since those are the record's own.
+    """
     if len(turns) < 2 and not failures and not any(turn.calls for turn in turns):
         return ""
     lines = []
@@ -127,37 +91,12 @@ def show_turns(turns: Sequence[Turn], failures: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *(f"-> failed: {failure}" for failure in failures)])
 
 
-def to_row(rollout: Rollout) -> Row:
-    """The columns of a rollout (``COLUMNS``): numbers, texts and bytes."""
-    completion = rollout.completion
-    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
-    return (
-        rollout.step,
-        rollout.epoch,
-        rollout.prompt_index,
-        rollout.rollout_index,
-        _storable(rollout.example.id),
-        _storable(prompt_text(rollout.example)),
-        _storable(rollout.text),
-        None if rollout.example.answer is None else _storable(rollout.example.answer),
-        json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
-        float(rollout.reward),
-        None if rollout.advantage is None else float(rollout.advantage),
-        len(rollout.completion.ids),
-        rollout.completion.finish,
-        math.fsum(logprobs) / len(logprobs) if logprobs else None,
-        None if rollout.extracted is None else _storable(rollout.extracted),
-        rollout.outcome,
-        _pack_ids((*rollout.prompt_ids, *rollout.completion.ids)),
-        completion.version,
-        None if completion.own is None else _pack_ids(spans_of(completion.own)),
-        json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
-        json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
-    )
+def _quote(text: str) -> str:
+    return _ARROW.sub(r"\1\\\2", text)
 
 
 def spans_of(own: Sequence[bool]) -> list[int]:
-    """Lengths of runs in turn, those that the model wrote first (0 where it did not begin)."""
+    """Return the lengths of alternating runs of tokens, those that the model wrote first (0 if it did not begin)."""
     spans, writes = [0], True
     for is_own in own:
         if is_own != writes:
@@ -168,7 +107,7 @@ def spans_of(own: Sequence[bool]) -> list[int]:
 
 
 def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turns as plain data."""
+    """Return turns as plain data."""
     return [
         {
             "text": _storable(turn.text),
@@ -180,7 +119,7 @@ def write_turns(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
-    """What ``write_turns`` wrote.
+    """Return the turns that ``write_turns`` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: something else.
@@ -198,76 +137,21 @@ def read_turns(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _pack_ids(ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)
-
-
-def _unpack_ids(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(packed) // 4}i", packed)
-
-
-def read_row(row: Mapping[str, Any], path: Path) -> RecordedRollout:
-    """A row as it stands in the file ``path``, which may be a stranger's: SQLite keeps any type in any column.
-
-    Raises:
-        DataError: a value is of another type than this package writes.
-    """
-    for name, value in row.items():
-        allowed = _TYPES.get(name, str)
-        if not isinstance(value, allowed) and not (value is None and name in _OPTIONAL):
-            raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
-    try:
-        ids = _unpack_ids(row["token_ids"])
-        parts = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
-        several = _read_several(row)
-    except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
-        raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
-    plain = {name: value for name, value in row.items() if name not in ("spans", "turns", "failures")}
-    return RecordedRollout(**{**plain, "parts": parts, "token_ids": ids, **several})
-
-
-def _read_several(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says of several turns.
-
-    Raises:
-        KeyError, TypeError, ValueError, struct.error: nothing that ``to_row`` writes.
-    """
-    own = None
-    if row["spans"] is not None:
-        spans = _unpack_ids(row["spans"])
-        if min(spans, default=0) < 0 or not len(row["token_ids"]) // 4 >= sum(spans) == row["num_tokens"]:
-            raise ValueError("the spans of its turns are not those of its tokens")
-        own = tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
-    failures = tuple(json.loads(row["failures"])) if row["failures"] is not None else ()
-    if not all(isinstance(failure, str) for failure in failures):
-        raise ValueError("a failure is no text")
-    turns = read_turns(json.loads(row["turns"])) if row["turns"] is not None else ()
-    return {"own": own, "turns": turns, "failures": failures}
-
-
 def prompt_text(example: Example) -> str:
-    """What was asked, for a reader: the message, or all of them with their roles."""
+    """Return the prompt for a reader: the message, or all of them with their roles."""
     messages = example.messages
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
 
 
-def _storable(text: str) -> str:
-    """``text`` with lone surrogates (which UTF-8 cannot hold) written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-TABLES = ("rollouts", "evaluation_rollouts")
-
-
 class RolloutStore:
     """The rollouts of one run.
 
     Args:
-        path: the file; made if missing.
+        path: the file; created if missing.
         about: facts about the run that travel with the file (seed, recipe fingerprint).
-        read_only: read a file that another process may be writing; ``record`` and ``trim`` are not for it.
+        read_only: read a file that another process may be writing.
 
     Raises:
         DataError: no such file (read only), not a rollout database, or one of another version.
@@ -279,40 +163,41 @@ class RolloutStore:
         self.read_only = read_only
         self._opened = ExitStack()
         self._writer: sqlite3.Connection | None = None
-        self._prepare(about or {})
+        is_new = not self.path.exists()
+        if read_only and is_new:
+            raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
+        with self._connection() as db:
+            if not check_schema(db, self.path) and read_only:
+                raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
+        if read_only:
+            return
+        with self._connection() as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            create_schema(db)
+            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted((about or {}).items()))
+            if is_new:
+                sync_folder(self.path.parent)
 
     def record(self, rollouts: Sequence[Rollout], *, evaluation: str | None = None) -> None:
         """Write rollouts in one transaction; ``evaluation`` names the evaluation that they belong to.
 
         They outlive a killed process, and after ``flush`` a power cut.
-
-        Raises:
-            StorageError: the disk is full or not writable.
         """
         assert not self.read_only, "opened for reading"
         if not rollouts:
             return
-        last = () if evaluation is None else (evaluation,)
-        table, columns = ("evaluation_rollouts", (*COLUMNS, "evaluation")) if last else ("rollouts", COLUMNS)
-        insertion = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        table = "rollouts" if evaluation is None else "evaluation_rollouts"
+        names = TABLES[table]
+        insertion = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
         with sqlite_errors(self.path):
             if self._writer is None:
                 self._writer = self._opened.enter_context(connect(self.path, read_only=False))
                 self._writer.execute("PRAGMA synchronous = NORMAL")  # a commit does not wait for the disk; flush does
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                self._writer.executemany(insertion, [(*to_row(rollout), *last) for rollout in rollouts])
-                self._writer.execute("COMMIT")
-            finally:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
+            with transaction(self._writer):
+                self._writer.executemany(insertion, [_to_row(one) | {"evaluation": evaluation} for one in rollouts])
 
     def flush(self) -> None:
-        """Wait until everything recorded is on the disk.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Wait until everything recorded is on the disk."""
         if self._writer is not None:
             with sqlite_errors(self.path):
                 for path in (self.path.with_name(f"{self.path.name}-wal"), self.path):
@@ -320,11 +205,7 @@ class RolloutStore:
                         sync_file(path)
 
     def close(self) -> None:
-        """Flush and close. The store can be read afterwards, and recorded to again.
-
-        Raises:
-            StorageError: something recorded could not be written.
-        """
+        """Flush and close. The store can be read afterwards, and recorded to again."""
         self.flush()
         self._writer = None
         with sqlite_errors(self.path):
@@ -336,133 +217,76 @@ class RolloutStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
         try:
             self.close()
         except PosttrainError as failure:
+            if error is None:
+                raise
             if failure is not error:  # the first error is the one to show
                 error.add_note(str(failure))
 
     def trim(self, after_step: int, unevaluated: Collection[int] = ()) -> int:
         """Delete rollouts with ``step > after_step``, and those of evaluations of some steps; returns how many.
 
-        ``after_step=-1`` also deletes the evaluation before the first step.
-
-        Raises:
-            StorageError: the disk is full or not writable; nothing was deleted.
+        ``after_step=-1`` also deletes the evaluation before the first step. All are deleted, or after an error none.
         """
         assert not self.read_only, "opened for reading"
-        with self._connection() as db:
-            db.execute("BEGIN IMMEDIATE")
-            deleted = db.execute("DELETE FROM rollouts WHERE step > ?", (after_step,)).rowcount
-            deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step > ?", (after_step,)).rowcount
+        with self._connection() as db, transaction(db):
+            deleted = 0
+            for table in TABLES:
+                deleted += db.execute(f"DELETE FROM {table} WHERE step > ?", (after_step,)).rowcount
             for step in unevaluated:
                 deleted += db.execute("DELETE FROM evaluation_rollouts WHERE step = ?", (step,)).rowcount
-            db.execute("COMMIT")
         return deleted
 
-    def about(self) -> dict[str, str]:
-        """The facts about the run that the file carries."""
-        with self._connection() as db:
-            return dict(db.execute("SELECT key, value FROM about ORDER BY key").fetchall())
-
-    def training(
-        self,
-        step: int | None = None,
-        *,
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        text: str | None = None,
-        limit: int | None = None,
-        newest_first: bool = False,
-    ) -> list[RecordedRollout]:
-        """Training rollouts in the order in which they were recorded.
+    def training(self, step: int | None = None, **options: Any) -> list[RecordedRollout]:
+        """Return training rollouts in the order in which they were recorded.
 
         Args:
             step: of this step alone.
-            min_reward, max_reward: with a reward in this closed interval.
-            text: whose prompt or completion contains this text (case counts).
-            limit: at most so many.
-            newest_first: in the opposite order (before ``limit``).
+            options: ``text`` that prompt or completion contains (case counts), ``limit`` of their number, and
+                ``newest_first`` for the opposite order (before ``limit``).
         """
-        conditions = _conditions(step, min_reward, max_reward, text)
-        return self._select("rollouts", conditions, limit, newest_first)
+        return self._select("rollouts", {"step": step}, **options)
 
-    def evaluations(
-        self,
-        name: str | None = None,
-        step: int | None = None,
-        *,
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        text: str | None = None,
-        limit: int | None = None,
-        newest_first: bool = False,
-    ) -> list[RecordedRollout]:
-        """Evaluation rollouts, of the evaluation ``name`` or of all; otherwise as ``training``."""
-        conditions = _conditions(step, min_reward, max_reward, text)
-        if name is not None:
-            conditions.append(("evaluation = ?", (name,)))
-        return self._select("evaluation_rollouts", conditions, limit, newest_first)
+    def evaluations(self, name: str | None = None, step: int | None = None, **options: Any) -> list[RecordedRollout]:
+        """Return evaluation rollouts, of the evaluation ``name`` or of all; otherwise as ``training``."""
+        return self._select("evaluation_rollouts", {"step": step, "evaluation": name}, **options)
 
     def count_training(self) -> dict[int, int]:
-        """Number of training rollouts by step."""
+        """Return the number of training rollouts by step."""
         with self._connection() as db:
             counts = dict(db.execute("SELECT step, COUNT(*) FROM rollouts GROUP BY step ORDER BY step").fetchall())
-        self._check_steps(counts)
-        return counts
-
-    def count_evaluations(self) -> dict[tuple[str, int], int]:
-        """Number of evaluation rollouts by (evaluation, step)."""
-        query = "SELECT evaluation, step, COUNT(*) FROM evaluation_rollouts GROUP BY 1, 2 ORDER BY 1, 2"
-        with self._connection() as db:
-            counts = {(name, step): count for name, step, count in db.execute(query).fetchall()}
-        self._check_steps(step for _, step in counts)
-        if not all(isinstance(name, str) for name, _ in counts):
-            raise DataError(self.path, "damaged: the name of an evaluation is no text; move it away")
+        if not all(isinstance(step, int) for step in counts):
+            raise DataError(self.path, "damaged: a step is no whole number; move it away")
         return counts
 
     def num_rows(self, up_to_step: int) -> dict[str, int]:
-        """How many rows of steps up to ``up_to_step`` there are, by table."""
+        """Return the number of rows of steps up to ``up_to_step``, by table."""
         with self._connection() as db:
             query = "SELECT COUNT(*) FROM {} WHERE step <= ?"
             return {table: db.execute(query.format(table), (up_to_step,)).fetchone()[0] for table in TABLES}
 
-    def _check_steps(self, steps: Iterable[Any]) -> None:
-        if not all(isinstance(step, int) for step in steps):
-            raise DataError(self.path, "damaged: a step is no whole number; move it away")
-
     def _select(
-        self, table: str, conditions: list[tuple[str, tuple[Any, ...]]], limit: int | None, newest_first: bool
+        self,
+        table: str,
+        equal: Mapping[str, Any],
+        *,
+        text: str | None = None,
+        limit: int | None = None,
+        newest_first: bool = False,
     ) -> list[RecordedRollout]:
-        columns = ("id", *COLUMNS, *(("evaluation",) if table == "evaluation_rollouts" else ()))
-        where = " AND ".join(sql for sql, _ in conditions) or "1"
-        values = [value for _, parameters in conditions for value in parameters]
-        order = "DESC" if newest_first else "ASC"
-        query = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY id {order} LIMIT ?"
+        columns = ("id", *TABLES[table])
+        wanted = {name: value for name, value in equal.items() if value is not None}
+        conditions = ["1", *(f"{name} = :{name}" for name in wanted)]
+        conditions += [] if text is None else ["(instr(prompt, :text) > 0 OR instr(completion, :text) > 0)"]
+        query = (
+            f"SELECT {', '.join(columns)} FROM {table} WHERE {' AND '.join(conditions)} "
+            f"ORDER BY id {'DESC' if newest_first else 'ASC'} LIMIT :limit"
+        )
         with self._connection() as db:
-            rows = db.execute(query, [*values, -1 if limit is None else limit]).fetchall()
-        named = (dict(zip(columns, row, strict=True)) for row in rows)
-        return [read_row(row, self.path) for row in named]
-
-    def _prepare(self, about: Mapping[str, str]) -> None:
-        is_new = not self.path.exists()
-        if self.read_only and is_new:
-            raise DataError(self.path, "no such rollout database; a run writes it with its first rollouts")
-        with self._connection() as db:
-            is_made = check_schema(db, self.path)
-        if self.read_only:
-            if not is_made:
-                raise DataError(self.path, "not a rollout database as posttrain writes it (it is empty)")
-            return
-        with sqlite_errors(self.path), connect(self.path, read_only=False) as db:
-            db.execute("PRAGMA journal_mode = WAL")
-            create_schema(db)
-            db.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", sorted(about.items()))
-            if is_new:
-                sync_folder(self.path.parent)
+            rows = db.execute(query, wanted | {"text": text, "limit": -1 if limit is None else limit}).fetchall()
+        return [_read_row(dict(zip(columns, row, strict=True)), table, self.path) for row in rows]
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -470,16 +294,71 @@ class RolloutStore:
             yield db
 
 
-def _conditions(
-    step: int | None, min_reward: float | None, max_reward: float | None, text: str | None
-) -> list[tuple[str, tuple[Any, ...]]]:
-    conditions: list[tuple[str, tuple[Any, ...]]] = []
-    if step is not None:
-        conditions.append(("step = ?", (step,)))
-    if min_reward is not None:
-        conditions.append(("reward >= ?", (min_reward,)))
-    if max_reward is not None:
-        conditions.append(("reward <= ?", (max_reward,)))
-    if text is not None:
-        conditions.append(("(instr(prompt, ?) > 0 OR instr(completion, ?) > 0)", (text, text)))
-    return conditions
+def _to_row(rollout: Rollout) -> dict[str, Any]:
+    """The columns of a rollout: numbers, texts and bytes."""
+    example, completion = rollout.example, rollout.completion
+    logprobs = [x for x, is_own in zip(completion.logprobs, completion.written, strict=True) if is_own]
+    return {
+        "step": rollout.step,
+        "epoch": rollout.epoch,
+        "prompt_index": rollout.prompt_index,
+        "rollout_index": rollout.rollout_index,
+        "example_id": _storable(example.id),
+        "prompt": _storable(prompt_text(example)),
+        "completion": _storable(rollout.text),
+        "answer": None if example.answer is None else _storable(example.answer),
+        "parts": json.dumps({name: float(value) for name, value in rollout.parts.items()}, allow_nan=False),
+        "reward": float(rollout.reward),
+        "advantage": None if rollout.advantage is None else float(rollout.advantage),
+        "num_tokens": len(completion.ids),
+        "finish": completion.finish,
+        "mean_sampler_logprob": math.fsum(logprobs) / len(logprobs) if logprobs else None,
+        "extracted": None if rollout.extracted is None else _storable(rollout.extracted),
+        "outcome": rollout.outcome,
+        "token_ids": _pack_ids((*rollout.prompt_ids, *completion.ids)),
+        "version": completion.version,
+        "spans": None if completion.own is None else _pack_ids(spans_of(completion.own)),
+        "turns": json.dumps(write_turns(rollout.turns)) if rollout.turns else None,
+        "failures": json.dumps([_storable(failure) for failure in rollout.failures]) if rollout.failures else None,
+    }
+
+
+def _read_row(row: dict[str, Any], table: str, path: Path) -> RecordedRollout:
+    """Check the types in a row of a file that may be untrusted: SQLite keeps any type in any column."""
+    for name, kind in {"id": "INTEGER", **TABLES[table]}.items():
+        value, expected = row[name], _KINDS[kind.split()[0]]
+        if not isinstance(value, expected) and (value is not None or "NOT NULL" in kind):
+            raise DataError(path, f"damaged: {name} of row {row['id']!r} is {type(value).__name__}; move it away")
+    try:
+        row["token_ids"] = _unpack_ids(row["token_ids"])
+        row["parts"] = {str(name): float(value) for name, value in json.loads(row["parts"]).items()}
+        row["own"] = _own_of(row.pop("spans"), row["token_ids"], row["num_tokens"])
+        row["turns"] = () if row["turns"] is None else read_turns(json.loads(row["turns"]))
+        row["failures"] = () if row["failures"] is None else tuple(json.loads(row["failures"]))
+        if not all(isinstance(failure, str) for failure in row["failures"]):
+            raise ValueError("a failure is no text")
+    except (struct.error, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        raise DataError(path, f"damaged: row {row['id']} ({type(error).__name__}: {error}); move it away") from None
+    return RecordedRollout(**row)
+
+
+def _own_of(packed: bytes | None, ids: Sequence[int], num_tokens: int) -> tuple[bool, ...] | None:
+    if packed is None:
+        return None
+    spans = _unpack_ids(packed)
+    if min(spans, default=0) < 0 or not len(ids) >= sum(spans) == num_tokens:
+        raise ValueError("the spans of its turns are not those of its tokens")
+    return tuple(place % 2 == 0 for place, length in enumerate(spans) for _ in range(length))
+
+
+def _pack_ids(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def _unpack_ids(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}i", packed)
+
+
+def _storable(text: str) -> str:
+    """``text`` with lone surrogates (which UTF-8 cannot hold) written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

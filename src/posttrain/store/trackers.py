@@ -1,8 +1,7 @@
 """Trackers: the lines of ``metrics.jsonl``, shown by TensorBoard or Weights & Biases as well.
 
-Only disk failures stop training; a tracker that cannot reach its server goes on without it.
-
-The only module that imports wandb and tensorboard.
+Only disk failures stop training; a tracker that cannot reach its server is left out. The only module that imports wandb
+and tensorboard.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.errors import MissingExtra, UsageError
+from posttrain.errors import MissingExtra, UsageError, first_line
 from posttrain.option_types import shorten
 from posttrain.registry import register
 from posttrain.store.durable import storage_errors
@@ -76,50 +75,45 @@ def wandb(
     the run's folder, or below ``WANDB_DIR``.
 
     Args:
-        project: on the server; by default what ``WANDB_PROJECT`` says, else ``posttrain``.
-        entity: whose project; by default what ``WANDB_ENTITY`` says, else the account's own.
+        project: on the server; by default ``WANDB_PROJECT``, else ``posttrain``.
+        entity: owner of the project; by default ``WANDB_ENTITY``, else the account's own.
         group: of runs that belong together.
-        mode: ``online`` uploads while training, and becomes ``offline`` with a notice where there is no server. By
-            default what ``WANDB_MODE`` says; else ``online`` with ``WANDB_API_KEY``, ``offline`` without.
+        mode: ``online`` uploads while training. By default ``WANDB_MODE``; else ``online`` with ``WANDB_API_KEY``,
+            ``offline`` without.
 
     Raises:
-        UsageError: ``WANDB_MODE`` says none of these.
+        UsageError: ``WANDB_MODE`` is none of these.
     """
     try:
         import wandb as library
     except ImportError as error:
         raise MissingExtra("wandb", "track", "track: wandb") from error
+    chosen = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    if mode is None and chosen not in WANDB_MODES:
+        raise UsageError(f"WANDB_MODE is {shorten(chosen)}; set it to {', '.join(WANDB_MODES)}, or unset it")
     place = {"project": project or os.environ.get("WANDB_PROJECT") or "posttrain", "group": group}
     place["entity"] = entity or os.environ.get("WANDB_ENTITY") or None
-    return _WeightsAndBiases(run, library, place, mode or _mode_of_environment())
-
-
-def _mode_of_environment() -> str:
-    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-    if mode not in WANDB_MODES:
-        raise UsageError(f"WANDB_MODE is {shorten(mode)}; set it to {', '.join(WANDB_MODES)}, or unset it")
-    return mode
+    return _WeightsAndBiases(run, library, place | {"mode": mode or chosen})
 
 
 class _WeightsAndBiases:
-    def __init__(self, run: TrackedRun, library: Any, place: Mapping[str, Any], mode: str) -> None:
-        self.run, self.library, self.place, self.mode = run, library, place, mode
-        self.home = Path(os.environ.get("WANDB_DIR") or run.folder)  # the library's files are in its folder ``wandb``
+    def __init__(self, run: TrackedRun, library: Any, place: Mapping[str, Any]) -> None:
+        self.run, self.library, self.place = run, library, place
         self._session: Any = None
         self._rows = 0
 
     def start(self, kept: Sequence[MetricsRow]) -> None:
-        folder = self.run.folder / "wandb"
+        folder, home = self.run.folder / "wandb", Path(os.environ.get("WANDB_DIR") or self.run.folder)
         with storage_errors("files for Weights & Biases", folder):
             folder.mkdir(exist_ok=True)
             identity = folder / "run-id.txt"
             if not identity.is_file():
                 identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
             name = identity.read_text(encoding="utf-8")
-            self.home.mkdir(parents=True, exist_ok=True)
-            before = list((self.home / "wandb").glob(f"offline-run-*-{name}"))
+            home.mkdir(parents=True, exist_ok=True)
+            before = list((home / "wandb").glob(f"offline-run-*-{name}"))
         self._rows = 0
-        self._attempt("could not be started", lambda: self._open(name))
+        self._attempt("could not be started", lambda: self._open(name, str(home)))
         for row in kept:
             self.log(row)
         if self._session is not None and self._session.settings.mode == "offline":
@@ -137,61 +131,33 @@ class _WeightsAndBiases:
             self._attempt("could not be closed", lambda: self._session.finish())
         self._session = None
 
-    def _open(self, name: str) -> None:
-        try:
-            self._session = self._begin(name, self.mode)
-        except Exception as error:
-            if self.mode == "offline" or not _is_theirs(error):
-                raise
-            self.library.teardown()  # lets go of the id
-            folder = self.home / "wandb"
-            self.run.notify(f"track: wandb: the server cannot be used ({_line(error)}); offline instead, in {folder}")
-            self._session = self._begin(name, "offline")
-        self._session.define_metric("*", step_metric="step")
-
-    def _begin(self, name: str, mode: str) -> Any:
-        settings = self.library.Settings(
-            silent=True,
-            console="off",
-            save_code=False,
-            x_disable_stats=True,
-            init_timeout=30,
-            finish_timeout=30,
-        )
-        return self.library.init(
+    def _open(self, name: str, home: str) -> None:
+        options = {"silent": True, "console": "off", "save_code": False, "x_disable_stats": True}
+        self._session = self.library.init(
             **self.place,
             id=name,
             name=self.run.folder.name,
-            dir=str(self.home),
-            mode=mode,
+            dir=home,
             resume="allow",
             reinit="create_new",
             config=dict(self.run.recipe),
-            settings=settings,
+            settings=self.library.Settings(**options, init_timeout=30, finish_timeout=30),
         )
+        self._session.define_metric("*", step_metric="step")
 
     def _attempt(self, trouble: str, act: Callable[[], None]) -> None:
-        """Do something that may fail without training being the worse for it; then W&B is left out, and it is said."""
+        """Call a function of W&B; where it fails, W&B is left out with a notice, and training goes on."""
         try:
             act()
-        except Exception as error:
-            if not _is_theirs(error):
+        except Exception as error:  # W&B's own errors have no class in common
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
                 raise
             self._session = None
-            self.run.notify(f"track: wandb {trouble} ({_line(error)}); training goes on, metrics.jsonl has everything")
-
-
-def _is_theirs(error: Exception) -> bool:
-    """Whether an error comes from W&B or the network; W&B's own have no class in common."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "wandb"
+            reason = f"{first_line(error)}; WANDB_MODE=offline needs no server"
+            self.run.notify(f"track: wandb {trouble} ({reason}); training goes on, metrics.jsonl has everything")
 
 
 def _flat(row: MetricsRow) -> dict[str, float]:
     return {name: float(value) for name, value in row.metrics.items()} | {
         f"timing/{name}": float(value) for name, value in row.timing.items()
     }
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""``posttrain runs tag | prune | delete | export | resume | manage``: what changes a run. Deletions ask first."""
+"""``posttrain runs prune | delete | export | resume | manage``: actions that change runs. Deletions ask first."""
 
 from __future__ import annotations
 
@@ -6,56 +6,42 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
 from posttrain.commands import options
 from posttrain.commands.console import counted, open_console, say
 from posttrain.commands.runs.show import describe_link, run_compare, run_list, run_show, show_bytes
-from posttrain.errors import DataError, PosttrainError, RecipeError, RunConflict, UsageError
+from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError
 from posttrain.registry import suggest
-from posttrain.runs.directory import RunDirectory, change_tags, read_tags
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.export import export_run
 from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
-from posttrain.runs.removal import (
-    Prune,
-    check_unused,
-    delete,
-    finish_deletions,
-    parse_keep,
-    plan_prune,
-    plan_steps,
-    prune,
-    refuse_live,
-    unfinished_deletions,
-)
-from posttrain.runs.resuming import refuse_other_version
-from posttrain.store.checkpoint_files import best_step
+from posttrain.runs.removal import check_steps, check_unused, delete, parse_keep, plan_prune, prune, refuse_live
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.untrusted import harmless
 
 NUM_SHOWN = 8
 
 
 def locate_run(root: str, name: str) -> Place:
-    """A run; a comparison is refused.
+    """Return a run; a sweep is refused.
 
     Raises:
         UsageError: no such run.
     """
     place = locate(root, name)
-    if place.is_comparison:
+    if place.is_sweep:
         runs = ", ".join(run.name for run in runs_of(root, place)[:NUM_SHOWN])
-        raise UsageError(f"{name} is a comparison; name one of its runs: {runs}")
+        raise UsageError(f"{name} is a sweep; name one of its runs: {runs}")
     return place
 
 
 def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> bool:
-    """Ask whether to delete it, if ``--yes`` is not given; say so where the answer is no.
+    """Ask before a deletion if ``--yes`` is not given; print that nothing was changed where the answer is no.
 
     Raises:
         UsageError: there is no terminal to ask.
@@ -71,85 +57,67 @@ def _may_delete(console: Console, what: str, arguments: argparse.Namespace) -> b
     return False
 
 
-def run_tag(arguments: argparse.Namespace) -> int:
-    """Change tags, then show them."""
-    place = locate_run(arguments.runs_dir, arguments.name)
-    tags = change_tags(place.path, arguments.tags) if arguments.tags else read_tags(place.path)
-    print(f"{place.name}: {' '.join(tags) or 'no tags'}")
-    return 0
-
-
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Say which checkpoints would go, ask, delete. With ``--all``, a run at work is left out."""
+    """Print which checkpoints would go, ask, delete. With ``--all``, a run at work is left out."""
     root, keep, console = arguments.runs_dir, parse_keep(arguments.keep), open_console()
     if not arguments.names and not arguments.all:
         raise UsageError("give --all for every run, or names. Nothing was changed")
-    links = find_links(root)
-    plans: list[Prune] = []
+    links, plans = find_links(root), list[tuple[Place, list[int]]]()
     for place in locate_all(root, arguments.names or every_run_name(root)):
         for run in runs_of(root, place):
             try:
                 refuse_live(root, run)
-                plans.append(plan_prune(root, run, keep, links))
+                plans.append((run, plan_prune(root, run, keep, links)))
             except (RunConflict, DataError) as error:
                 if run.name in arguments.names:
                     raise
                 say(console, f"left out: {error}", "yellow")
-    plans = [plan for plan in plans if plan.steps or plan.leftovers]
-    for plan in plans:
-        steps = ", ".join(map(str, plan.steps)) or "no checkpoint"
-        left = f", leftovers {', '.join(plan.leftovers)}" if plan.leftovers else ""
-        kept = ", ".join(f"{step} ({why})" for step, why in plan.kept.items()) or "nothing"
-        say(console, f"{plan.run.name}: {steps}{left}: {show_bytes(plan.freed_bytes)}; kept: {kept}")
-    count, freed = sum(len(plan.steps) for plan in plans), sum(plan.freed_bytes for plan in plans)
+    _prune_all(console, root, [(run, steps) for run, steps in plans if steps], arguments)
+    return 0
+
+
+def _prune_all(
+    console: Console, root: str, plans: Sequence[tuple[Place, Sequence[int]]], arguments: argparse.Namespace
+) -> None:
+    count = freed = 0
+    for run, steps in plans:
+        folder = run.path / "checkpoints"
+        size = sum(disk_bytes(step_folder(folder, step)) for step in steps)
+        count, freed = count + len(steps), freed + size
+        kept = [step for step in checkpoint_steps(folder) if step not in steps]
+        shown, left = (", ".join(map(str, some)) or "none" for some in (steps, kept))
+        say(console, f"{run.name}: delete {shown} ({show_bytes(size)}); keep {left}")
+        if (best := best_step(folder)) in steps:
+            say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
     what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
     if not plans:
         console.print("there is nothing to prune")
     elif _may_delete(console, what, arguments):
-        for plan in plans:
-            prune(root, plan)
+        for run, steps in plans:
+            prune(root, run, steps)
         say(console, f"deleted {what}")
-    return 0
 
 
 def run_delete(arguments: argparse.Namespace) -> int:
-    """Delete runs and comparisons, or checkpoints of one run; without a name, what cut-off deletions left."""
+    """Delete runs and sweeps, or checkpoints of one run."""
     root, console = arguments.runs_dir, open_console()
-    left = {} if arguments.names or arguments.step else unfinished_deletions(root)
-    if arguments.step:
-        if len(arguments.names) != 1:
-            raise UsageError("--step N deletes checkpoints of one run; give its name. Nothing was changed")
-        _delete_steps(console, root, locate_run(root, arguments.names[0]), arguments)
-    elif left:
-        for name, size in left.items():
-            say(console, f"{Path(root) / name}: {show_bytes(size)}")
-        what = f"what {counted(len(left), 'deletion')} left when cut off, {show_bytes(sum(left.values()))}"
-        if _may_delete(console, what, arguments):
-            finish_deletions(root)
-            say(console, f"deleted {what}")
-    elif arguments.names:
-        _delete_runs(console, root, locate_all(root, arguments.names), arguments)
-    else:
+    if not arguments.names:
         raise UsageError("give the names of runs. Nothing was changed")
+    if not arguments.step:
+        _delete_runs(console, root, locate_all(root, arguments.names), arguments)
+        return 0
+    if len(arguments.names) != 1:
+        raise UsageError("--step N deletes checkpoints of one run; give its name. Nothing was changed")
+    place = locate_run(root, arguments.names[0])
+    refuse_live(root, place)
+    steps = check_steps(root, place, arguments.step, find_links(root), force=arguments.force)
+    _prune_all(console, root, [(place, steps)], arguments)
     return 0
 
 
-def _delete_steps(console: Console, root: str, place: Place, arguments: argparse.Namespace) -> None:
-    refuse_live(root, place)
-    plan = plan_steps(root, place, arguments.step, find_links(root), force=arguments.force)
-    best = best_step(place.path / "checkpoints")
-    named = ", ".join(f"{step} (best)" if step == best else str(step) for step in plan.steps)
-    what = f"{counted(len(plan.steps), 'checkpoint')} of {place.name}, step {named}, {show_bytes(plan.freed_bytes)}"
-    if best in plan.steps:
-        say(console, f"{place.name}: {best} is the best checkpoint; the run's name means its newest one without it")
-    if _may_delete(console, what, arguments):
-        prune(root, plan)
-        say(console, f"deleted {what}")
-
-
 def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments: argparse.Namespace) -> None:
-    above = {place.name for place in places if place.is_comparison}
-    places = [place for place in places if place.name.partition("/")[0] not in above or place.name in above]
+    sweeps = {place.name for place in places if place.is_sweep}
+    places = [place for place in places if place.is_sweep or place.name.partition("/")[0] not in sweeps]
     for place in places:
         refuse_live(root, place)
     used = check_unused(root, places)
@@ -164,20 +132,18 @@ def _delete_runs(console: Console, root: str, places: Sequence[Place], arguments
     sizes = [disk_bytes(place.path) for place in places]
     for place, size in zip(places, sizes, strict=True):
         run = summarize_run(place.path)
-        tags = f", tagged {' '.join(run.tags)}" if run.tags else ""
-        about = f"{run.state} at step {run.step} of {run.steps}{', ' * bool(run.told)}{run.told}{tags}"
-        about = f"a comparison with {len(runs_of(root, place))} runs" if place.is_comparison else about
+        about = f"{run.state} at step {run.step} of {run.steps}{', ' * bool(run.result)}{run.result}"
+        about = f"a sweep with {counted(len(runs_of(root, place)), 'run')}" if place.is_sweep else about
         say(console, f"{place.name}: {about}, {show_bytes(size)}")
-    what = f"{counted(len(places), 'comparison' if above else 'run')}, {show_bytes(sum(sizes))}"
+    what = f"{counted(len(places), 'sweep' if sweeps else 'run')}, {show_bytes(sum(sizes))}"
     if _may_delete(console, what, arguments):
         for place in places:
             delete(root, place)
-        finish_deletions(root)
         say(console, f"deleted {what}")
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Copy a run to a place outside, and say what is there now."""
+    """Copy a run to a place outside."""
     root, console = arguments.runs_dir, open_console()
     place = locate_run(root, arguments.name)
     done = export_run(root, place.path, arguments.to, weights=arguments.weights, merge=arguments.merge)
@@ -200,24 +166,24 @@ def run_resume(arguments: argparse.Namespace) -> int:
     place = locate_run(arguments.runs_dir, arguments.name)
     refuse_live(arguments.runs_dir, place)
     run = RunDirectory(place.path)
-    train = run_sae_train if "dictionary" in run.read_recipe() else run_train
-    if train is run_train:
-        try:
-            read_run_recipe(place.path).resolve(to_read=True)
-        except RecipeError:
-            refuse_other_version(run)
-            raise
-    overrides = [] if arguments.steps is None else [("train.steps", str(arguments.steps))]
-    changes, quiet = arguments.accept_changes, arguments.quiet
-    request = TrainRequest(str(run.recipe_path), overrides, str(place.path.parent), place.path.name)
-    return train(replace(request, accept_changes=changes, quiet=quiet))
+    is_dictionary = "dictionary" in run.read_recipe()
+    if not is_dictionary:
+        read_run_recipe(place.path).resolve(to_read=True)
+    request = TrainRequest(
+        str(run.recipe_path),
+        [] if arguments.steps is None else [("train.steps", str(arguments.steps))],
+        str(place.path.parent),
+        place.path.name,
+        accept_changes=arguments.accept_changes,
+        quiet=arguments.quiet,
+    )
+    return run_sae_train(request) if is_dictionary else run_train(request)
 
 
-MENU: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "list": (options.add_list_options, run_list),
     "show": (options.add_show_options, run_show),
     "compare": (options.add_compare_options, run_compare),
-    "tag": (options.add_tag_options, run_tag),
     "prune": (options.add_prune_options, run_prune),
     "delete": (options.add_delete_options, run_delete),
     "export": (options.add_export_options, run_export),
@@ -239,8 +205,8 @@ def run_manage(arguments: argparse.Namespace) -> int:
     while line not in ("q", "quit", "exit"):
         try:
             if line:
-                _obey(arguments.runs_dir, *shlex.split(line))
-            line = input(f"\n{' · '.join(MENU)} · quit; ACTION -h says more\nruns> ").strip()
+                _run_action(arguments.runs_dir, *shlex.split(line))
+            line = input(f"\n{' · '.join(ACTIONS)} · quit; ACTION -h prints its options\nruns> ").strip()
         except EOFError:
             return 0
         except (PosttrainError, ValueError, SystemExit) as error:  # of the action, shlex or argparse
@@ -252,12 +218,12 @@ def run_manage(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _obey(root: str, action: str, *words: str) -> None:
-    if action not in MENU:
-        raise UsageError(f"there is no action {action!r}.{suggest(action, MENU)}")
-    add_options, body = MENU[action]
+def _run_action(root: str, action: str, *words: str) -> None:
+    if action not in ACTIONS:
+        raise UsageError(f"there is no action {action!r}.{suggest(action, ACTIONS)}")
+    add_options, body = ACTIONS[action]
     parser = options.Parser(action, allow_abbrev=False)
     add_options(parser)
-    namespace = parser.parse_args(options.complete_action([action, *words])[1:])
+    namespace = parser.parse_args(words)
     namespace.runs_dir = root
     body(namespace)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,36 +46,30 @@ def test_a_folder_with_weights_recipe_and_results(root: Path, tmp_path: Path) ->
     assert (done.target / "recipe.yaml").read_bytes() == (root / "a" / "recipe.yaml").read_bytes()
     assert snapshot(root) == before
     assert os.listdir(tmp_path / "out") == ["mine"]
+    (tmp_path / "secret").write_text("mine alone")
+    (root / "a" / "report.html").symlink_to(tmp_path / "secret")
+    assert "report.html" not in names_in(export_run(root, root / "a", tmp_path / "again").target)
 
 
 def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
     card = (export_run(root, root / "a", tmp_path / "out").target / "README.md").read_text()
-    assert "| weights | after step 2 of 10 |" in card
-    assert "| stories/validation | 2 |  | 75.0% |  |" in card
+    assert "- weights: after step 2 of 10\n" in card
+    assert "- last held-out evaluation: 50.0% right\n" in card
     assert "posttrain 0.1.0, recipe `tiny/grpo`" in card
-    assert "base_model" not in card  # the embedded model is not on the hub
-    make_run(root, "b", model="Qwen/Qwen3-0.6B")
-    assert (
-        "base_model: Qwen/Qwen3-0.6B" in (export_run(root, root / "b", tmp_path / "b").target / "README.md").read_text()
-    )
 
 
-@pytest.mark.parametrize(("weights", "step"), [(None, 2), ("best", 2), ("last", 3), ("none", None)])
-def test_which_weights(root: Path, tmp_path: Path, weights: Any, step: int | None) -> None:
-    done = export_run(root, root / "a", tmp_path / "out", weights=weights)
-    assert done.step == step
-    assert (done.target / "model.safetensors").exists() == (step is not None)
-
-
-def test_without_a_best_checkpoint_or_any(root: Path, tmp_path: Path) -> None:
+def test_which_weights(root: Path, tmp_path: Path) -> None:
     make_run(root, "b")
-    assert export_run(root, root / "b", tmp_path / "b").step == 3
+    make_run(root, "c", steps=())
+    chosen = [("a", None, 2), ("a", "best", 2), ("a", "last", 3), ("a", "none", None), ("b", None, 3)]
+    for number, (name, weights, step) in enumerate([*chosen, ("c", "none", None)]):
+        done = export_run(root, root / name, tmp_path / f"out-{number}", weights=weights)
+        assert done.step == step
+        assert (done.target / "model.safetensors").exists() == (step is not None)
     with pytest.raises(UsageError, match="no checkpoint of b is marked as the best"):
         export_run(root, root / "b", tmp_path / "x", weights="best")
-    make_run(root, "c", steps=())
     with pytest.raises(UsageError, match="c has no checkpoint; --weights none"):
         export_run(root, root / "c", tmp_path / "x")
-    assert export_run(root, root / "c", tmp_path / "c", weights="none").num_files == 2
 
 
 def test_an_archive_holds_the_same_under_the_runs_name(root: Path, tmp_path: Path) -> None:
@@ -142,47 +137,46 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(root: Path, tmp_path: 
     assert snapshot(tmp_path) == before
 
 
-def test_records_that_are_links_stay_behind(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("mine alone")
-    (root / "a" / "report.html").symlink_to(tmp_path / "secret")
-    assert "report.html" not in names_in(export_run(root, root / "a", tmp_path / "out").target)
-
-
 def test_a_failure_leaves_nothing_behind(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "_copy_records", stop)
+    monkeypatch.setattr(export, "model_card", stop)
     with pytest.raises(KeyboardInterrupt):
         export_run(root, root / "a", tmp_path / "out" / "mine")
     assert os.listdir(tmp_path / "out") == []
 
 
-@pytest.fixture(scope="module")
-def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a LoRA adapter on the embedded model whose weights were made up."""
+def make_adapter_run(
+    root: Path, name: str, change: Callable[[torch.Tensor], object], base: str = "tiny", **adapter: Any
+) -> tuple[Path, torch.Tensor]:
+    """A run with a LoRA adapter whose weights were changed so, and the logits of its model."""
     from posttrain.models.load import load_model
     from posttrain.models.lora import apply_adapter
     from posttrain.recipes.sections import AdapterSection, ModelSection
     from posttrain.train.checkpoint import save_checkpoint
 
-    root = tmp_path_factory.mktemp("adapter") / "runs"
-    run = make_run(root, "lora", recipe={"model": {"name": "tiny", "dtype": "float32"}}, steps=())
-    section = ModelSection(name="tiny", device="cpu", adapter=AdapterSection(rank=4))
+    run = make_run(root, name, recipe={"model": {"name": base, "dtype": "float32"}}, steps=())
+    section = ModelSection(name=base, device="cpu", adapter=AdapterSection(**adapter))
     loaded = load_model(section, seed=0)
     model = apply_adapter(loaded.model, section.adapter, seed=0)
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            change(parameter)
+        logits = model(torch.arange(40)[None]).logits
     save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
-    return run
+    return run, logits
 
 
-def seal_again(checkpoint: Path) -> None:
-    """A manifest of what is in the folder now, as a stranger may write it."""
-    (checkpoint / "manifest.json").unlink()
-    seal(checkpoint, 1)
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a LoRA adapter on the embedded model whose weights were made up."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(parameter: torch.Tensor) -> None:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    return make_adapter_run(tmp_path_factory.mktemp("adapter") / "runs", "lora", draw, rank=4)[0]
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -218,21 +212,10 @@ def test_a_merged_adapter_is_the_same_model_without_peft(adapter_run: Path, tmp_
 
 def test_export_run_with_an_adapter_on_a_tied_matrix_unties_it_when_merged(tmp_path: Path) -> None:
     """Merged into both places, the embedded model with an adapter on its embedding was 79 nats off."""
-    from posttrain.models.load import load_model
-    from posttrain.models.lora import apply_adapter
-    from posttrain.recipes.sections import AdapterSection, ModelSection
-    from posttrain.train.checkpoint import save_checkpoint
-
-    run = make_run(tmp_path / "runs", "tied", recipe={"model": {"name": "tiny", "dtype": "float32"}}, steps=())
-    loaded = load_model(ModelSection(name="tiny", device="cpu"), seed=0)
-    model = apply_adapter(loaded.model, AdapterSection(rank=4, targets=["lm_head", "q_proj"]), seed=0)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(0.1)
-        expected = model(torch.arange(40)[None]).logits.log_softmax(-1)
-    save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
+    targets = ["lm_head", "q_proj"]
+    run, expected = make_adapter_run(tmp_path / "runs", "tied", lambda p: p.add_(0.1), rank=4, targets=targets)
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
-    assert (logits_of(merged).log_softmax(-1) - expected).abs().max() < 1e-4
+    assert (logits_of(merged).log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 1e-4
     assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
@@ -240,6 +223,8 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
     adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from posttrain.models import adapter_files
+
+    compare = export._compare_with_trained
 
     def lose(model: Any) -> Any:
         return model.unload()
@@ -249,11 +234,13 @@ def test_export_run_that_is_not_the_trained_model_is_refused(
         export_run(adapter_run.parent, adapter_run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
 
-    def cut(source: Path, content: Path, names: Any) -> None:
-        path = content / "adapter_model.safetensors"
-        save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+    def damage(folder: Path) -> bool:
+        path = folder / "adapter_model.safetensors"
+        if "out" in folder.parts and path.is_file():
+            save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path)
+        return False
 
-    monkeypatch.setattr(export, "_check_copies", cut)
+    monkeypatch.setattr(export, "_compare_with_trained", lambda *args: damage(args[2]) or compare(*args))
     with pytest.raises(RunFailure, match=r"exported adapter: its log-probabilities differ from the trained model's by"):
         export_run(adapter_run.parent, adapter_run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -270,22 +257,9 @@ def test_export_run_whose_copy_differs_is_refused(root: Path, tmp_path: Path, mo
 
 def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: Path, tmp_path: Path) -> None:
     """peft would attach the upper one to the model below both, without a word."""
-    from posttrain.models.load import load_model
-    from posttrain.models.lora import apply_adapter
-    from posttrain.recipes.sections import AdapterSection, ModelSection
-    from posttrain.train.checkpoint import save_checkpoint
-
     lower = str(step_folder(adapter_run / "checkpoints", 1))
-    run = make_run(tmp_path / "runs", "upper", recipe={"model": {"name": lower, "dtype": "float32"}}, steps=())
-    section = ModelSection(name=lower, device="cpu", adapter=AdapterSection(rank=2))
-    loaded = load_model(section, seed=0)
-    model = apply_adapter(loaded.model, section.adapter, seed=0)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.fill_(0.02)
-        expected = model(torch.arange(40)[None]).logits
-    save_checkpoint(run / "checkpoints", step=1, model=model, tokenizer=loaded.tokenizer, optimizer={}, state={})
-    with pytest.raises(UsageError, match=f"upper: its adapter stands on an adapter, {lower}, .*; --merge exports"):
+    run, expected = make_adapter_run(tmp_path / "runs", "upper", lambda p: p.fill_(0.02), lower, rank=2)
+    with pytest.raises(UsageError, match=f"upper: its adapter is on top of an adapter, {lower}, .*; --merge exports"):
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merged = export_run(run.parent, run, tmp_path / "out", merge=True).target
@@ -295,18 +269,18 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
     settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
     relative = f"runs/lower/checkpoints/{Path(lower).name}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": relative}))
-    seal_again(settings.parent)
-    with pytest.raises(UsageError, match="its adapter stands on an adapter"):
+    reseal(settings.parent, 1)
+    with pytest.raises(UsageError, match="its adapter is on top of an adapter"):
         export_run(run.parent, run, tmp_path / "other")
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{", '{"a": ' + "9" * 5000 + "}", "\ud800", "[" * 99_999])
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 99_999])
 def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, tmp_path: Path) -> None:
     """A stranger's checkpoint, whose manifest is right."""
     run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "strange"))
     settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
     settings.write_bytes(content.encode(errors="surrogatepass"))
-    seal_again(settings.parent)
+    reseal(settings.parent, 1)
     with pytest.raises(UsageError, match=r"adapter_config\.json (cannot be read|must hold a JSON object)"):
         export_run(run.parent, run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -321,7 +295,7 @@ def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp
     folder = step_folder(run / "checkpoints", 1)
     model = load_model(ModelSection(name=str(folder), device="cpu"), seed=0).model
     assert save_adapter_scorer(folder, model, torch.ones(1, 128))
-    seal_again(folder)
+    reseal(folder, 1)
     done = export_run(run.parent, run, tmp_path / "out")
     assert "config.pad_token_id = None" in done.notices[1]
     assert done.notices[1][1:] in (done.target / "README.md").read_text()
@@ -335,6 +309,6 @@ def test_what_cannot_be_merged_is_refused(root: Path, adapter_run: Path, tmp_pat
     (path / "adapter_config.json").write_text("{}")
     save_file({"head.weight": torch.zeros(1, 2)}, path / "heads.safetensors")
     reseal(path, 1)
-    with pytest.raises(UsageError, match="a head beside its adapter"):
+    with pytest.raises(UsageError, match="a head with its adapter"):
         export_run(root, folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
