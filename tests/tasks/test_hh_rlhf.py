@@ -11,8 +11,8 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
-from posttrain.tasks.preferences.hh_rlhf import hh_rlhf, merge_turns, parse_turns
-from posttrain.tasks.reader import Dropped, opening_hash, prompt_hash
+from posttrain.tasks.hh_rlhf import hh_rlhf, merge_turns, parse_turns
+from posttrain.tasks.reader import Dropped, prompt_hash
 from posttrain.types import Example, Message, Response
 
 
@@ -99,7 +99,7 @@ def test_dialogues_that_begin_alike_are_on_one_side(tmp_path: Path) -> None:
     assert len(first[0] | first[1]) == 100
     assert len(validation) == 3 * len(first[1])
     assert 10 <= len(first[1]) <= 50
-    assert {opening_hash(e) < 0.3 for e in validation} == {True}
+    assert {prompt_hash(e, by_opening=True) < 0.3 for e in validation} == {True}
     assert registry.find("task", "hh_rlhf").traits["held_out"] == "validation"
 
 
@@ -227,7 +227,7 @@ def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_cou
     for split in ("train", "validation", "test"):
         whole = hh_rlhf(path=path, split=split, validation_share=0.3)
         parts = [hh_rlhf(path=path, split=split, validation_share=0.3, half=half) for half in ("first", "second")]
-        hashes = [{opening_hash(example) for example in part.examples} for part in parts]
+        hashes = [{prompt_hash(example, by_opening=True) for example in part.examples} for part in parts]
         assert not hashes[0] & hashes[1]
         assert sum(len(part.examples) for part in parts) == len(whole.examples)
         assert all(len(part.examples) > 0.25 * len(whole.examples) for part in parts)

@@ -9,9 +9,9 @@ import pytest
 from given_rows import fake_datasets, needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
+from posttrain.tasks.preferences import stepwise
 from posttrain.tasks.reader import Dropped
-from posttrain.tasks.steps.labelled_steps import first_error, stepwise
-from posttrain.tasks.steps.math_shepherd import align, math_shepherd
+from posttrain.tasks.steps import align, math_shepherd
 from posttrain.types import Message, Response
 
 
@@ -146,10 +146,3 @@ def test_a_solution_of_steps(labels: tuple[int | None, ...], score: float) -> No
 def test_a_given_score() -> None:
     assert stepwise(("a", "b"), (1, 0), " ", score=1.0) == Response("a b", 1.0, ("a", " b"), (1, 0))
     assert stepwise(("a", "b"), (1, 1), " ", score=0.0).score == 0.0
-
-
-def test_first_error() -> None:
-    assert first_error([1, 0, None, -1, -1]) == 3
-    assert first_error([-1]) == 0
-    assert first_error([1, 0, None]) is None  # neutral, and not judged: no errors
-    assert first_error([1, 0, 1], wrong=0) == 1

@@ -20,7 +20,7 @@ from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task
 from posttrain.types import Example, Message
 
-SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench", "svamp")
+SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench")
 GSM8K = {
     "question": "How many? ",
     "answer": "He has 48/2 = <<48/2=24>>24.\nThat is 1,024+24=<<1024+24=1048>>1,048.\n#### 1,048",
@@ -140,17 +140,6 @@ def test_olympiad_bench_is_read_in_the_layout_of_the_hub(tmp_path: Path) -> None
     assert example.meta == {"subject": "Algebra", "answer_type": "N"}
 
 
-def test_svamp_joins_body_and_question(tmp_path: Path) -> None:
-    rows = [
-        {"Body": "He has 2 boxes", "Question": " How many?", "Answer": 145.0, "Type": "Common-Divison"},
-        {"Body": "He has 2 boxes. ", "Question": "How many?", "Answer": "3"},
-    ]
-    first, second = read("svamp", tmp_path, *rows).examples
-    assert first.messages == second.messages == (Message("user", "He has 2 boxes. How many?"),)
-    assert (first.answer, first.grader, first.meta) == ("145", "numeric", {"type": "Common-Division"})
-    assert second.meta == {}
-
-
 P = {"problem": "p", "answer": "1"}
 
 
@@ -176,8 +165,6 @@ P = {"problem": "p", "answer": "1"}
         ("amc", P | {"answer": True}, "'answer' must be text"),
         ("amc", P | {"answer": [" "]}, "'answer' is empty"),
         ("aime24", P | {"answer": ["1", "2"]}, "one answer is expected; got 2: 1, 2"),
-        ("svamp", {"Body": "b", "Question": "q"}, "the key 'Answer' is missing"),
-        ("svamp", {"Question": "q", "Answer": 1}, "the key 'Body' is missing"),
     ],
 )
 def test_bad_rows_are_refused_with_line_and_key(tmp_path: Path, task: str, row: dict[str, Any], message: str) -> None:
@@ -211,7 +198,6 @@ def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPa
         ("AI-MO/aimo-validation-amc", None, "train"),
         ("math-ai/minervamath", None, "test"),
         ("math-ai/olympiadbench", None, "test"),
-        ("ChilleD/SVAMP", None, "train+test"),
         ("math-ai/amc23", None, "test"),
     ]
 
@@ -268,15 +254,13 @@ def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> 
 @needs_data
 def test_suites_real_rows_are_read_whole() -> None:
     files = {"math500": "math/math500", "minerva_math": "math_evals/minerva"}
-    names = ("math500", "aime24", "amc", "minerva_math", "olympiad_bench", "svamp")
+    names = ("math500", "aime24", "amc", "minerva_math", "olympiad_bench")
     tasks = {name: build_task(Word(name=name, path=real_file(files.get(name, f"math_evals/{name}")))) for name in names}
-    assert [len(task.examples) for task in tasks.values()] == [500, 30, 83, 272, 675, 1000]
+    assert [len(task.examples) for task in tasks.values()] == [500, 30, 83, 272, 675]
     assert all(not task.dropped for task in tasks.values())
     graders = {name: dict(Counter(e.grader for e in task.examples)) for name, task in tasks.items()}
     assert graders["minerva_math"] == {"math": 232, "any_answer": 40}
     assert graders["olympiad_bench"] == {"math": 675}
     assert Counter(e.meta["level"] for e in tasks["math500"].examples) == {1: 43, 2: 90, 3: 105, 4: 128, 5: 134}
-    kinds = {"Subtraction": 531, "Addition": 195, "Common-Division": 166, "Multiplication": 108}
-    assert Counter(e.meta["type"] for e in tasks["svamp"].examples) == kinds
-    for name in ("aime24", "amc", "svamp"):
+    for name in ("aime24", "amc"):
         assert all((e.answer or "").removeprefix("-").isdecimal() for e in tasks[name].examples)

@@ -11,7 +11,7 @@ from pyarrow import array, int64, list_, map_, parquet, schema, string, struct, 
 
 from posttrain.errors import DataError
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences import preferences
 from posttrain.types import Example, Message, Response
 
 ASK, REPLY = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}

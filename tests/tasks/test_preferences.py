@@ -13,7 +13,7 @@ from given_rows import fake_datasets, needs_data, real_file, write_rows
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences.task import preferences, ultrafeedback
+from posttrain.tasks.preferences import preferences, ultrafeedback
 from posttrain.types import Message, Response
 
 Read = Callable[..., Task]
@@ -307,9 +307,6 @@ def test_steps_and_their_labels(read: Read) -> None:
         ({"num_classes": 3}, [1, 0, -1], (2, 1, 0), 0.0),
         ({"num_classes": 3}, [1, 0, 1], (2, 1, 2), 1.0),  # 0 is neutral, not wrong and not missing
         ({"num_classes": 3}, [True, False], (2, 0), 0.0),
-        ({"neutral": "good"}, [1, 0, -1], (1, 1, 0), 0.0),
-        ({"neutral": "bad"}, [1, 0, -1], (1, 0, 0), 0.0),
-        ({"neutral": "good"}, [True, False, 0], (1, 0, 1), 0.0),
     ],
 )
 def test_labels_to_classes(

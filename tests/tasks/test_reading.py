@@ -16,9 +16,9 @@ from given_rows import fake_datasets, write_rows
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
-from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.verifiable.mathematics import svamp
+from posttrain.tasks.preferences import preferences
+from posttrain.tasks.reading import Row, read_file
+from posttrain.tasks.verifiable.mathematics import gsm8k
 from posttrain.types import Message
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
@@ -128,7 +128,7 @@ def test_what_is_kept_as_it_is_can_be_written_again() -> None:
 @pytest.mark.parametrize(
     ("read", "row"),
     [
-        (svamp, {"Body": "Ann has 1.", "Question": "How many?", "Answer": 1, "Type": "\ud800"}),
+        (gsm8k, {"question": "How many?", "answer": "1\n#### 1", "type": "\ud800"}),
         (jsonl, {"prompt": "1?", "answer": 1, "kind": ["\ud800"]}),
         (preferences, {"prompt": "1?", "chosen": "1", "rejected": "2", "meta": {"kind": "\ud800"}}),
     ],
@@ -214,19 +214,19 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         asked.append((repo_id, filename, repo_type))
         if repo_id == "no/entry":
             raise EntryNotFoundError("404")
-        if repo_id == "no network":
+        if repo_id == "no/network":
             raise OSError("offline")
         return str(tmp_path / "part.jsonl")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
-    rows = list(read_hub_file("some/set", "a/part.jsonl"))
+    rows = list(read_file("hf:some/set/a/part.jsonl"))
     assert [(row.place, row.line, row.data) for row in rows] == [
         ("hub:some/set/a/part.jsonl", line, data) for line, data in enumerate(ROWS, start=1)
     ]
     assert asked == [("some/set", "a/part.jsonl", "dataset")]
-    for name in ("no/entry", "no network"):
+    for name in ("no/entry", "no/network"):
         with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
-            list(read_hub_file(name, "x.jsonl"))
+            list(read_file(f"hf:{name}/x.jsonl"))
 
 
 def test_a_data_set_by_its_hub_name_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
