@@ -139,12 +139,6 @@ def test_prompts_of_the_test_split(
     assert [e.id for e in hh_rlhf(**given, test_share=share).examples] == [e.id for e in task.examples]
 
 
-def test_what_is_dropped_of_the_test_split_is_counted_too(tmp_path: Path) -> None:
-    given = files(tmp_path, 3, 0) | {"test_path": write_rows(tmp_path / "t.jsonl", [pair("t"), pair("u", chosen="no")])}
-    task = hh_rlhf(**given, test_share=0.25)
-    assert (len(task.examples), task.dropped) == (4, {"'chosen' and 'rejected' are the same": 1})
-
-
 def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
     given = files(tmp_path, 40, 40)
     assert {e.meta.get("source") for e in hh_rlhf(**given).examples} == {None}
@@ -243,15 +237,12 @@ def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
     [
         ("\n\nHuman: Hi\n\nAssistant: Hello.", said(("H", "Hi"), ("A", "Hello."))),
         ("Human: Hi\n\nAssistant:Hello. ", said(("H", "Hi"), ("A", "Hello."))),
-        (" \n Human: Hi", said(("H", "Hi"))),
         ("\n\nAssistant: Yes?\n\nHuman: Hi", said(("A", "Yes?"), ("H", "Hi"))),
         # paragraphs belong to their turn, and so does everything that only looks like a marker
         ("\n\nHuman: a\n\nb\n\nAssistant: c\n\n\n\nd", said(("H", "a\n\nb"), ("A", "c\n\n\n\nd"))),
         ("\n\nHuman: Who is Human: he?\n\nAssistant: x", said(("H", "Who is Human: he?"), ("A", "x"))),
         ("\n\nHuman: a\nAssistant: b\n\nAssistant: c", said(("H", "a\nAssistant: b"), ("A", "c"))),
-        ("\n\nHuman: a\n\n Human: b", said(("H", "a\n\n Human: b"))),
         ("\n\nHuman: a\n\nAssistant: Human: b", said(("H", "a"), ("A", "Human: b"))),
-        ("\n\nHuman: a\n\nHappier Human: b", said(("H", "a\n\nHappier Human: b"))),
         ("\n\nHuman: a\n\nhuman: b", said(("H", "a\n\nhuman: b"))),
         # turns are kept as they stand: blank ones, and those of one role that follow one another
         ("\n\nHuman: a\n\nAssistant: \n\nAssistant: b", said(("H", "a"), ("A", ""), ("A", "b"))),
@@ -260,12 +251,6 @@ def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
 )
 def test_parse_turns(text: str, turns: tuple[Message, ...]) -> None:
     assert parse_turns(text) == turns
-
-
-@pytest.mark.parametrize("text", ["", "Hello", "Title\n\nHuman: a\n\nAssistant: b", "User: a"])
-def test_a_text_that_begins_with_no_turn(text: str) -> None:
-    with pytest.raises(Dropped, match="the text does not begin with a turn"):
-        parse_turns(text)
 
 
 def test_turns_of_one_role_become_one_message() -> None:

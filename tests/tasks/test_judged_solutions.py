@@ -51,14 +51,6 @@ def test_other_keys_and_what_is_dropped(tmp_path: Path) -> None:
         judged_solutions(path=path)
 
 
-def test_a_problem_is_never_in_two_splits(tmp_path: Path) -> None:
-    rows = [ROW | {"question": f"{i % 30}?"} for i in range(90)]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    train, validation = (judged_solutions(path=path, split=s, validation_share=0.3) for s in ("train", "validation"))
-    assert len(train.examples) + len(validation.examples) == 30
-    assert {len(e.responses) for e in [*train.examples, *validation.examples]} == {3}
-
-
 @needs_data
 def test_real_rows() -> None:
     task = judged_solutions(path=real_file("orm_math/qwen_math_cot_samples"), split="test")

@@ -110,14 +110,6 @@ def test_a_step_that_was_rated_before_has_no_label_again(tmp_path: Path) -> None
     assert len(read(tmp_path, [TREE, other]).examples) == 2
 
 
-def test_an_error_in_the_middle_keeps_its_label(tmp_path: Path) -> None:
-    """Else the solution behind it would pass for one without an error."""
-    wrong = published(step(rated("x", -1), chosen=0), step(rated("b", 1), chosen=0))
-    (_, second) = read(tmp_path, [published(step(rated("a", 1), rated("x", -1), chosen=0)), wrong]).examples
-    assert paths(second) == [("x b", (0, 1))]
-    assert second.meta["first_error"] == 0
-
-
 def test_the_end_of_a_solution(tmp_path: Path) -> None:
     unrated = published(step(rated("a", 1), chosen=0), step(rated("b", None), rated("c", 1)), finish="give_up")
     (example,) = read(tmp_path, [unrated]).examples

@@ -115,17 +115,6 @@ def test_files_are_looked_for_by_name_in_the_folder_of_data(tmp_path: Path, monk
     assert len(gsm8k(path="other.jsonl", split="test").examples) == 3, "and may be a name in the folder"
 
 
-def test_a_second_file_comes_from_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
-    (tmp_path / "hh_rlhf").mkdir()
-    for split in ("train", "test"):
-        dialogues = [f"\n\nHuman: {split} {i}?\n\nAssistant: " for i in range(20)]
-        rows = [{"chosen": f"{d}Yes.", "rejected": f"{d}No."} for d in dialogues]
-        write_rows(tmp_path / "hh_rlhf" / f"{split}.jsonl", rows)
-    mixed = build_task(Word(name="hh_rlhf", test_share=0.5))
-    assert {example.meta["source"] for example in mixed.examples} == {"train", "test"}
-
-
 def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     with pytest.raises(
@@ -264,17 +253,13 @@ def test_the_opening_is_all_up_to_the_first_user_message() -> None:
         ("<think>2 + 3</think>It is 5.", "It is 5."),
         ("<think>\n2 + 3\n</think>\n\nIt is 5.\n", "It is 5."),
         ("<think></think>5", "5"),
-        ("So: <think>2</think>five<think>3</think>.", "So: five."),
         ("<think>a <think>b</think> c</think>5", "5"),  # what stands behind an inner block is thinking as well
         ("2 + 3 it is</think>5", "5"),  # opened in the prompt
-        ("a</think>b</think>5", "5"),
         ("a</think>b <think>c</think>5", "b 5"),
         ("<think>all of it</think>", ""),
         ("<think>cut off", None),
-        ("5<think>cut off", None),
         ("<think>a<think>b</think>5", None),
         ("<thinking>a</thinking>5", "<thinking>a</thinking>5"),
-        ("< think>a</think >5", "< think>a</think >5"),
     ],
 )
 def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: str | None) -> None:
@@ -285,7 +270,3 @@ def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: 
     reason = "a <think> that never closes" if answer is None else "an answer of nothing but thinking"
     with pytest.raises(Dropped, match=f"^{reason}$"):
         answer_text(text, strip_thinking=True)
-
-
-def test_a_long_text_takes_no_longer_than_its_length() -> None:
-    assert answer_text("<think>x</think>y" * 100_000, strip_thinking=True) == "y" * 100_000

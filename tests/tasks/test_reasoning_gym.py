@@ -74,13 +74,6 @@ def test_no_question_stands_in_two_splits() -> None:
     assert sum(map(len, splits)) == len(set().union(*splits))
 
 
-def test_a_data_set_that_reads_only_within_its_size() -> None:
-    """Some data sets refuse indices beyond their size; drawing again must not need them."""
-    for split in ("train", "validation"):
-        examples = reasoning_gym(dataset="list_functions", split=split, size=5).examples  # type: ignore[arg-type]
-        assert {split_of(e.messages[0].content) for e in examples} == {split}
-
-
 def test_too_few_questions_for_a_split_are_refused() -> None:
     same = {}, [{"question": "1 + 1?", "answer": "2"}]
     held = split_of("1 + 1?")
@@ -157,11 +150,6 @@ def types_of(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [type(value).__name__, *map(types_of, value)]
     return next(kind.__name__ for kind in (bool, int, float, str, type(None)) if isinstance(value, kind))
-
-
-def test_options_reach_the_data_set() -> None:
-    examples = reasoning_gym(dataset="chain_sum", size=10, options={"min_terms": 2, "max_terms": 2}).examples
-    assert {e.meta["entry"]["metadata"]["num_terms"] for e in examples} == {2}
 
 
 @pytest.mark.parametrize(

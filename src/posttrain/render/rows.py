@@ -235,9 +235,6 @@ def _conversation_rows(tokenizer: Any, template: Template, example: Example, tra
     """The rows of a conversation by its chat template.
 
     One row, or where the template rewrites earlier turns one for each trained turn; none where nothing is trained.
-
-    Raises:
-        UsageError: the chat template cannot render the conversation.
     """
     variables = {**template.variables, **as_row_texts(example.variables)}
     trained = trained_turns(example.conversation, train_on)

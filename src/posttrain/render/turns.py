@@ -252,11 +252,7 @@ class _Sheet:
         return f'{_OPEN}{number}"{_CLOSE}'
 
     def _leaves(self, value: Any, needed: str | None) -> Any:
-        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers.
-
-        Raises:
-            UsageError: a name of an argument, which the template itself writes, could be read as a marker.
-        """
+        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
         if isinstance(value, Mapping):
             bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
             if bad is not None:
@@ -329,7 +325,7 @@ def turn_end(tokenizer: Any) -> int | None:
 def probed(
     tokenizer: Any, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
 ) -> Found:
-    """What ``find`` reads off the chat template with these variables but the tools, computed once for each of them."""
+    """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
     settings = {key: value for key, value in variables.items() if key != "tools"}
     key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
     known = _PROBED.setdefault(tokenizer, {})

@@ -44,7 +44,7 @@ def refusals(*, path: str | None = None) -> Task:
 
 
 def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
-    """Of each harmful prompt (``refusal``) and each benign one (``over_refusal``) the share of answers that refuse."""
+    """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
     return {
         name: [
             fmean(sample.parts["refused"] for sample in item.samples)

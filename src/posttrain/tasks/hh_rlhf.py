@@ -98,25 +98,24 @@ _opening = partial(prompt_hash, by_opening=True)
 
 def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
     """All dialogues of a file, or of a split on the hub, that can be used."""
-    rows = read_file(path) if path is not None else _read_hub(source, subset)
-    chosen = (row for row in rows if subset == "all" or _subset_of(row) == subset)
+
+    def rows() -> Iterator[Row]:
+        if path is None:
+            for name in SUBSETS if subset == "all" else (subset,):
+                for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
+                    yield Row(row.place, row.line, {**row.data, "subset": name})
+            return
+        for row in read_file(path):
+            if subset != "all" and not row.has("subset"):
+                raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
+            if subset in ("all", row.data.get("subset")):
+                yield row
+
     read = partial(read_example, strip_thinking=strip_thinking)
-    collected = collect(chosen, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
+    collected = collect(rows(), read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
-
-
-def _read_hub(source: str, subset: Subset) -> Iterator[Row]:
-    for name in SUBSETS if subset == "all" else (subset,):
-        for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
-            yield Row(row.place, row.line, {**row.data, "subset": name})
-
-
-def _subset_of(row: Row) -> str:
-    if not row.has("subset"):
-        raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
-    return row.text("subset")
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
@@ -134,7 +133,7 @@ def parse_turns(text: str) -> tuple[Message, ...]:
 def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
     """Turns of one role that follow one another as one message, a blank line between their texts.
 
-    Chat templates ask for roles that alternate. A blank turn beside one of its own role disappears in it.
+    Chat templates ask for roles that alternate. A blank turn next to one of its own role disappears in it.
 
     Raises:
         Dropped: a blank turn that stands alone.

@@ -204,12 +204,7 @@ def _without_thinking(example: Example) -> Example:
 
 
 def _keep_correct(collected: Collected, grader: str, place: str) -> None:
-    """Keep the examples whose demonstration is right, and count the others by the grader's word.
-
-    Raises:
-        UsageError: no demonstration with a gold answer, so that nothing could be graded.
-        DataError: none of them is right.
-    """
+    """Keep the examples whose demonstration is right, and count the others by the grader's word."""
     graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
     if not graded:
         raise UsageError(

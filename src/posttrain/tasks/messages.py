@@ -143,11 +143,7 @@ def _decoded(text: Any) -> Any:
 
 
 def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
-    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have ids of their own.
-
-    Raises:
-        DataError: a result of a call that is not there.
-    """
+    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have their own."""
     ordered = list(messages)
     for at, message in enumerate(messages):
         calls = items[at].get("tool_calls") if message.calls else None

@@ -22,21 +22,16 @@ VERDICTS = {"right": True, "wrong": False, "no_answer": False}
 UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
 
 
-def is_item(row: Row) -> bool:
-    """Say whether a row is an evaluated question with its samples."""
-    return all(key in row.data for key in ITEM_KEYS)
-
-
 def judged_rows(
     rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
 ) -> Iterator[Row]:
-    """One row per judged answer of an item, under these keys beside the item's meta.
+    """One row per judged answer of an item, under these keys with the item's meta.
 
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
     for row in rows:
-        if not is_item(row):
+        if not all(key in row.data for key in ITEM_KEYS):
             yield row
             continue
         meta = row.plain("meta")
@@ -55,7 +50,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
         DataError: an item of another form than ``evaluate`` writes.
     """
     for row in rows:
-        if not is_item(row):
+        if not all(key in row.data for key in ITEM_KEYS):
             yield row
             continue
         judged = _judged(row, dropped)
@@ -75,11 +70,7 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
 
 
 def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
-    """The answers of an item that were found right or not, with their ids where the item has them; others are counted.
-
-    Raises:
-        DataError: no list of answers, or one without its text or with an outcome that no grader has.
-    """
+    """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
     samples = row.data["samples"]
     if not isinstance(samples, list):
         raise row.fail("'samples' must be the list of answers that `posttrain evaluate` writes")

@@ -146,11 +146,7 @@ def _reader_of(
 
 
 def _detect_layout(row: Row) -> Layout:
-    """The layout whose keys the row has.
-
-    Raises:
-        DataError: none, or more than one.
-    """
+    """The layout whose keys the row has."""
     layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
     if not layouts and any(key in row.data for key in RATING_KEYS):
         layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []

@@ -61,7 +61,7 @@ _ERRORS = {
 
 
 def reads_rows(read: Reader) -> Reader:
-    """A task that reads rows, with the options ``size`` and ``seed`` beside its own; stands below ``register``.
+    """A task that reads rows, with the options ``size`` and ``seed`` after its own; stands below ``register``.
 
     Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``) before the hub is asked; what
     is not there is refused with where it is to be had.

@@ -60,6 +60,8 @@ class RowData(dict[str, Any]):
 class Row:
     """One row of data.
 
+    Its methods raise a DataError where a key is missing, or its value of another type, blank or not encodable.
+
     Attributes:
         line: its 1-based line (jsonl, csv) or row number (json, parquet, hub).
         part: the number among the rows that were made of one line; 0 where the line is the row.
@@ -115,11 +117,7 @@ class Row:
         return [self.as_written(one) for one in value] if self.is_arrow and isinstance(value, list) else value
 
     def text(self, key: str) -> str:
-        """The text under ``key``.
-
-        Raises:
-            DataError: the key is missing, not text, blank, or not encodable.
-        """
+        """The text under ``key``."""
         self.need(key)
         return self.checked(self.data[key], key)
 
@@ -130,11 +128,7 @@ class Row:
             raise self.fail(f"the key {key!r} is missing.{suggest(key, self.data)} There are: {there}{way_out}")
 
     def answer(self, key: str) -> str:
-        """The text under ``key``, where a number may stand for its text (``145.0``).
-
-        Raises:
-            DataError: as for ``text``.
-        """
+        """The text under ``key``, where a number may stand for its text (``145.0``)."""
         value = self.data.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
@@ -143,11 +137,7 @@ class Row:
         return self.text(key)
 
     def checked(self, value: Any, name: str) -> str:
-        """``value`` if it is text that can be used.
-
-        Raises:
-            DataError: not text, blank, or not encodable.
-        """
+        """``value`` if it is text that can be used."""
         if not isinstance(value, str):
             raise self.fail(f"{name!r} must be text; got {shown(value)}")
         if not value.strip():
@@ -159,11 +149,7 @@ class Row:
         return value
 
     def plain(self, key: str) -> Any:
-        """Whatever is under ``key``, to be kept as it is; None where nothing is.
-
-        Raises:
-            DataError: a text in it is not encodable.
-        """
+        """Whatever is under ``key``, to be kept as it is; None where nothing is."""
         value = self.as_written(self.data.get(key))
         try:
             json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8")
@@ -177,11 +163,7 @@ class Row:
         return dict(value) if isinstance(value, Mapping) else {"meta": value}
 
     def entries(self, key: str, what: str) -> list[Any]:
-        """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``.
-
-        Raises:
-            DataError: the key is missing, no list, or an empty one.
-        """
+        """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
         self.need(key)
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
@@ -189,11 +171,7 @@ class Row:
         return list(value)
 
     def asked(self, key: str) -> tuple[Message, ...]:
-        """The prompt under ``key``: a text is the user's.
-
-        Raises:
-            DataError: missing, blank, of another type, or it ends with the assistant's message.
-        """
+        """The prompt under ``key``: a text is the user's."""
         if self.is_text(key) or key not in self.data:
             return (Message("user", self.text(key)),)
         messages = self.messages(key)
@@ -202,11 +180,7 @@ class Row:
         return messages
 
     def messages(self, key: str) -> tuple[Message, ...]:
-        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``, or of ShareGPT's messages.
-
-        Raises:
-            DataError: see ``read_messages``, or the key is missing.
-        """
+        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``, or of ShareGPT's messages."""
         self.need(key)
         return read_messages(self, key)
 

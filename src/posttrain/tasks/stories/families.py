@@ -21,12 +21,7 @@ from posttrain.strict_yaml import read_yaml
 TEXT: dict[str, Any] = read_yaml(
     (resources.files("posttrain") / "tasks" / "stories.yaml").read_text(encoding="utf-8"), "stories.yaml"
 )[0]
-_APPLY: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _EQUATION = re.compile(r"(?<![\d.])(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)(?!\d)")
 Operation = tuple[str, int | None]  # a sign, and the operand where it is not any number
 Phrases = Mapping[str, Sequence[str]]
@@ -44,7 +39,7 @@ class Equation:
 
     @property
     def result(self) -> int:
-        return _APPLY[self.sign](self.left, self.right)
+        return int(_APPLY[self.sign](self.left, self.right))
 
     @property
     def holds(self) -> bool:
@@ -64,18 +59,14 @@ class Equation:
         return f"{self.left} {self.sign} {self.right} = {self.result}."
 
 
-def parse_equations(written: str) -> list[tuple[Equation, int]]:
-    """Every ``a + b = c`` in a text, with the c that stands there, right or wrong."""
-    equations = []
-    for left, sign, right, result in _EQUATION.findall(written):
-        if max(len(left), len(right), len(result)) <= 9:
-            equations.append((Equation(int(left), sign, int(right)), int(result)))
-    return equations
-
-
 def is_worked(written: str) -> bool:
     """Say whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    return any(equation.holds and equation.result == result for equation, result in parse_equations(written))
+    for left, sign, right, result in _EQUATION.findall(written):
+        if max(len(left), len(right), len(result)) <= 9:
+            equation = Equation(int(left), sign, int(right))
+            if equation.holds and equation.result == int(result):
+                return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +161,10 @@ class Draft:
         while len(self.equations) < steps:
             if not self.change(phrases):
                 return None
-        return self.finish(family, questions, steps)
+        return self.finish(family, questions)
 
-    def finish(self, family: str, questions: Sequence[str], steps: int) -> Story | None:
-        """The story with its question, an aside now and then; None unless it has ``steps`` steps."""
-        if len(self.equations) != steps:
-            return None
+    def finish(self, family: str, questions: Sequence[str]) -> Story:
+        """The story with its question, an aside now and then."""
         if self.rng.random() < 0.15:
             aside = self.cast.fill(self.rng.choice(TEXT["asides"]), n=self.rng.randint(2, min(20, self.limit)))
             self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
@@ -208,8 +197,6 @@ def chain(rng: Random, steps: int, limit: int) -> Story | None:
 
 def compare(rng: Random, steps: int, limit: int) -> Story | None:
     """People who have more, fewer, twice as many as the one before; sometimes a sum at the end."""
-    if steps + 1 > len(TEXT["people"]):
-        return None
     cast = draw_cast(rng)
     names = [name for name, _ in rng.sample(TEXT["people"], steps + 1)]
     together = steps >= 2 and rng.random() < 0.4
@@ -222,10 +209,10 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
         if not draft.change(TEXT["comparisons"]):
             return None
     if not together:
-        return draft.finish("compare", ("How many {things} does {name} have?",), steps)
+        return draft.finish("compare", ("How many {things} does {name} have?",))
     if not draft.work(previous, "+", draft.value, (before, draft.last)):
         return None
-    return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",), steps)
+    return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",))
 
 
 def shop(rng: Random, steps: int, limit: int) -> Story | None:
@@ -245,7 +232,7 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     draft.sentences.append(" and ".join([offers[0], *(offer.lower() for offer in offers[1:])]) + ".")
     draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
     if len(draft.equations) == steps:
-        return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"), steps)
+        return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"))
     purse = rng.randint(draft.value, limit)
     if rng.random() < 0.5:
         draft.sentences.insert(0, f"{draft.cast.name} has {purse} coins.")
@@ -288,7 +275,7 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
         draft.say(("{They} shares them equally among {n} friends.",), n=among)
     draft.work(total, "/", among, (draft.last, None))
     if len(draft.equations) == steps:
-        return draft.finish("share", ("How many {things} does each friend get?",), steps)
+        return draft.finish("share", ("How many {things} does each friend get?",))
     guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
     cast.friend, (cast.name, cast.they) = cast.name, guest
     draft.sentences.append(f"One of the friends is {guest[0]}.")

@@ -176,14 +176,12 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
         if boxed is None and not any(name in row.data for name in keys):
             row.need(keys[0])
         return [boxed] if boxed else []
-    value = row.data[key]
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return list(dict.fromkeys(_read_gold(row, key, item) for item in values))
-
-
-def _read_gold(row: Row, key: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not isfinite(value):
+    golds = []
+    for value in row.data[key] if isinstance(row.data[key], list | tuple) else [row.data[key]]:
+        if isinstance(value, float) and not isfinite(value):
             raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
-        return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
-    return row.checked(value, key).strip()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            golds.append(str(int(value)) if value == int(value) else repr(value))
+        else:
+            golds.append(row.checked(value, key).strip())
+    return list(dict.fromkeys(golds))
