@@ -262,9 +262,12 @@ def test_a_rating_is_read_as_a_score(read: Read, key: str, answer: dict[str, Any
     assert task.dropped == {f"{key!r} is missing, and every row needs a score": 1}
 
 
-def test_a_completion_is_one_message(read: Read) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'completion' must be text or a list of one message"):
-        read([JUDGED | {"completion": turns("a", "b")}])
+def test_a_completion_may_be_the_conversation(read: Read) -> None:
+    task = read([JUDGED | {"completion": turns("1+1?", "2")}, JUDGED | {"completion": turns("a", "b")}])
+    assert [(e.messages, e.responses) for e in task.examples] == [(ASKED, (Response("2", 1.0),))]
+    assert task.dropped == {"'prompt' is not what the conversations begin with": 1}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'completion' must end with the assistant's message"):
+        read([JUDGED | {"completion": turns("a")}])
 
 
 # --- labelled steps ---

@@ -110,11 +110,11 @@ def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
     if style == "python" and not begin:  # each call in a block of its own
         between = closing[1:] + between + opening
         begin, opening, closing, finish = opening, "", ")", closing[1:]
-    if not begin:  # the new lines before a call stand before the first one only behind a text
-        lines, opening = opening[: len(opening) - len(opening.lstrip("\n"))], opening.lstrip("\n")
-        lead, between = lead + lines, between + lines if shows_two else between
-    elif begin.startswith("\n"):
-        lead, begin = lead + begin[: len(begin) - len(begin.lstrip("\n"))], begin.lstrip("\n")
+    # the new lines before a call stand before the first one only behind a text
+    first = begin or opening
+    lines = first[: len(first) - len(first.lstrip("\n"))]
+    lead, between = lead + lines, between + lines if shows_two and not begin else between
+    begin, opening = begin.lstrip("\n"), opening if begin else opening.lstrip("\n")
     arguments = around if parameters else style
     form = CallForm(opening, middle, closing, arguments, lead, begin, between, finish, last)
     ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)

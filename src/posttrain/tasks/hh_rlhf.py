@@ -64,12 +64,11 @@ def hh_rlhf(
         test_path: the test dialogues of a local ``path``; needed with ``test_share``.
         validation_share: share of the first turns that is held out.
         test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
-            test split, which the reward model has not been trained on. These have no responses, so nothing can
-            learn their preferences; but the test split is then no longer unseen. Where one side has too few
-            prompts for the share, the other is thinned by a hash and counted. Test prompts that begin as a held-out
-            dialogue does are left out and counted. Other splits are as without it.
-        half: only the dialogues of one half, by a hash of their first human turn: so a second reward model can
-            judge what the first has never seen. The others are counted.
+            test split, on which the reward model was not trained, without its responses. The test split is then no
+            longer unseen. Where one side has too few prompts for the share, the other is thinned by a hash. Test
+            prompts that begin as a held-out dialogue does are left out. Both are counted.
+        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model. The
+            others are counted.
 
     Raises:
         UsageError: ``test_share`` with a local file and no ``test_path``.

@@ -162,28 +162,20 @@ def _detect_layout(row: Row) -> Layout:
 
 def _read_pair(row: Row, scores: tuple[str, str] | None, *, strip_thinking: bool) -> Parts:
     """The prompt, and the chosen and the rejected answer with their scores."""
-    require(row, "chosen")
-    require(row, "rejected")
-    if row.is_text("chosen") != row.is_text("rejected"):
-        raise row.fail("'chosen' and 'rejected' must both be text, or both lists of messages")
+    prompt, answers = _read_answers(row, ("chosen", "rejected"))
     unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
     if unread is not None:
         raise row.fail(
             f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
             "row, or name it in task.ignore_keys"
         )
-    if row.is_text("chosen"):
-        prompt, answers = _read_prompt(row), [row.text("chosen"), row.text("rejected")]
-    else:
-        prompt, answers = _read_conversations(row)
     chosen, rejected = (answer_text(text, strip_thinking=strip_thinking) for text in answers)
     if chosen == rejected:
         raise Dropped("'chosen' and 'rejected' are the same")
     better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
-    if better == worse:
-        raise Dropped("chosen and rejected have the same score")
-    if better < worse:
-        raise Dropped("chosen has a lower score than rejected")
+    if better <= worse:
+        same = "chosen and rejected have the same score"
+        raise Dropped(same if better == worse else "chosen has a lower score than rejected")
     return prompt, (Response(chosen, better), Response(rejected, worse))
 
 
@@ -194,17 +186,25 @@ def _read_prompt(row: Row) -> tuple[Message, ...]:
     return add_system(row, read_instruction(row) if key == "instruction" else row.asked(key))
 
 
-def _read_conversations(row: Row) -> tuple[tuple[Message, ...], list[str]]:
-    """The prompt of two conversations with the same turns, and the answers that end them.
+def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
+    """The prompt and the answers under the keys: texts, or conversations with the same turns before the answer.
 
-    The prompt is those turns, or the longer prompt of the row that ends with them.
+    The prompt of conversations is those turns, or the longer prompt of the row that ends with them.
     """
-    conversations = {key: row.messages(key) for key in ("chosen", "rejected")}
-    turns = conversations["chosen"][:-1]
-    if conversations["rejected"][:-1] != turns:
-        raise Dropped("'chosen' and 'rejected' part before their last message")
+    for key in keys:
+        require(row, key)
+    names = " and ".join(map(repr, keys))
+    are_texts = {row.is_text(key) for key in keys}
+    if len(are_texts) > 1:
+        raise row.fail(f"{names} must both be text, or both lists of messages")
+    if are_texts == {True}:
+        return _read_prompt(row), [row.text(key) for key in keys]
+    conversations = {key: row.messages(key) for key in keys}
+    turns = conversations[keys[0]][:-1]
+    if any(messages[:-1] != turns for messages in conversations.values()):
+        raise Dropped(f"{names} part before their last message")
     if any(messages[-1].role != "assistant" for messages in conversations.values()):
-        raise row.fail("'chosen' and 'rejected' must end with the assistant's message")
+        raise row.fail(f"{names} must end with the assistant's message")
     if not any(row.has(key) for key in PROMPT_KEYS) and turns:
         prompt = add_system(row, turns)
     else:
@@ -229,15 +229,7 @@ def _label_key(row: Row) -> str:
 def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
     """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
     if row.has("completion") or not row.has("messages"):
-        messages = _read_prompt(row)
-        require(row, "completion")
-        if row.is_text("completion"):
-            text = row.text("completion")
-        else:
-            answers = row.messages("completion")
-            if len(answers) != 1 or answers[0].role != "assistant":
-                raise row.fail("'completion' must be text or a list of one message of the assistant")
-            text = _answer_of(row, "completion", answers[0])
+        messages, (text,) = _read_answers(row, ["completion"])
     else:
         require(row, "messages")
         conversation = row.messages("messages")

@@ -279,7 +279,7 @@ def _refuse_meant(row: Row, key: str) -> None:
         for name in sorted(MEANT - {*_OF_INSTRUCTION, "train"})
         if name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2 and not row.has(name)
     ]
-    slip = get_close_matches(key, near, n=1, cutoff=0.8)
+    slip = get_close_matches(key, near, n=1, cutoff=0.83)
     if slip:
         raise row.fail(f"unknown key {key!r}. Did you mean {slip[0]!r}? {way_out}")
 

@@ -56,8 +56,7 @@ def judged_solutions(
     and counted; a solution in which no answer was found is wrong. A dialogue's question is there as one text.
 
     All solutions of a problem, wherever they stand in the file, are the responses of one example (1 right, 0
-    wrong), in their order: an outcome model learns every one of them, and is evaluated by which of them it ranks
-    first. Equal solutions are kept, as they are draws from a sampler. ``level``, ``subject`` and ``type`` are
+    wrong), in their order. Equal solutions are kept, as draws of a sampler. ``level``, ``subject`` and ``type`` are
     kept in meta.
 
     Dropped and counted: solutions that are blank or not judged.
@@ -159,12 +158,11 @@ def prm800k(
     """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
 
     A row is as published (``question``, ``label``; phase 1 or 2). The first response follows the chosen candidate of
-    each step. Where none was chosen it ends with the step's first candidate, which is the one that was being judged (in
-    phase 2 the first error). Every other rated candidate is a response of its own: the steps before it, without labels,
-    and the candidate. So a rated step is trained on once: one that was rated before (labellers shared beginnings) has
-    no label again, unless it is wrong and others follow it, and a response without labels is left out. A step that the
-    labeller wrote, was flagged or has no rating has no label. ``meta["first_error"]``: the first step (from 0) of the
-    first response rated −1, or None.
+    each step, up to the first step without one, of which it has the first candidate (in phase 2 the first error). Every
+    other rated candidate is a response of its own: the steps before it, without labels, and the candidate. So a rated
+    step is trained on once: one that was rated before has no label again, unless it is wrong and others follow it. A
+    step that the labeller wrote or flagged has no label. ``meta["first_error"]``: the first step (from 0) of the first
+    response rated −1, or None.
 
     Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated
     step, repeated and unrated candidates. Where the labeller gave up, what was rated counts.
