@@ -43,8 +43,8 @@ BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\box
 Variables = Mapping[str, Any] | None
 
 
-def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:
-    """The first complete answer after the reasoning closes.
+def tagged_answer(text: str, reasoning: str) -> str | None:
+    """The first complete ``<answer>`` after the reasoning closes.
 
     Without a ``</reasoning>`` there is no answer. Answer tags inside the
     reasoning, reversed tags and an answer that never closes do not count. Of nested answers it
@@ -52,12 +52,11 @@ def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:
     closing tag is no part of it.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
-    return _first_complete(rest, answer) if closed else None
+    return _first_complete(rest) if closed else None
 
 
-def _first_complete(text: str, tag: str = "answer") -> str | None:
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = 0
+def _first_complete(text: str) -> str | None:
+    opening, closing, start = "<answer>", "</answer>", 0
     while (end := text.find(closing, start)) >= 0:
         begin = text.rfind(opening, start, end)
         if begin >= 0:
@@ -82,14 +81,19 @@ def boxed_answer(text: str) -> str | None:
     return None if answer is None or is_blank(answer) else answer
 
 
-def answer_behind_thinking(text: str, *ways: Callable[[str], str | None]) -> str | None:
-    """The answer that the first successful way finds in what follows the thinking.
+def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """A function that looks in these ways, one after the other, for an answer behind the thinking."""
 
-    Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
-    off and has no answer.
-    """
-    rest = behind_thinking(text)
-    return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
+    def extract(text: str) -> str | None:
+        rest = behind_thinking(text)
+        return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
+
+    return extract
+
+
+def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """A function that looks for an answer in the whole text, unless it was cut off within its thinking."""
+    return lambda text: None if behind_thinking(text) is None else way(text)
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -182,7 +186,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
         written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
         return written if answer else []
 
-    extract = partial(tagged_answer, reasoning="think", answer="answer")
+    extract = partial(tagged_answer, reasoning="think")
     frame, tags = ("\nUser: ", "\nAssistant: <think>"), ("think", "answer")
     return Template("r1_zero", "<think>", tags, prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote)
 
@@ -205,7 +209,7 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
         closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
         return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
 
-    extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
+    extract = partial(tagged_answer, reasoning="reasoning")
     tags = ("reasoning", "answer")
     return Template("xml_reasoning", "", tags, _asking(system, chat=True), response, extract, chat=True)
 
@@ -236,9 +240,7 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
             return said
         return [*said, _ours(("\n" if said else "") + "\\boxed{"), _theirs(answer), _ours("}")]
 
-    def extract(text: str) -> str | None:
-        return None if behind_thinking(text) is None else boxed_answer(text)
-
+    extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _asking(instruction, chat), response, extract, chat=chat)
 
 
@@ -258,10 +260,8 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
-    def extract(text: str) -> str | None:
-        return None if behind_thinking(text) is None else last_program(text)
-
-    return Template("code", "", (), _asking(instruction, chat), lambda e: [_theirs(_said(e))], extract, chat=chat)
+    prompt, extract = _asking(instruction, chat), _unless_cut_off(last_program)
+    return Template("code", "", (), prompt, lambda example: [_theirs(_said(example))], extract, chat=chat)
 
 
 @register("template")
@@ -285,15 +285,10 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
         return _concluded(example, "\n")
 
     own = variables or {}
-    prompt = _asking(system, chat=True, own=own)
+    prompt, extract = _asking(system, chat=True, own=own), _behind_thinking(_first_complete, last_number)
     return Template(
-        "chat", "", (), prompt, response, chat_answer, chat=True, variables=own, system=system, turns="rendered"
+        "chat", "", (), prompt, response, extract, chat=True, variables=own, system=system, turns="rendered"
     )
-
-
-def chat_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, or else the last number, of what follows the thinking."""
-    return answer_behind_thinking(text, _first_complete, last_number)
 
 
 @register("template")
@@ -304,10 +299,8 @@ def plain() -> Template:
     that are no numbers are never found: use another template for them.
     """
 
-    def extract(text: str) -> str | None:
-        return answer_behind_thinking(text, last_number)
-
-    return Template("plain", "", (), _asking("", chat=False), lambda example: _concluded(example, " "), extract)
+    prompt, extract = _asking("", chat=False), _behind_thinking(last_number)
+    return Template("plain", "", (), prompt, lambda example: _concluded(example, " "), extract)
 
 
 @register("template")
@@ -327,9 +320,7 @@ def dialogue() -> Template:
         text = _said(example)
         return [_ours("" if text[0].isspace() else " "), _theirs(text)]
 
-    def extract(text: str) -> str | None:
-        return None if is_blank(text) or behind_thinking(text) is None else text.strip()
-
+    extract = _unless_cut_off(lambda text: None if is_blank(text) else text.strip())
     frame = ("\n\nHuman: ", "\n\nAssistant:")
     return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=TRANSCRIPT.quote, space=" ")
 
@@ -377,9 +368,7 @@ def as_is() -> Template:
             )
         return [_ours(messages[0].content)]
 
-    def extract(text: str) -> str | None:
-        return answer_behind_thinking(text, _first_complete, boxed_answer, last_number)
-
+    extract = _behind_thinking(_first_complete, boxed_answer, last_number)
     return Template("as_is", "", (), prompt, lambda example: [_ours(_said(example))], extract, turns="last")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -50,14 +49,13 @@ class Task:
 
 
 class ExamplesOnDemand(Sequence[Example]):
-    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list."""
+    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    ``make`` gives example ``item`` (0 .. size - 1); the same item always gives the same example.
+    """
 
-    @abstractmethod
-    def make(self, item: int) -> Example:
-        """Example ``item`` (0 .. size - 1); the same item always gives the same example."""
+    def __init__(self, size: int, make: Callable[[int], Example]) -> None:
+        self.size, self.make = size, make
 
     def __len__(self) -> int:
         return self.size

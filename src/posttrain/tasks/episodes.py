@@ -30,13 +30,8 @@ def episodes(
         size: number of episodes; the environment is seeded anew each time that one is played.
         seed: names other episodes.
     """
-    return Task("episodes", split, _Episodes(prompt, split, size, seed))
 
+    def make(item: int) -> Example:
+        return Example(f"episodes/{split}/{seed}/{item}", (Message("user", prompt),), meta={"split": split})
 
-class _Episodes(ExamplesOnDemand):
-    def __init__(self, prompt: str, split: str, size: int, seed: int) -> None:
-        super().__init__(size)
-        self.prompt, self.split, self.name = prompt, split, f"episodes/{split}/{seed}"
-
-    def make(self, item: int) -> Example:
-        return Example(f"{self.name}/{item}", (Message("user", self.prompt),), meta={"split": self.split})
+    return Task("episodes", split, ExamplesOnDemand(size, make))

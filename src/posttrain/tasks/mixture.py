@@ -91,7 +91,7 @@ class Mixed(ExamplesOnDemand):
     """The examples of all parts in the given order of parts; an id has the part's name before it."""
 
     def __init__(self, tasks: Mapping[str, Task], order: Sequence[int]) -> None:
-        super().__init__(len(order))
+        super().__init__(len(order), self._make)
         self.tasks = tasks
         names, turns = list(tasks), [0] * len(tasks)
         self._places: list[tuple[str, int]] = []
@@ -99,7 +99,7 @@ class Mixed(ExamplesOnDemand):
             self._places.append((names[part], turns[part]))
             turns[part] += 1
 
-    def make(self, item: int) -> Example:
+    def _make(self, item: int) -> Example:
         name, place = self._places[item]
         example = self.tasks[name].examples[place]
         if PART in example.meta:

@@ -278,9 +278,9 @@ def _new_ratings(
 ) -> list[int | None]:
     """The ratings of a path from its step ``start`` on, without those that have been given before."""
     ratings: list[int | None] = []
-    key = _digest(b"", problem)
+    key = problem.encode()
     for index, (text, stated) in enumerate(path):
-        key = _digest(key, text)
+        key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
         rating = stated if index >= start else None
         before = None if rating is None else rated.get(key)
         if before is not None and not (rating == -1 and index < len(path) - 1):
@@ -291,10 +291,6 @@ def _new_ratings(
             rated[key] = rating
         ratings.append(rating)
     return ratings
-
-
-def _digest(before: bytes, text: str) -> bytes:
-    return hashlib.blake2b(before + b"\x1f" + text.encode("utf-8"), digest_size=12).digest()
 
 
 def _object(row: Row, value: Any, name: str) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Annotated, Literal
 
@@ -93,7 +93,8 @@ def stories(
         raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
     chosen = tuple(families or FAMILIES)
     options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
-    return Task("stories", split, StoryList(options, size), worked=is_worked)
+    make = make_document if style == "document" else make_question
+    return Task("stories", split, ExamplesOnDemand(size, partial(make, options)), worked=is_worked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +110,6 @@ class StoryOptions:
     worked: float = 1.0
     style: str = "question"
     responses: Responses = "none"
-
-
-class StoryList(ExamplesOnDemand):
-    """A sequence whose item i is made when it is asked for."""
-
-    def __init__(self, options: StoryOptions, size: int) -> None:
-        super().__init__(size)
-        self.options = options
-
-    def make(self, item: int) -> Example:
-        make = make_document if self.options.style == "document" else make_question
-        return make(self.options, item)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -149,13 +149,13 @@ class GymExamples(ExamplesOnDemand):
     """
 
     def __init__(self, name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]) -> None:
-        super().__init__(size)
+        super().__init__(size, self._make)
         self.name, self.split = name, split
         self.make_round = make_round
         self.rounds = [first]
         self.round_of: dict[int, int] = {}  # found by earlier look-ups, so that an item is searched for once
 
-    def make(self, item: int) -> Example:
+    def _make(self, item: int) -> Example:
         for number in range(self.round_of.get(item, 0), _MAX_DRAWS):
             if number == len(self.rounds):
                 self.rounds.append(self.make_round(number))
