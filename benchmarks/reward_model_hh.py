@@ -23,7 +23,7 @@ from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences.hh_rlhf import hh_rlhf
+from posttrain.tasks.hh_rlhf import hh_rlhf
 
 RESULTS = Path(__file__).resolve().parent / "results" / "reward_model_hh.json"
 

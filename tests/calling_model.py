@@ -13,7 +13,7 @@ from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source
 from posttrain.store.checkpoint_files import seal
-from posttrain.tasks.sums import sums
+from posttrain.tasks.stories.sums import sums
 from posttrain.types import Example, Message
 
 SUMS: dict[str, Any] = {"size": 4, "min_value": 2, "max_value": 20, "called": 1.0}

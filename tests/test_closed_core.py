@@ -24,7 +24,6 @@ NAMED = {
     "tasks.base",
     "tasks.stories.families",
     "tasks.stories.task",
-    "tasks.stories.text",
 }
 FOLDERS = {"algorithms", "algorithms.objectives", "graders", "rewards", "tasks", "tasks.stories"}
 

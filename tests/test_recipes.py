@@ -154,24 +154,22 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             {"prompt": f"{a} + {b}?", "chosen": f"{a + b}.", "rejected": "No.", "score_chosen": 8, "score_rejected": 3}
             for a, b in sums
         ],
-        "gsm8k_solutions": [
-            {"question": f"{a} + {b}?", "ground_truth": f"#### {a + b}", "model": m, "solution": s, "is_correct": c}
-            for a, b in sums
-            for m, s, c in (("one", f"#### {a + b}", True), ("two", "#### -1", False))
-        ],
         "prm800k": [
             {
-                "instruction": f"Find ${a}+{b}$.",
-                "responses": [],
-                "next_response": f"It is {a + b + slip}.",
-                "answer": str(a + b),
-                "is_human_response": False,
-                "is_solution": True,
-                "is_preferred_response": slip == 0,
-                "rating": 1 - 2 * slip,
+                "question": {"problem": f"Find ${a}+{b}$."},
+                "label": {
+                    "steps": [
+                        {
+                            "completions": [
+                                {"text": f"It is {a + b}.", "rating": 1},
+                                {"text": f"It is {a + b + 1}.", "rating": -1},
+                            ],
+                            "chosen_completion": 0,
+                        }
+                    ]
+                },
             }
             for a, b in sums
-            for slip in (0, 1)
         ],
         "jsonl": [{"prompt": f"{a} + {b}?", "response": f"{a} + {b} = {a + b}."} for a, b in sums],
         "judged_solutions": [
@@ -238,7 +236,7 @@ def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]
             changes.append(("task.validation_share", 0.3))
         if "test_share" in recipe.task.options:
             changes.append(("task.test_path", str(data[recipe.task.name])))
-    else:
+    elif recipe.task.name != "mixture":
         changes.append(("task.size", 200))
     if recipe.teacher is not None and recipe.teacher.name != "self":
         changes.append(("teacher.name", str(models["teacher"])))

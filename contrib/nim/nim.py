@@ -199,10 +199,10 @@ class _Games(ExamplesOnDemand):
     """The game of each item: what it begins with and what is drawn follow from the item's name."""
 
     def __init__(self, make: Callable[[], Any], name: str, prompt: str, split: str, size: int) -> None:
-        super().__init__(size)
+        super().__init__(size, self._play)
         self.new_game, self.name, self.prompt, self.split = make, name, prompt, split
 
-    def make(self, item: int) -> Example:
+    def _play(self, item: int) -> Example:
         name = f"{self.name}/{item}"
         game, turns = self.new_game(), list[Turn]()
         example = Example(name, (Message("user", self.prompt),), meta={"split": self.split})

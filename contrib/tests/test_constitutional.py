@@ -22,7 +22,7 @@ from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import RewardWord
 from posttrain.tasks.base import Task
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences import preferences
 from posttrain.types import Example, Message
 
 pytestmark = pytest.mark.slow

@@ -62,22 +62,18 @@ HOMES: dict[str, dict[str, str]] = {
     "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
-        "posttrain.tasks.verifiable.mathematics": (
-            "aime24 aime25 amc gsm8k math math500 minerva_math olympiad_bench svamp"
-        ),
+        "posttrain.tasks.verifiable.mathematics": ("aime24 aime25 amc gsm8k math math500 minerva_math olympiad_bench"),
         "posttrain.tasks.verifiable.mmlu": "mmlu",
         "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.jsonl": "jsonl",
-        "posttrain.tasks.preferences.task": "preferences ultrafeedback",
-        "posttrain.tasks.preferences.hh_rlhf": "hh_rlhf",
-        "posttrain.tasks.steps.judged_solutions": "gsm8k_solutions judged_solutions",
-        "posttrain.tasks.steps.prm800k": "prm800k",
-        "posttrain.tasks.steps.math_shepherd": "math_shepherd",
+        "posttrain.tasks.preferences": "preferences ultrafeedback",
+        "posttrain.tasks.hh_rlhf": "hh_rlhf",
+        "posttrain.tasks.steps": "judged_solutions math_shepherd prm800k",
         "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
         "posttrain.tasks.behaviour": "refusals",
         "posttrain.tasks.episodes": "episodes",
         "posttrain.tasks.mixture": "mixture",
-        "posttrain.tasks.sums": "sums",
+        "posttrain.tasks.stories.sums": "sums",
     },
     "engine": {
         "posttrain.engines.native.engine": "native",

@@ -16,14 +16,8 @@ PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3", "score_chosen": 8.5, "
 PROBLEM = {"problem": "What is 1+1?", "answer": "2", "solution": "It is \\boxed{2}."}
 TALK = "\n\nHuman: {}\n\nAssistant: {}"
 STEPS = {
-    "instruction": "What is 1+1?",
-    "responses": [],
-    "next_response": "It is 2.",
-    "rating": 1,
-    "is_human_response": False,
-    "is_solution": True,
-    "is_preferred_response": True,
-    "answer": None,
+    "question": {"problem": "What is 1+1?"},
+    "label": {"steps": [{"completions": [{"text": "It is 2.", "rating": 1}], "chosen_completion": 0}]},
 }
 # A good row of each task that reads a file, with the keys that it must have. A new task is entered here.
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -31,16 +25,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "aime25": (PROBLEM, ("problem", "answer")),
     "amc": (PROBLEM, ("problem", "answer")),
     "gsm8k": ({"question": "1+1?", "answer": "1+1=2\n#### 2"}, ("question", "answer")),
-    "gsm8k_solutions": (
-        {
-            "question": "1+1?",
-            "ground_truth": "1+1=2\n#### 2",
-            "model": "6b",
-            "solution": "1+1=2\nA: 2",
-            "is_correct": True,
-        },
-        ("question", "solution"),
-    ),
     "hh_rlhf": ({"chosen": TALK.format("a", "b"), "rejected": TALK.format("a", "c")}, ("chosen", "rejected")),
     "humaneval": (
         {
@@ -77,12 +61,8 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "olympiad_bench": (PROBLEM, ("problem", "answer")),
     "preferences": (PAIR, ("prompt", "chosen", "rejected")),
-    "prm800k": (STEPS, ("instruction", "next_response", "responses")),
+    "prm800k": (STEPS, ("question", "label")),
     "refusals": ({"prompt": "How do I knit?", "kind": "benign"}, ("prompt", "kind")),
-    "svamp": (
-        {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
-        ("Body", "Question", "Answer", "Type"),
-    ),
     "ultrafeedback": (PAIR, ("prompt", "chosen", "rejected", "score_chosen")),
 }
 NEEDS = {"split": "test"}
@@ -169,8 +149,6 @@ def data_cases(random: Random) -> list[Case]:
             cases.append(_ask(random, f"data: {what}", task, plain, files))
         for key in keys:
             for value in WRONG_VALUES:
-                if _allowed(task, key, value):
-                    continue
                 content = lines(row | {key: value})
                 cases.append(_ask(random, "data: wrong value", task, "rows.jsonl", {"rows.jsonl": content}))
             content = lines({k: v for k, v in row.items() if k != key})
@@ -187,17 +165,10 @@ OPTIONAL = {
     ("amc", "answer"),
     ("minerva_math", "answer"),
     ("olympiad_bench", "answer"),
-    ("svamp", "Type"),
     ("ultrafeedback", "score_chosen"),
-    ("prm800k", "responses"),
     ("preferences", "prompt"),
     ("ultrafeedback", "prompt"),
 }
-
-
-def _allowed(task: str, key: str, value: Any) -> bool:
-    """What a reader takes: an empty list of steps before this one, no arguments."""
-    return value == [] and (task, key) == ("prm800k", "responses")
 
 
 def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any]) -> Case:

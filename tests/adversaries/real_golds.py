@@ -19,7 +19,6 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "amc": ("math_evals/amc", {}),
     "episodes": (None, {"size": 20}),
     "gsm8k": ("gsm8k/gsm8k_test", {"split": "test"}),
-    "gsm8k_solutions": ("gsm8k/gsm8k_model_solutions", {"split": "test"}),
     "hh_rlhf": ("hh_rlhf/test", {"split": "test"}),
     "humaneval": ("code/humaneval", {}),
     "jsonl": ("gsm8k/gsm8k_test", {"split": "test", "prompt_key": "question", "answer_key": "final_answer"}),
@@ -29,20 +28,19 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "math_shepherd": ("prm_format_samples/math_shepherd", {"split": "test"}),
     "mbpp": ("code/mbpp", {"split": "test"}),
     "minerva_math": ("math_evals/minerva", {}),
-    "mixture": (None, {"parts": [{"task": "stories"}, {"task": "sums", "weight": 2}], "split": "test", "size": 30}),
+    "mixture": (None, {"parts": [{"task": {"name": one, "split": "test", "size": 15}} for one in ("stories", "sums")]}),
     "mmlu": ("mmlu/val", {"split": "validation"}),
     "olympiad_bench": ("math_evals/olympiad_bench", {}),
     "preferences": ("preference/politeness_pairs", {"split": "test"}),
-    "prm800k": ("prm800k/phase1_test", {"split": "test"}),
+    "prm800k": ("prm_format_samples/prm800k", {"split": "test"}),
     "reasoning_gym": (None, {"dataset": "chain_sum", "split": "test", "size": 20}),
     "refusals": (None, {}),
     "stories": (None, {"split": "test"}),
     "sums": (None, {"split": "test"}),
-    "svamp": ("math_evals/svamp", {}),
     "ultrafeedback": ("ultrafeedback/test", {"split": "test"}),
 }
 MATH_TASKS = ("math", "math500", "amc", "aime24", "minerva_math", "olympiad_bench")
-NUMBER_TASKS = ("gsm8k", "svamp", "aime24")
+NUMBER_TASKS = ("gsm8k", "aime24")
 
 # One gold of every kind, for where no data are at hand, and so that each trick finds what it aims at.
 PANEL = r"""

@@ -172,5 +172,5 @@ def test_figures_say_which_problems_they_are_of_where_a_seed_draws_them(tmp_path
         return Finished(tmp_path, f"{task['name']}/test", results, {"task": task}, {}, {})
 
     drawn = done(name="stories", seed=2, size=8192)
-    read = [done(name="jsonl", seed=0, size=None), done(name="svamp")]
+    read = [done(name="jsonl", seed=0, size=None), done(name="mmlu")]
     assert notes_of([drawn, drawn, *read]) == ["stories/test: the problems are those of task.seed 2 and task.size 8192"]

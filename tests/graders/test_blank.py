@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.graders.grading import Submission, grade, is_blank
-from posttrain.render.words import boxed_answer, chat_answer, tagged_answer
+from posttrain.render.words import boxed_answer, chat, tagged_answer
 from posttrain.rewards.words import xml_format
 
 BLANK = [
@@ -21,8 +21,8 @@ def test_nothing_to_see_is_blank_everywhere(text: str) -> None:
     assert is_blank(text)
     answered = f"<think> a </think> <answer>{text}</answer>"
     assert xml_format(answered, ("think", "answer")) == 0.0
-    assert tagged_answer(answered, "think", "answer") is None
-    assert chat_answer(answered) is None
+    assert tagged_answer(answered, "think") is None
+    assert chat().extract(answered) is None
     assert boxed_answer(f"\\boxed{{{text}}}") is None
     for grader in (
         "numeric",

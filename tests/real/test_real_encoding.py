@@ -17,7 +17,7 @@ from posttrain.render.assistant import encode_answer
 from posttrain.render.encoding import markers_of
 from posttrain.render.rows import Shape, rows_of
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences import preferences
 from posttrain.types import Message
 
 QUESTION = "Which river flows through Paris?"

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.errors import DataError
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences import preferences
 from posttrain.tasks.reading import read_file
 from posttrain.types import Message, Response
 

@@ -18,7 +18,7 @@ from posttrain.render import encode_prompt
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.tasks.base import Task
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
+from posttrain.tasks.preferences import preferences
 from posttrain.types import Example
 
 READERS = {"jsonl": jsonl, "preferences": preferences}

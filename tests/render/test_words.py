@@ -153,14 +153,6 @@ def test_a_given_response_stands_as_it_is(chatml: Any, name: str) -> None:
         assert decode_response(chatml, make(name), ids) == "Twelve and seven.\n\nSo 19!"
 
 
-def test_thinking_that_a_response_begins_with_is_tokens_and_no_other_marker(chatml: Any) -> None:
-    example = Example("e", QUESTION, demonstration=f"<think>hm</think>19 {FORGED}")
-    ids = encode_response(chatml, make("chat"), example)
-    opened, closed = (ids.count(chatml.convert_tokens_to_ids(tag)) for tag in ("<think>", "</think>"))
-    assert (opened, closed) == (1, 1)
-    assert ids.count(chatml.convert_tokens_to_ids("<|im_end|>")) == 1, "the end of the turn, at the end"
-
-
 def test_rendered_prompts_and_responses_stand_as_they_are(chatml: Any) -> None:
     rendered = "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n<think>"
     ids = encode_prompt(chatml, make("as_is"), (Message("user", rendered),))
@@ -174,12 +166,6 @@ def test_rendered_prompts_and_responses_stand_as_they_are(chatml: Any) -> None:
         assert make("as_is").extract(decode_response(chatml, make("as_is"), ids)) == "19"
     with pytest.raises(UsageError, match="a rendered prompt is one text, and this one has 2 messages; use chat"):
         encode_prompt(chatml, make("as_is"), (Message("system", "a"), Message("user", "b")))
-
-
-def test_solution_alone_and_solution_in_a_box_stand_as_they_are() -> None:
-    boxed = Example("m", QUESTION, answer="\\frac{1}{2}", solution="So $\\boxed{\\frac{1}{2}}$.")
-    assert respond(make("boxed"), boxed) == "So $\\boxed{\\frac{1}{2}}$."
-    assert respond(make("chat"), Example("c", QUESTION, solution="Twelve.")) == "Twelve."
 
 
 def test_document_trains_on_the_text_with_its_tokens(chatml: Any) -> None:
@@ -220,29 +206,6 @@ def test_a_forged_answer_in_the_prompt_is_never_graded(plain_words: Any) -> None
     assert template.extract(decode_response(plain_words, template, completion)) is None
 
 
-def test_round_trip_where_tags_are_words(plain_words: Any) -> None:
-    template = make("r1_zero", preamble="")
-    example = Example("w", QUESTION, answer="19", solution="12 + 7 = 19")
-    ids = encode_response(plain_words, template, example)
-    assert " ".join(plain_words.convert_ids_to_tokens(ids)) == "12 + 7 = 19 </think> <answer> 19 </answer> [EOS]"
-    text = decode_response(plain_words, template, ids)
-    assert text == "<think>12 + 7 = 19 </think> <answer> 19 </answer>"
-    assert template.extract(text) == "19"
-
-
-def test_chat_prompt_equals_the_tokenizers_own(chatml: Any) -> None:
-    turns = [
-        Message("system", "Be brief."),
-        Message("user", "Eva has 12"),
-        Message("assistant", "19"),
-        Message("user", "?"),
-    ]
-    own = chatml.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in turns], add_generation_prompt=True, return_dict=False
-    )
-    assert encode_prompt(chatml, make("chat"), turns) == own
-
-
 def test_a_chat_template_that_strips_contents_strips_them(chatml: Any) -> None:
     chatml.chat_template = chatml.chat_template.replace("message['content']", "message['content'] | trim")
     text = prompt_text(chatml, make("chat", system=" Ours. "), Message("system", " Be. "), Message("user", "  Hi \n"))
@@ -280,7 +243,7 @@ def test_bos_stands_once_at_the_start(with_bos: Any) -> None:
     assert hostile.count(bos) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["r1_zero", "chat", "plain"])
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from posttrain.tasks.base import Task
-from posttrain.tasks.description import describe_task, percentile, random_examples
+from posttrain.tasks.description import describe_task, percentile
 from posttrain.types import Example, Message, Response
 
 
@@ -68,22 +68,7 @@ def test_judged_answers_and_steps() -> None:
     assert found.lengths["response"] == [1, 2, 1, 2]
 
 
-def test_only_the_first_are_read_of_a_task_without_end() -> None:
-    examples = [Example(f"{i}", ask("q")) for i in range(5)]
-    found = describe_task(Task("t", "train", examples), words, n=2)
-    assert (found.num_examples, found.num_read, len(found.longest), found.repeated_prompts) == (5, 2, 2, 1)
-    assert found.graders == Counter({"numeric": 2})
-
-
 def test_percentiles_are_values_that_occur() -> None:
     assert [percentile([4, 1, 3, 2], share) for share in (0.0, 0.25, 0.26, 0.5, 0.75, 1.0)] == [1, 1, 2, 2, 3, 4]
     with pytest.raises(ValueError, match="nothing"):
         percentile([], 0.5)
-
-
-def test_shown_examples_are_a_function_of_the_seed() -> None:
-    task = Task("t", "train", [Example(f"{i}", ask("q")) for i in range(50)])
-    shown = [[e.id for e in random_examples(task, 3, seed)] for seed in (0, 0, 1)]
-    assert shown[0] == shown[1] != shown[2]
-    assert all(ids == sorted(ids, key=int) and len(set(ids)) == 3 for ids in shown)
-    assert len(random_examples(task, 99, 0)) == 50

@@ -11,8 +11,8 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
-from posttrain.tasks.preferences.hh_rlhf import hh_rlhf, merge_turns, parse_turns
-from posttrain.tasks.reader import Dropped, opening_hash, prompt_hash
+from posttrain.tasks.hh_rlhf import hh_rlhf, merge_turns, parse_turns
+from posttrain.tasks.reader import Dropped, prompt_hash
 from posttrain.types import Example, Message, Response
 
 
@@ -99,7 +99,7 @@ def test_dialogues_that_begin_alike_are_on_one_side(tmp_path: Path) -> None:
     assert len(first[0] | first[1]) == 100
     assert len(validation) == 3 * len(first[1])
     assert 10 <= len(first[1]) <= 50
-    assert {opening_hash(e) < 0.3 for e in validation} == {True}
+    assert {prompt_hash(e, by_opening=True) < 0.3 for e in validation} == {True}
     assert registry.find("task", "hh_rlhf").traits["held_out"] == "validation"
 
 
@@ -137,12 +137,6 @@ def test_prompts_of_the_test_split(
     lowest = sorted(every, key=lambda text: prompt_hash(Example("", (Message("user", text),))))[: expected[1]]
     assert [e.messages[0].content for e in of_test] == [text for text in every if text in lowest]
     assert [e.id for e in hh_rlhf(**given, test_share=share).examples] == [e.id for e in task.examples]
-
-
-def test_what_is_dropped_of_the_test_split_is_counted_too(tmp_path: Path) -> None:
-    given = files(tmp_path, 3, 0) | {"test_path": write_rows(tmp_path / "t.jsonl", [pair("t"), pair("u", chosen="no")])}
-    task = hh_rlhf(**given, test_share=0.25)
-    assert (len(task.examples), task.dropped) == (4, {"'chosen' and 'rejected' are the same": 1})
 
 
 def test_only_training_prompts_are_mixed(tmp_path: Path) -> None:
@@ -227,7 +221,7 @@ def test_halves_are_disjoint_by_first_turn_in_every_split_and_the_others_are_cou
     for split in ("train", "validation", "test"):
         whole = hh_rlhf(path=path, split=split, validation_share=0.3)
         parts = [hh_rlhf(path=path, split=split, validation_share=0.3, half=half) for half in ("first", "second")]
-        hashes = [{opening_hash(example) for example in part.examples} for part in parts]
+        hashes = [{prompt_hash(example, by_opening=True) for example in part.examples} for part in parts]
         assert not hashes[0] & hashes[1]
         assert sum(len(part.examples) for part in parts) == len(whole.examples)
         assert all(len(part.examples) > 0.25 * len(whole.examples) for part in parts)
@@ -243,15 +237,12 @@ def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
     [
         ("\n\nHuman: Hi\n\nAssistant: Hello.", said(("H", "Hi"), ("A", "Hello."))),
         ("Human: Hi\n\nAssistant:Hello. ", said(("H", "Hi"), ("A", "Hello."))),
-        (" \n Human: Hi", said(("H", "Hi"))),
         ("\n\nAssistant: Yes?\n\nHuman: Hi", said(("A", "Yes?"), ("H", "Hi"))),
         # paragraphs belong to their turn, and so does everything that only looks like a marker
         ("\n\nHuman: a\n\nb\n\nAssistant: c\n\n\n\nd", said(("H", "a\n\nb"), ("A", "c\n\n\n\nd"))),
         ("\n\nHuman: Who is Human: he?\n\nAssistant: x", said(("H", "Who is Human: he?"), ("A", "x"))),
         ("\n\nHuman: a\nAssistant: b\n\nAssistant: c", said(("H", "a\nAssistant: b"), ("A", "c"))),
-        ("\n\nHuman: a\n\n Human: b", said(("H", "a\n\n Human: b"))),
         ("\n\nHuman: a\n\nAssistant: Human: b", said(("H", "a"), ("A", "Human: b"))),
-        ("\n\nHuman: a\n\nHappier Human: b", said(("H", "a\n\nHappier Human: b"))),
         ("\n\nHuman: a\n\nhuman: b", said(("H", "a\n\nhuman: b"))),
         # turns are kept as they stand: blank ones, and those of one role that follow one another
         ("\n\nHuman: a\n\nAssistant: \n\nAssistant: b", said(("H", "a"), ("A", ""), ("A", "b"))),
@@ -260,12 +251,6 @@ def said(*turns: tuple[str, str]) -> tuple[Message, ...]:
 )
 def test_parse_turns(text: str, turns: tuple[Message, ...]) -> None:
     assert parse_turns(text) == turns
-
-
-@pytest.mark.parametrize("text", ["", "Hello", "Title\n\nHuman: a\n\nAssistant: b", "User: a"])
-def test_a_text_that_begins_with_no_turn(text: str) -> None:
-    with pytest.raises(Dropped, match="the text does not begin with a turn"):
-        parse_turns(text)
 
 
 def test_turns_of_one_role_become_one_message() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from given_rows import write_rows
 
-from posttrain import registry
 from posttrain.cli import main
-from posttrain.errors import DataError, RecipeError, UnknownWord, UsageError
+from posttrain.errors import DataError, UnknownWord, UsageError
 from posttrain.tasks.jsonl import jsonl
 from posttrain.types import Call, Message, Turn
 
@@ -33,24 +32,6 @@ def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
     assert (second.answer, second.solution) == ("4", "2+2=4.")
 
 
-def test_keys_by_option(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "x.jsonl", [{"q": "1+1?", "gold": "2", "why": "because", "answer": "no"}])
-    (example,) = jsonl(path=path, split="test", prompt_key="q", answer_key="gold", solution_key="why").examples
-    assert (example.messages[0].content, example.answer, example.solution) == ("1+1?", "2", "because")
-
-
-def test_conversations(tmp_path: Path) -> None:
-    asked = chat(("system", "Be brief."), ("user", "1+1?"))
-    rows = [
-        {"messages": asked, "answer": "2"},
-        {"messages": [*asked, *chat(("assistant", "Two."))], "prompt": "unused"},
-    ]
-    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
-    assert first.messages == second.messages == (Message("system", "Be brief."), Message("user", "1+1?"))
-    assert (first.answer, first.demonstration) == ("2", None)
-    assert (second.answer, second.solution, second.demonstration) == (None, None, "Two.")
-
-
 def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1?", "response": "One and one: \\boxed{2}", "answer": 2},
@@ -67,13 +48,6 @@ def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
     renamed = write_rows(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
     (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
     assert example.demonstration == "Two."
-
-
-def test_data_without_answers(tmp_path: Path) -> None:
-    (example,) = jsonl(
-        path=write_rows(tmp_path / "x.jsonl", [{"prompt": "Tell me."}]), split="test", answer_key=""
-    ).examples
-    assert (example.answer, example.solution) == (None, None)
 
 
 def test_grader_and_further_keys(tmp_path: Path) -> None:
@@ -96,44 +70,16 @@ def test_grader_and_further_keys(tmp_path: Path) -> None:
         ({"answer": "2"}, "the key 'prompt' is missing. There are: answer. Name the right one as task.prompt_key"),
         ({"promt": "q", "answer": "2"}, "the key 'prompt' is missing. Did you mean 'promt'"),
         ({"prompt": " ", "answer": "2"}, "'prompt' is empty"),
-        ({"prompt": ["x"], "answer": "2"}, "'prompt' must be text"),
         ({"prompt": "q"}, "the key 'answer' is missing. There are: prompt.*task.answer_key, or set it to \"\""),
-        ({"prompt": "q", "answer": ""}, "'answer' is empty"),
         ({"prompt": "q", "answer": None}, "'answer' must be text; got None"),
-        ({"prompt": "q", "answer": "2", "solution": ""}, "'solution' is empty"),
-        ({"messages": [], "answer": "2"}, "must be a list of messages"),
         ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
         ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
         ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response': give one"),
-        ({"prompt": "q", "response": " "}, "'response' is empty"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"x\.jsonl:2: .*{message}"):
         jsonl(path=write_rows(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "2"}, row]))
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl: no usable examples"):
-        jsonl(path=write_rows(tmp_path / "x.jsonl", []))
-
-
-def test_the_path_is_required() -> None:
-    with pytest.raises(RecipeError, match=r"task.path: task 'jsonl' needs this key"):
-        registry.find("task", "jsonl").bind({}, "task")
-
-
-def test_thinking_can_be_left_out_of_solutions(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "1 + 1?", "answer": "2", "solution": "<think>hm</think> It is 2."},
-        {"prompt": "1 + 2?", "answer": "3", "solution": "<think>hm"},
-        {"prompt": "1 + 3?", "answer": "4"},
-    ]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    task = jsonl(path=path, split="test", strip_thinking=True)
-    assert [example.solution for example in task.examples] == ["It is 2.", None]
-    assert task.dropped == {"a <think> that never closes": 1}
-    assert len(jsonl(path=path, split="test").examples) == 3
 
 
 def test_only_correct_responses(tmp_path: Path) -> None:
@@ -173,11 +119,8 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         ),
         (["x^2+1"], "math", "1 of 1"),
         (["(1, 2)"], "math", "1 of 1"),
-        (["[0, 1)"], "math", "1 of 1"),
         (["x = 3"], "math", "1 of 1"),
-        (["2\u221a3"], "math", "1 of 1"),
         (["3n - 1"], "math", "1 of 1"),
-        (["sqrt(2)"], "math", "1 of 1"),
     ],
 )
 def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
@@ -188,25 +131,6 @@ def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: lis
     assert line.startswith(f"task.grader: {grader}, because")
     assert re.search(why, line)
     assert jsonl(path=path, split="test", grader="exact").notices == ()
-
-
-def test_traces_of_maths_are_kept_by_their_formulas(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a?", "response": "\\boxed{\\sqrt3/2}", "answer": "\\frac{\\sqrt3}{2}"},
-        {"prompt": "b?", "response": "\\boxed{3}", "answer": "4"},
-    ]
-    task = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test", correct_only=True)
-    assert [example.messages[0].content for example in task.examples] == ["a?"]
-    assert task.dropped == {"correct_only: a wrong answer": 1}
-
-
-def test_a_conversation_and_its_continuation_stand_on_the_same_side(tmp_path: Path) -> None:
-    turns = [chat(("user", f"question {i}"), ("assistant", "a")) for i in range(40)]
-    path = write_rows(tmp_path / "x.jsonl", [{"messages": one * times} for one in turns for times in (1, 2)])
-    held = jsonl(path=path, split="validation", validation_share=0.3).examples
-    firsts = [example.messages[0].content for example in held]
-    assert 0 < len(held) < 80
-    assert all(firsts.count(first) == 2 for first in firsts)
 
 
 def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -273,11 +197,9 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
     ("messages", "what"),
     [
         ([*ASKED, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
-        ([*ASKED, calling("1", "2"), told("1"), ANSWER], "message 5: a call has no result"),
         ([*ASKED, told("1"), ANSWER], "message 3: a result of a tool that was not called"),
         ([*ASKED, calling("1"), told("1"), told("2"), ANSWER], "message 5: a result of a tool that was not called"),
         ([*ASKED, calling("1"), told("1")], "the key 'answer' is missing"),  # with one it is a prompt
-        ([*ASKED, calling("1"), told("1"), ANSWER, ASKED[1]], "the key 'answer' is missing"),
         ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
         ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
         (
@@ -285,7 +207,6 @@ def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
             "message 3: 'tool_calls' is a list",
         ),
         ([*ASKED, calling("\ud800"), told("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
-        ([*ASKED, calling("\ud800", as_text=False), told("1"), ANSWER], "arguments' holds half of a surrogate pair"),
         ([*ASKED, calling(float("nan")), told("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
         (
             [*ASKED, {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, told("1"), ANSWER],

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_datasets, needs_data, real_file, write_rows
+from given_rows import needs_data, real_file, write_rows
 
 from posttrain.errors import DataError
 from posttrain.tasks.reader import Dropped
-from posttrain.tasks.steps.labelled_steps import first_error, stepwise
-from posttrain.tasks.steps.math_shepherd import align, math_shepherd
+from posttrain.tasks.steps import align, math_shepherd
 from posttrain.types import Message, Response
 
 
@@ -50,19 +49,6 @@ def test_signs(tmp_path: Path, signs: str, labels: tuple[int, ...], error: int |
     assert (example.meta, response.score) == ({"first_error": error}, score)  # the score is that of the last step
 
 
-def test_notes_are_removed_from_gsm8k_only(tmp_path: Path) -> None:
-    rows = [tagged("q?", "so 1 << 2 and 3>>2, <<a>>", signs="+", task="MATH")]
-    (example,) = math_shepherd(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
-    assert example.responses[0].text == "Step 1: so 1 << 2 and 3>>2, <<a>>"
-
-
-def test_a_problem_that_speaks_of_steps(tmp_path: Path) -> None:
-    rows = [tagged("Read. Step 1: go. Step 2: stop. How far?", "Not far.", signs="+")]
-    (example,) = math_shepherd(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
-    assert example.messages == (Message("user", "Read. Step 1: go. Step 2: stop. How far?"),)
-    assert example.responses[0].steps == ("Step 1: Not far.",)
-
-
 @pytest.mark.parametrize(
     ("written", "judged", "pieces", "labels"),
     [
@@ -82,8 +68,6 @@ def test_align(written: str, judged: str, pieces: list[str], labels: list[int]) 
         ("a ки b", "a + b", "text behind the last step tag"),
         ("a ки b ки", "a +", "not 'input' with signs"),
         ("a ки", "a + b +", "not 'input' with signs"),
-        ("a ки", "a *", "not 'input' with signs"),
-        ("a ки", "a ", "not 'input' with signs"),
         ("a ки", "b +", "not 'input' with signs"),
         ("a ки b ки", "a ++ b", "not 'input' with signs"),  # as many signs, at other places
     ],
@@ -112,14 +96,6 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         math_shepherd(path=write_rows(tmp_path / "y.jsonl", [{"input": "q? Step 1: a ки"}]))
 
 
-def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_datasets(monkeypatch, lambda: [tagged(f"{i % 20}?", "a", signs="+") for i in range(60)])
-    train, validation = (math_shepherd(split=s, validation_share=0.3).examples for s in ("train", "validation"))
-    assert len(train) + len(validation) == 60
-    assert {e.messages for e in train}.isdisjoint(e.messages for e in validation)
-    assert asked == [("peiyi9979/Math-Shepherd", None, "train")] * 2
-
-
 @needs_data
 def test_real_rows() -> None:
     task = math_shepherd(path=real_file("prm_format_samples/math_shepherd"), split="test")
@@ -133,23 +109,3 @@ def test_real_rows() -> None:
         assert example.messages[0].content.endswith("?")
         assert "<<" not in example.responses[0].text
         assert "The answer is: " in example.responses[0].steps[-1]
-
-
-@pytest.mark.parametrize(
-    ("labels", "score"),
-    [((1, 1), 1.0), ((1, 0), 0.0), ((None, 0), 0.0), ((None, 1), 1.0), ((None, None), 1.0), ((2, 1), 1.0)],
-)
-def test_a_solution_of_steps(labels: tuple[int | None, ...], score: float) -> None:
-    assert stepwise(("a", "b"), labels, "\n") == Response("a\nb", score, ("a", "\nb"), labels)
-
-
-def test_a_given_score() -> None:
-    assert stepwise(("a", "b"), (1, 0), " ", score=1.0) == Response("a b", 1.0, ("a", " b"), (1, 0))
-    assert stepwise(("a", "b"), (1, 1), " ", score=0.0).score == 0.0
-
-
-def test_first_error() -> None:
-    assert first_error([1, 0, None, -1, -1]) == 3
-    assert first_error([-1]) == 0
-    assert first_error([1, 0, None]) is None  # neutral, and not judged: no errors
-    assert first_error([1, 0, 1], wrong=0) == 1

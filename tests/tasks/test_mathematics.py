@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from given_rows import fake_datasets, needs_data, real_file, write_rows
 
-from posttrain import registry
-from posttrain.errors import DataError, RecipeError
+from posttrain.errors import DataError
 from posttrain.graders.answers import last_boxed, parse_quantity, same_answer
 from posttrain.graders.grading import Submission, grade
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task
 from posttrain.types import Example, Message
 
-SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench", "svamp")
+SUITES = ("math500", "aime24", "aime25", "amc", "minerva_math", "olympiad_bench")
 GSM8K = {
     "question": "How many? ",
     "answer": "He has 48/2 = <<48/2=24>>24.\nThat is 1,024+24=<<1024+24=1048>>1,048.\n#### 1,048",
@@ -42,16 +41,6 @@ def test_gsm8k_row_gives_solution_without_notes_and_result(tmp_path: Path) -> No
     rows = [{"question": "q", "answer": "2+2=<<2+2=4>>4", "final_answer": 4}, {"question": "q", "answer": "#### 5"}]
     first, second = read("gsm8k", tmp_path, *rows).examples
     assert (first.answer, first.solution, second.answer, second.solution) == ("4", "2+2=4", "5", None)
-
-
-def test_gsm8k_splits_of_a_training_file_are_disjoint(tmp_path: Path) -> None:
-    rows = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(40)]
-    train, held = (read("gsm8k", tmp_path, *rows, split=split) for split in ("train", "validation"))
-    questions = [{e.messages[0].content for e in task.examples} for task in (train, held)]
-    assert questions[0] | questions[1] == {f"q{i}" for i in range(40)}
-    assert not questions[0] & questions[1]
-    assert all(e.id.startswith("gsm8k/validation/") for e in held.examples)
-    assert registry.find("task", "gsm8k").traits["held_out"] == "validation"
 
 
 def test_math_answer_is_the_last_box_or_its_own(tmp_path: Path) -> None:
@@ -99,13 +88,6 @@ def test_math_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> 
         read("math", tmp_path, rows[1])
 
 
-def test_math500_is_read_as_math(tmp_path: Path) -> None:
-    row = {"problem": "p", "solution": "so \\boxed{2}", "answer": "2", "subject": "Algebra", "level": 3, "unique_id": 1}
-    meta = {"subject": "Algebra", "level": 3}
-    expected = Example("math500/test/1", (Message("user", "p"),), "2", "so \\boxed{2}", meta=meta, grader="math")
-    assert list(read("math500", tmp_path, row).examples) == [expected]
-
-
 def test_aime_keeps_its_zeros_and_may_have_its_answer_in_the_solution(tmp_path: Path) -> None:
     rows = [
         {"problem": "p", "answer": "025", "difficulty": 4.5},
@@ -140,17 +122,6 @@ def test_olympiad_bench_is_read_in_the_layout_of_the_hub(tmp_path: Path) -> None
     assert example.meta == {"subject": "Algebra", "answer_type": "N"}
 
 
-def test_svamp_joins_body_and_question(tmp_path: Path) -> None:
-    rows = [
-        {"Body": "He has 2 boxes", "Question": " How many?", "Answer": 145.0, "Type": "Common-Divison"},
-        {"Body": "He has 2 boxes. ", "Question": "How many?", "Answer": "3"},
-    ]
-    first, second = read("svamp", tmp_path, *rows).examples
-    assert first.messages == second.messages == (Message("user", "He has 2 boxes. How many?"),)
-    assert (first.answer, first.grader, first.meta) == ("145", "numeric", {"type": "Common-Division"})
-    assert second.meta == {}
-
-
 P = {"problem": "p", "answer": "1"}
 
 
@@ -158,41 +129,19 @@ P = {"problem": "p", "answer": "1"}
     ("task", "row", "message"),
     [
         ("gsm8k", {"question": "q"}, "the key 'answer' is missing"),
-        ("gsm8k", {"answer": "#### 4"}, "the key 'question' is missing"),
         ("gsm8k", {"question": "", "answer": "#### 4"}, "'question' is empty"),
         ("gsm8k", {"question": "q", "answer": "just text"}, "no result: it must end with a line `#### 42`"),
-        ("gsm8k", {"question": "q", "answer": "text\n####  "}, "no result"),
-        ("gsm8k", {"question": "q", "answer": 4}, "'answer' must be text"),
         ("math", {"answer": "1"}, "the key 'problem' is missing"),
-        ("math", P | {"problem": ""}, "'problem' is empty"),
-        ("math", P | {"answer": " "}, "'answer' is empty"),
-        ("math", P | {"answer": ["1"]}, "'answer' must be text"),
-        ("math", P | {"solution": 5}, "'solution' must be text"),
         ("math", P | {"level": "hard"}, "'level' must be 1 to 5 .*; got 'hard'"),
-        ("math", P | {"level": 6}, "'level' must be 1 to 5"),
-        ("math", P | {"subject": 5}, "'subject' must be text"),
         ("amc", {"problem": "p"}, "the key 'answer' is missing"),
-        ("amc", {"answer": 1}, "the key 'problem' is missing"),
         ("amc", P | {"answer": True}, "'answer' must be text"),
         ("amc", P | {"answer": [" "]}, "'answer' is empty"),
         ("aime24", P | {"answer": ["1", "2"]}, "one answer is expected; got 2: 1, 2"),
-        ("svamp", {"Body": "b", "Question": "q"}, "the key 'Answer' is missing"),
-        ("svamp", {"Question": "q", "Answer": 1}, "the key 'Body' is missing"),
     ],
 )
 def test_bad_rows_are_refused_with_line_and_key(tmp_path: Path, task: str, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"x\.jsonl:1: .*{message}"):
         read(task, tmp_path, row)
-
-
-@pytest.mark.parametrize("name", SUITES)
-def test_suites_are_for_evaluation_only(name: str, tmp_path: Path) -> None:
-    entry = registry.find("task", name)
-    assert entry.traits["held_out"] == "test"
-    with pytest.raises(RecipeError, match=r"task.split: .*'test'; got 'train'"):
-        entry.bind({"split": "train"}, "task")
-    with pytest.raises(DataError, match="no usable examples"):
-        read(name, tmp_path)
 
 
 def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,23 +160,8 @@ def test_hub_names_and_splits_are_those_of_each_set(monkeypatch: pytest.MonkeyPa
         ("AI-MO/aimo-validation-amc", None, "train"),
         ("math-ai/minervamath", None, "test"),
         ("math-ai/olympiadbench", None, "test"),
-        ("ChilleD/SVAMP", None, "train+test"),
         ("math-ai/amc23", None, "test"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "dev"}, "task.split: .*'train', 'validation' or 'test'; got 'dev'"),
-        ({"pth": "x"}, "Did you mean 'path'"),
-        ({"validation_share": 1}, "less than 1"),
-        ({"hub": "a/b"}, r"task.hub: this key was removed. Use task.path: hf:NAME"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        registry.find("task", "gsm8k").bind(options, "task")
 
 
 @needs_data
@@ -268,15 +202,13 @@ def test_math_official_solutions_are_right_against_their_own_gold(step: int) -> 
 @needs_data
 def test_suites_real_rows_are_read_whole() -> None:
     files = {"math500": "math/math500", "minerva_math": "math_evals/minerva"}
-    names = ("math500", "aime24", "amc", "minerva_math", "olympiad_bench", "svamp")
+    names = ("math500", "aime24", "amc", "minerva_math", "olympiad_bench")
     tasks = {name: build_task(Word(name=name, path=real_file(files.get(name, f"math_evals/{name}")))) for name in names}
-    assert [len(task.examples) for task in tasks.values()] == [500, 30, 83, 272, 675, 1000]
+    assert [len(task.examples) for task in tasks.values()] == [500, 30, 83, 272, 675]
     assert all(not task.dropped for task in tasks.values())
     graders = {name: dict(Counter(e.grader for e in task.examples)) for name, task in tasks.items()}
     assert graders["minerva_math"] == {"math": 232, "any_answer": 40}
     assert graders["olympiad_bench"] == {"math": 675}
     assert Counter(e.meta["level"] for e in tasks["math500"].examples) == {1: 43, 2: 90, 3: 105, 4: 128, 5: 134}
-    kinds = {"Subtraction": 531, "Addition": 195, "Common-Division": 166, "Multiplication": 108}
-    assert Counter(e.meta["type"] for e in tasks["svamp"].examples) == kinds
-    for name in ("aime24", "amc", "svamp"):
+    for name in ("aime24", "amc"):
         assert all((e.answer or "").removeprefix("-").isdecimal() for e in tasks[name].examples)

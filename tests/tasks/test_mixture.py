@@ -16,7 +16,7 @@ from posttrain.evals.measures import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task, choose_task, held_out_task, num_repeated
-from posttrain.tasks.mixture import allot, next_turn
+from posttrain.tasks.mixture import next_turn, take_turns
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
 
@@ -24,8 +24,8 @@ EASY: dict[str, Any] = {"name": "stories", "max_steps": 1, "size": 30}
 HARD: dict[str, Any] = {"name": "stories", "min_steps": 2, "size": 60}
 
 
-def mix(*parts: dict[str, Any], **options: Any) -> Task:
-    return build_task(Word(name="mixture", parts=list(parts), **options))
+def mix(*parts: dict[str, Any]) -> Task:
+    return build_task(Word(name="mixture", parts=list(parts)))
 
 
 def names_of(task: Task) -> list[str]:
@@ -57,9 +57,8 @@ def test_turns_worked_by_hand() -> None:
     # 2:1 → w / (2t + 1): 2, 1 | 2/3, 1 | 2/3, 1/3 | 2/5, 1/3 | 2/7, 1/3 | 2/7, 1/5
     assert turns_of([2.0, 1.0], 6) == [0, 1, 0, 0, 1, 0]
     assert turns_of([1.0, 0.0, 1.0], 4) == [0, 2, 0, 2]
-    assert allot([1, 1], [1, 4], whole=True) == ([0, 1, 1, 1, 1], [1, 4])
-    assert allot([1, 1], [1, 4], whole=False) == ([0, 1], [1, 1])
-    assert allot([1, 3], [5, 9], whole=False, size=4) == ([1, 0, 1, 1], [1, 3])
+    assert take_turns([1, 1], [1, 4]) == [0, 1, 1, 1, 1]
+    assert take_turns([1, 3], [2, 3]) == [1, 0, 1, 1, 0]
 
 
 def test_examples_are_those_of_the_parts_and_say_whose_they_are() -> None:
@@ -78,36 +77,21 @@ def test_examples_are_those_of_the_parts_and_say_whose_they_are() -> None:
     assert task.worked is not None, "both are stories, which can tell"
 
 
-def test_by_weight_the_scarcest_part_is_whole_and_what_is_left_out_is_counted() -> None:
-    parts = ({"task": EASY, "name": "easy"}, {"task": HARD, "name": "hard", "weight": 0.5})
-    task = mix(*parts, by_weight=True)
-    assert (names_of(task).count("easy"), names_of(task).count("hard")) == (30, 15)
-    assert task.dropped == {"hard: more than go with the weights": 45}
-    few = mix(*parts, size=12)
-    assert (names_of(few).count("easy"), names_of(few).count("hard")) == (8, 4)
-    assert few.dropped == {"easy: beyond task.size=12": 22, "hard: beyond task.size=12": 56}
-    other = mix(*parts, size=12, seed=1)
-    assert {e.id for e in few.examples} != {e.id for e in other.examples}
-    assert [e.id for e in few.examples] == [e.id for e in mix(*parts, size=12).examples]
-
-
 def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(200)))
     parts = [
         {"task": {"name": "jsonl", "path": str(file), "size": 50}, "name": "rows"},
-        {"task": "stories", "weight": 3},
+        {"task": {"name": "stories", "size": 200}, "weight": 3},
     ]
-    word = Word(name="mixture", parts=parts, size=40)
+    word = Word(name="mixture", parts=parts)
     trained, held_out = build_task(word), build_task(held_out_task(word))
-    assert len(trained.examples) == 40
+    assert names_of(trained).count("rows") == 50
     assert held_out.split == "validation"
-    counts = [names_of(held_out).count(name) for name in ("rows", "stories")]
-    assert counts[0] == len(build_task(Word(name="jsonl", path=str(file), split="validation")).examples) > 5
-    assert 3 * counts[0] <= counts[1] <= 3 * counts[0] + 3, (
-        "by weight: it ends where a row's turn comes and none is left"
-    )
-    questions = {e.messages for e in trained.examples}
+    num_rows = len(build_task(Word(name="jsonl", path=str(file), split="validation")).examples)
+    assert names_of(held_out).count("rows") == num_rows > 5
+    assert names_of(held_out)[:8].count("rows") == 2, "in turns by weight"
+    questions = {e.messages for e in trained.examples if e.meta["part"] == "rows"}
     assert not questions & {e.messages for e in held_out.examples}
 
     recipe = load_recipe("tiny/grpo", [("task", json.dumps({"name": "mixture", "parts": parts}))]).resolve()
@@ -117,9 +101,6 @@ def test_what_is_held_out_is_of_every_part(tmp_path: Path) -> None:
     assert build_task(choose_task(Word(name="", split="train"), "runs/x", recipe)).split == "train"
     named = build_task(choose_task(Word(name="mixture", parts=[{"task": EASY}]), "tiny", None))
     assert (named.split, len(named.examples)) == ("test", 30)
-    both = Word(name="mixture", parts=[{"task": EASY, "name": "easy"}, {"task": HARD, "name": "hard", "weight": 0.5}])
-    asked = build_task(choose_task(both, "tiny", None))
-    assert [names_of(asked).count(name) for name in ("easy", "hard")] == [30, 15]
 
 
 def test_parts_of_different_kinds_are_one_message() -> None:
@@ -129,7 +110,6 @@ def test_parts_of_different_kinds_are_one_message() -> None:
     for other, kind in ((pairs, "pairs of answers"), (steps, "answers with labelled steps"), (text, "texts to read")):
         with pytest.raises(UsageError, match=rf"of one kind.*\(stories: questions; {other['name']}: {kind}\)"):
             mix({"task": "stories"}, other)
-    assert len(mix(pairs, pairs | {"name": "more"}, size=10).examples) == 10
 
 
 def with_a_part() -> Task:
@@ -143,9 +123,7 @@ def no_examples() -> Task:
 
 def test_tasks_of_ones_own_that_do_not_fit_are_told() -> None:
     declare_code(["test_mixture:with_a_part", "test_mixture:no_examples"])
-    with pytest.raises(
-        UsageError, match=r"task\.parts\.1: rows of part 'with_a_part' have a key 'part'.*call that key"
-    ):
+    with pytest.raises(UsageError, match=r"task\.parts: rows of part 'with_a_part' have a key 'part'.*call that key"):
         names_of(mix({"task": EASY}, {"task": "test_mixture:with_a_part"}))
     with pytest.raises(UsageError, match=r"task\.parts\.0\.task: part 'none' has no examples"):
         mix({"task": "test_mixture:no_examples", "name": "none"})

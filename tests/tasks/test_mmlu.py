@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_datasets, needs_data, real_file, write_rows
+from given_rows import needs_data, real_file, write_rows
 
-from posttrain import registry
-from posttrain.errors import DataError, RecipeError
+from posttrain.errors import DataError
 from posttrain.graders.choice import multiple_choice
 from posttrain.graders.grading import Submission
-from posttrain.tasks.verifiable.mmlu import AREAS, mmlu
+from posttrain.tasks.verifiable.mmlu import mmlu
 
 
 def row(question: str = "1 + 1?", answer: Any = "B", subject: str = "abstract_algebra") -> dict[str, Any]:
@@ -27,20 +25,13 @@ def test_a_row(tmp_path: Path) -> None:
         "1 + 1?\nA. 1\nB. 2\nC. 3\nD. 4"
     )
     assert (example.id, example.answer, example.grader) == ("mmlu/test/1", "B", "multiple_choice")
-    assert example.meta == {"subject": "abstract_algebra", "area": "stem", "choices": ("1", "2", "3", "4")}
+    assert example.meta == {"subject": "abstract_algebra", "choices": ("1", "2", "3", "4")}
     assert multiple_choice(Submission("It is 2.\n2", None, example.answer, example.meta)).outcome == "right"
 
 
 def test_answers_are_letters_or_indices(tmp_path: Path) -> None:
     rows = [row(answer=answer) for answer in ("A", " D ", 0, 3)]
     assert [e.answer for e in mmlu(path=write_rows(tmp_path / "x.jsonl", rows)).examples] == ["A", "D", "A", "D"]
-
-
-def test_ten_choices(tmp_path: Path) -> None:
-    wide = {**row(answer="J"), "choices": [str(i) for i in range(10)]}
-    (example,) = mmlu(path=write_rows(tmp_path / "x.jsonl", [wide])).examples
-    assert example.messages[0].content.endswith("\nI. 8\nJ. 9")
-    assert example.answer == "J"
 
 
 @pytest.mark.parametrize(
@@ -64,28 +55,12 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str) -> None:
         mmlu(path=write_rows(tmp_path / "x.jsonl", [row(), {**row(), **change}]))
 
 
-def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_datasets(monkeypatch, lambda: [row(answer=1, subject="law_of_ours")])
-    assert [mmlu(split=s).examples[0].id for s in ("test", "validation")] == ["mmlu/test/1", "mmlu/validation/1"]
-    assert asked == [("cais/mmlu", "all", "test"), ("cais/mmlu", "all", "validation")]
-    assert mmlu().examples[0].meta["area"] is None
-    with pytest.raises(RecipeError, match="'validation' or 'test'"):
-        registry.find("task", "mmlu").bind({"split": "train"}, "task")
-
-
-def test_every_subject_has_one_area() -> None:
-    subjects = [subject for area in AREAS.values() for subject in area]
-    assert len(subjects) == len(set(subjects)) == 57
-    assert [len(AREAS[area]) for area in ("stem", "humanities", "social_sciences", "other")] == [19, 13, 12, 13]
-
-
 @needs_data
 def test_real_choices_are_read_as_what_they_are() -> None:
     """Labels with and without text, and the text alone where no other choice has the same."""
     task = mmlu(path=real_file("mmlu/val"))
     assert len(task.examples) == 1531
-    assert {e.meta["subject"] for e in task.examples} == {subject for area in AREAS.values() for subject in area}
-    assert Counter(e.meta["area"] for e in task.examples).keys() == AREAS.keys()
+    assert len({e.meta["subject"] for e in task.examples}) == 57
     unread: list[str] = []
     for example in task.examples[::3]:
         choices = example.meta["choices"]

@@ -11,8 +11,8 @@ from pyarrow import array, int64, list_, map_, parquet, schema, string, struct, 
 
 from posttrain.errors import DataError
 from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
-from posttrain.types import Example, Message, Response
+from posttrain.tasks.preferences import preferences
+from posttrain.types import Example
 
 ASK, REPLY = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 WORSE = {"role": "assistant", "content": "3"}
@@ -89,19 +89,6 @@ def test_jsonl_gsm8k_answer_is_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": json.dumps([ASK]), "chosen": json.dumps([REPLY]), "rejected": json.dumps([WORSE])},
-        {"prompt": "1+1?", "chosen": json.dumps([ASK, REPLY]), "rejected": json.dumps([ASK, WORSE])},
-    ],
-)
-def test_preferences_messages_as_json_text_are_messages(tmp_path: Path, row: dict[str, Any]) -> None:
-    (example,) = read(tmp_path, row, task=preferences).examples
-    assert example.messages == (Message("user", "1+1?"),)
-    assert example.responses == (Response("2", 1.0), Response("3", 0.0))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
         {"prompt": USE, "chosen": "2", "rejected": "3"},
         {"chosen": [*USE, REPLY], "rejected": [*USE, WORSE]},
         {"messages": [*USE, REPLY], "label": True},
@@ -111,23 +98,6 @@ def test_preferences_tool_use_before_the_answer_is_read(tmp_path: Path, row: dic
     task = read(tmp_path, row, task=preferences)
     assert task.dropped == {}
     assert [one.role for one in task.examples[0].messages] == ["user", "assistant", "tool"]
-
-
-def test_preferences_scores_with_hyphens_are_scores(tmp_path: Path) -> None:
-    pair = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
-    task = read(
-        tmp_path,
-        pair | {"chosen-rating": 4.5, "rejected-rating": 2},
-        pair | {"chosen-rating": 1, "rejected-rating": 2},
-        task=preferences,
-    )
-    assert [response.score for response in task.examples[0].responses] == [4.5, 2.0]
-    assert task.dropped == {"chosen has a lower score than rejected": 1}
-
-
-def test_preferences_null_label_beside_a_rating_is_a_rating(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1?", "completion": "2", "label": None, "rating": n} for n in (3, 7)]
-    assert [e.responses[0].score for e in read(tmp_path, *rows, task=preferences).examples] == [3.0, 7.0]
 
 
 @pytest.mark.parametrize(

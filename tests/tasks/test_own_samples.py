@@ -18,8 +18,8 @@ from posttrain.render import end_id
 from posttrain.render.rows import rows_of
 from posttrain.render.template import build_template
 from posttrain.tasks.base import build_task
-from posttrain.tasks.preferences.task import preferences
-from posttrain.tasks.steps.judged_solutions import judged_solutions
+from posttrain.tasks.preferences import preferences
+from posttrain.tasks.steps import judged_solutions
 from posttrain.types import Message, Response
 
 pytestmark = pytest.mark.usefixtures("no_curves")

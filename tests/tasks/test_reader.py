@@ -23,9 +23,7 @@ from posttrain.tasks.reader import (
     answer_text,
     choose_split,
     collect,
-    opening_hash,
     prompt_hash,
-    remove_thinking,
 )
 from posttrain.tasks.reading import Row
 from posttrain.tasks.verifiable.mathematics import gsm8k
@@ -42,6 +40,8 @@ def path(tmp_path: Path) -> str:
 def test_every_task_says_how_many_examples() -> None:
     for name, entry in registry.entries("task").items():
         fields = entry.options_model.model_fields
+        if name in MADE_OF_TASKS:
+            continue
         assert {"size", "seed"} <= fields.keys(), name
         assert "size: " in entry.doc.partition("Args:")[2].partition("Raises:")[0], name
         assert (fields["size"].default is None) == (name not in MAKERS), name
@@ -115,25 +115,14 @@ def test_files_are_looked_for_by_name_in_the_folder_of_data(tmp_path: Path, monk
     assert len(gsm8k(path="other.jsonl", split="test").examples) == 3, "and may be a name in the folder"
 
 
-def test_a_second_file_comes_from_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
-    (tmp_path / "hh_rlhf").mkdir()
-    for split in ("train", "test"):
-        dialogues = [f"\n\nHuman: {split} {i}?\n\nAssistant: " for i in range(20)]
-        rows = [{"chosen": f"{d}Yes.", "rejected": f"{d}No."} for d in dialogues]
-        write_rows(tmp_path / "hh_rlhf" / f"{split}.jsonl", rows)
-    mixed = build_task(Word(name="hh_rlhf", test_share=0.5))
-    assert {example.meta["source"] for example in mixed.examples} == {"train", "test"}
-
-
 def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
     with pytest.raises(
         DataNotThere, match=r"no such file.*Where to get it: https://.*gsm8k \(licence: MIT\).*by: curl"
     ):
         gsm8k(path=str(tmp_path / "nothere.jsonl"))
-    with pytest.raises(DataNotThere, match=r"task.path: no file is named. .*grade-school-math \(licence: MIT\)"):
-        build_task(Word(name="gsm8k_solutions"))
+    with pytest.raises(DataNotThere, match=r"task.path: no file is named. .*simpleRL-reason .*\(licence: MIT\)"):
+        build_task(Word(name="judged_solutions"))
     with pytest.raises(DataNotThere, match=r"no such file.*jsonl reads a file of yours: name it as task.path, or by"):
         jsonl(path=str(tmp_path / "nothere.jsonl"))
 
@@ -232,11 +221,22 @@ def test_the_opening_is_all_up_to_the_first_user_message() -> None:
 
     system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
     alone = asked(first)
-    assert opening_hash(alone) == opening_hash(asked(first, answer, second)) == prompt_hash(alone)
-    assert opening_hash(asked(system, first)) == opening_hash(asked(system, first, answer, second))
-    assert len({opening_hash(asked(*turns)) for turns in ((first,), (system, first), (second,), (system,))}) == 4
+    assert (
+        prompt_hash(alone, by_opening=True)
+        == prompt_hash(asked(first, answer, second), by_opening=True)
+        == prompt_hash(alone)
+    )
+    assert prompt_hash(asked(system, first), by_opening=True) == prompt_hash(
+        asked(system, first, answer, second), by_opening=True
+    )
+    assert (
+        len(
+            {prompt_hash(asked(*turns), by_opening=True) for turns in ((first,), (system, first), (second,), (system,))}
+        )
+        == 4
+    )
     examples = [asked(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
-    sides = [choose_split(examples, split, 0.2, "f", opening_hash) for split in ("train", "validation")]
+    sides = [choose_split(examples, split, 0.2, "f", by_opening=True) for split in ("train", "validation")]
     openings = [{example.messages[0] for example in side} for side in sides]
     assert not openings[0] & openings[1]
     assert [len(side) for side in sides] == [3 * len(side) for side in openings]
@@ -253,31 +253,20 @@ def test_the_opening_is_all_up_to_the_first_user_message() -> None:
         ("<think>2 + 3</think>It is 5.", "It is 5."),
         ("<think>\n2 + 3\n</think>\n\nIt is 5.\n", "It is 5."),
         ("<think></think>5", "5"),
-        ("So: <think>2</think>five<think>3</think>.", "So: five."),
         ("<think>a <think>b</think> c</think>5", "5"),  # what stands behind an inner block is thinking as well
         ("2 + 3 it is</think>5", "5"),  # opened in the prompt
-        ("a</think>b</think>5", "5"),
         ("a</think>b <think>c</think>5", "b 5"),
         ("<think>all of it</think>", ""),
         ("<think>cut off", None),
-        ("5<think>cut off", None),
         ("<think>a<think>b</think>5", None),
         ("<thinking>a</thinking>5", "<thinking>a</thinking>5"),
-        ("< think>a</think >5", "< think>a</think >5"),
     ],
 )
-def test_remove_thinking(text: str, answer: str | None) -> None:
-    assert remove_thinking(text) == answer
-
-
-def test_answer_text_without_thinking_or_dropped() -> None:
-    assert answer_text(" <think>a</think> 5", strip_thinking=False) == " <think>a</think> 5"
-    assert answer_text(" <think>a</think> 5", strip_thinking=True) == "5"
-    with pytest.raises(Dropped, match=r"^a <think> that never closes$"):
-        answer_text("<think>a", strip_thinking=True)
-    with pytest.raises(Dropped, match=r"^an answer of nothing but thinking$"):
-        answer_text("<think>a</think> ", strip_thinking=True)
-
-
-def test_a_long_text_takes_no_longer_than_its_length() -> None:
-    assert remove_thinking("<think>x</think>y" * 100_000) == "y" * 100_000
+def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: str | None) -> None:
+    assert answer_text(f"{text} ", strip_thinking=False) == f"{text} "
+    if answer:
+        assert answer_text(text, strip_thinking=True) == answer
+        return
+    reason = "a <think> that never closes" if answer is None else "an answer of nothing but thinking"
+    with pytest.raises(Dropped, match=f"^{reason}$"):
+        answer_text(text, strip_thinking=True)

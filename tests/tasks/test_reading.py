@@ -6,19 +6,13 @@ import gzip
 import json
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from given_rows import fake_datasets, write_rows
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
-from posttrain.tasks.base import Task
-from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences.task import preferences
-from posttrain.tasks.reading import Row, read_file, read_hub_file
-from posttrain.tasks.verifiable.mathematics import svamp
+from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Message
 
 ROWS = [{"a": "one"}, {"a": "zwei, ü", "b": 2}]
@@ -98,80 +92,6 @@ def test_wrong_paths(tmp_path: Path) -> None:
             list(read_file(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"b": "x"}, "the key 'question' is missing. There are: b"),
-        ({"qestion": "x"}, "Did you mean 'qestion'"),
-        ({}, "There are: no keys"),
-        ({"question": 5}, r"'question' must be text; got 5 \(int\)"),
-        ({"question": None}, "must be text; got None"),
-        ({"question": ["x"]}, "must be text; got"),
-        ({"question": " \n"}, "'question' is empty"),
-        ({"question": "\ud800"}, "half of a surrogate pair"),
-    ],
-)
-def test_bad_texts(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"f.jsonl:7: .*{message}"):
-        Row("f.jsonl", 7, data).text("question")
-
-
-def test_what_is_kept_as_it_is_can_be_written_again() -> None:
-    row = Row("f.jsonl", 7, {"a": [1, {"b": "é"}], "bad": {"kinds": ["x", "\udfff"]}, "nan": float("nan")})
-    assert row.plain("a") == [1, {"b": "é"}]
-    assert row.plain("nothing") is None
-    assert row.plain("nan") != row.plain("nan")
-    with pytest.raises(DataError, match=r"f\.jsonl:7: 'bad' holds half of a surrogate pair"):
-        row.plain("bad")
-
-
-@pytest.mark.parametrize(
-    ("read", "row"),
-    [
-        (svamp, {"Body": "Ann has 1.", "Question": "How many?", "Answer": 1, "Type": "\ud800"}),
-        (jsonl, {"prompt": "1?", "answer": 1, "kind": ["\ud800"]}),
-        (preferences, {"prompt": "1?", "chosen": "1", "rejected": "2", "meta": {"kind": "\ud800"}}),
-    ],
-)
-def test_no_task_keeps_half_a_character(read: Callable[..., Task], row: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="half of a surrogate pair"):
-        read(path=write_rows(tmp_path / "rows.jsonl", [row]), split="test")
-
-
-def test_an_answer_may_be_a_number() -> None:
-    row = Row("f", 1, {"i": 3, "f": 145.0, "t": "x", "b": True})
-    assert [row.answer(key) for key in "ift"] == ["3", "145.0", "x"]
-    with pytest.raises(DataError, match=r"'b' must be text; got True \(bool\)"):
-        row.answer("b")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("Hi", "must be a list of messages"),
-        ([], "must be a list of messages"),
-        (["Hi"], "message 1: needs the keys 'role' and 'content'"),
-        ([{"role": "user"}], "message 1: needs the keys 'role' and 'content'"),
-        ([{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}], "message 2: unknown role 'bot'"),
-        ([{"role": "user", "content": ""}], "'messages 1 content' is empty"),
-        ([{"role": "user", "content": 3}], "'messages 1 content' must be text"),
-    ],
-)
-def test_bad_conversations(value: Any, message: str) -> None:
-    with pytest.raises(DataError, match=f"f.jsonl:7: .*{message}"):
-        Row("f.jsonl", 7, {"messages": value}).messages("messages")
-
-
-def test_a_conversation() -> None:
-    data = {"m": [{"role": "user", "content": "Hi", "extra": 1}]}
-    with pytest.raises(DataError, match=r"f:1: 'm', message 1: unknown key 'extra'\. Known: role, content"):
-        Row("f", 1, data).messages("m")
-    row = Row("f", 1, data, ignored=frozenset({"extra"}))
-    assert row.messages("m") == (Message("user", "Hi"),)
-    with pytest.raises(DataError, match="the key 'n' is missing"):
-        row.messages("n")
-
-
 def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -180,15 +100,6 @@ def test_missing_extras_name_the_command(tmp_path: Path, monkeypatch: pytest.Mon
         list(read_file(tmp_path / "x.parquet"))
     with pytest.raises(MissingExtra, match=r"reading 'a/b' from the hub needs .*'datasets'.*pip install .*\[tasks\]"):
         list(read_file("hf:a/b"))
-
-
-def test_the_hub_names_the_row_and_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_datasets(monkeypatch, lambda: [{"a": "one"}, {"b": "two"}])
-    rows = list(read_file("hf:openai/gsm8k:main@test"))
-    assert asked == [("openai/gsm8k", "main", "test")]
-    assert [row.data for row in rows] == [{"a": "one"}, {"b": "two"}]
-    with pytest.raises(DataError, match=r"hub:openai/gsm8k/main/test:2: the key 'a' is missing"):
-        rows[1].text("a")
 
 
 def test_messages_of_sharegpt_and_single_messages() -> None:
@@ -214,19 +125,19 @@ def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         asked.append((repo_id, filename, repo_type))
         if repo_id == "no/entry":
             raise EntryNotFoundError("404")
-        if repo_id == "no network":
+        if repo_id == "no/network":
             raise OSError("offline")
         return str(tmp_path / "part.jsonl")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
-    rows = list(read_hub_file("some/set", "a/part.jsonl"))
+    rows = list(read_file("hf:some/set/a/part.jsonl"))
     assert [(row.place, row.line, row.data) for row in rows] == [
         ("hub:some/set/a/part.jsonl", line, data) for line, data in enumerate(ROWS, start=1)
     ]
     assert asked == [("some/set", "a/part.jsonl", "dataset")]
-    for name in ("no/entry", "no network"):
+    for name in ("no/entry", "no/network"):
         with pytest.raises(DataError, match=rf"hub:{name}/x.jsonl: cannot be loaded .*give a local file"):
-            list(read_hub_file(name, "x.jsonl"))
+            list(read_file(f"hf:{name}/x.jsonl"))
 
 
 def test_a_data_set_by_its_hub_name_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

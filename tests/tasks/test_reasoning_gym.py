@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from posttrain.errors import MissingExtra, UnknownWord, UsageError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.scored import task_score
 from posttrain.tasks.verifiable.reasoning_gym import (
-    EVALUATES_ANSWERS,
-    EVALUATES_QUESTIONS,
-    EXPLOITABLE,
+    REFUSED,
     GymExamples,
     make_scorer,
     reasoning_gym,
@@ -77,13 +74,6 @@ def test_no_question_stands_in_two_splits() -> None:
     assert sum(map(len, splits)) == len(set().union(*splits))
 
 
-def test_a_data_set_that_reads_only_within_its_size() -> None:
-    """Some data sets refuse indices beyond their size; drawing again must not need them."""
-    for split in ("train", "validation"):
-        examples = reasoning_gym(dataset="list_functions", split=split, size=5).examples  # type: ignore[arg-type]
-        assert {split_of(e.messages[0].content) for e in examples} == {split}
-
-
 def test_too_few_questions_for_a_split_are_refused() -> None:
     same = {}, [{"question": "1 + 1?", "answer": "2"}]
     held = split_of("1 + 1?")
@@ -94,22 +84,18 @@ def test_too_few_questions_for_a_split_are_refused() -> None:
 
 
 def test_the_own_scorer_accepts_more_than_the_gold_text() -> None:
-    """A countdown question has many solutions; each that reaches the target scores 1."""
-    settings = {"min_numbers": 2, "max_numbers": 2}
-    task = reasoning_gym(
-        dataset="countdown", size=1, options=settings, accept_code_scorer=True, accept_exploitable=True
-    )
-    example = task.examples[0]
+    example = reasoning_gym(dataset="basic_arithmetic", size=1).examples[0]
     assert example.answer is not None
     kept = pickle.loads(pickle.dumps(example.meta))
-    given = [example.answer, f"({example.answer})", "nonsense", None, example.answer]
-    right, also, nonsense, nothing, again = task_score(given, [example.meta] * 4 + [kept])
-    assert (right, also, nothing, again) == (1.0, 1.0, 0.0, 1.0)
+    given = [example.answer, f" {example.answer} ", "nonsense", None, example.answer]
+    same, also, nonsense, nothing, again = task_score(given, [example.meta] * 4 + [kept])
+    assert (same, nothing, again) == (1.0, 0.0, 1.0)
+    assert also > 0.5
     assert nonsense < 0.1
 
 
-def outcomes(dataset: str, answers: list[str], **accepted: bool) -> list[str]:
-    meta = reasoning_gym(dataset=dataset, size=1, **accepted).examples[0].meta
+def outcomes(dataset: str, answers: list[str]) -> list[str]:
+    meta = reasoning_gym(dataset=dataset, size=1).examples[0].meta
     return [verdict.outcome for verdict in grade("scored", [Submission("", answer, None, meta) for answer in answers])]
 
 
@@ -117,35 +103,11 @@ def test_a_scorer_that_raises_is_an_outcome() -> None:
     assert outcomes("boxnet", ["0", "[]", "0"]) == ["crash", "wrong", "crash"]
 
 
-def test_an_accepted_code_scorer_runs_where_it_can_do_little(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    attacks = [f"__import__('os').system('touch {mark}')", f"open('{mark}', 'w')", "9**9**9"]
-    found = outcomes("binary_matrix", attacks, accept_code_scorer=True)
-    assert found[:2] in (["wrong", "wrong"], ["crash", "crash"])
-    assert found[2] in ("timeout", "crash")
-    assert not mark.exists()
-
-
 def test_reasoning_gym_scorers_that_cannot_be_trusted_are_refused_by_name() -> None:
-    assert (len(EVALUATES_ANSWERS), len(EXPLOITABLE)) == (9, 15)
-    for dataset in EVALUATES_ANSWERS:
-        with pytest.raises(UsageError, match=rf"{dataset} evaluates the answer as code.*task.accept_code_scorer: true"):
+    assert len(REFUSED) == 20
+    for dataset, reason in REFUSED.items():
+        with pytest.raises(UsageError, match=re.escape(f"the scorer of {dataset} {reason}. Use another data set")):
             reasoning_gym(dataset=dataset, size=1)
-    for dataset, reason in EXPLOITABLE.items():
-        with pytest.raises(UsageError, match=rf"{re.escape(reason)} of .*task.accept_exploitable: true"):
-            reasoning_gym(dataset=dataset, size=1, accept_code_scorer=True)
-    assert reasoning_gym(dataset="coin_flip", size=1, accept_exploitable=True).examples[0].id
-
-
-def test_evaluates_answers_are_the_sets_whose_installed_scorers_evaluate() -> None:
-    """In the source of the method, or of one that it calls, ``eval`` or a parser of sympy's stands."""
-    import inspect
-
-    from reasoning_gym.factory import DATASETS
-
-    for name in EVALUATES_ANSWERS | EVALUATES_QUESTIONS:
-        source = inspect.getsource(sys.modules[DATASETS[name][0].__module__])
-        assert re.search(r"\b(?:eval|parse_expr|sympify|literal_eval|loads)\(", source), name
 
 
 SLOW = {
@@ -166,7 +128,7 @@ def test_entries_travel_as_they_are_and_the_gold_answer_is_right_in_a_worker() -
     from posttrain.tasks.verifiable.reasoning_gym_scoring import decode, encode
 
     answers, metas = [], []
-    for name in sorted(set(DATASETS) - SLOW):
+    for name in sorted(set(DATASETS) - SLOW - REFUSED.keys()):
         settings = {"seed": 7, "size": 2}
         entry = create_dataset(name, **settings)[1]
         back = decode(encode(entry))
@@ -188,11 +150,6 @@ def types_of(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [type(value).__name__, *map(types_of, value)]
     return next(kind.__name__ for kind in (bool, int, float, str, type(None)) if isinstance(value, kind))
-
-
-def test_options_reach_the_data_set() -> None:
-    examples = reasoning_gym(dataset="chain_sum", size=10, options={"min_terms": 2, "max_terms": 2}).examples
-    assert {e.meta["entry"]["metadata"]["num_terms"] for e in examples} == {2}
 
 
 @pytest.mark.parametrize(

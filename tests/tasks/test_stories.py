@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
-from posttrain.tasks.stories.families import Equation, is_worked, signature
-from posttrain.tasks.stories.task import split_of, stories
+from posttrain.tasks.stories.families import Equation, is_worked
+from posttrain.tasks.stories.task import stories
 from posttrain.untrusted import declare_code
-
-FROZEN = (
-    "Tom picks 11 carrots every day for 4 days. How many carrots are there now?",
-    "11 * 4 = 44.",
-    "44",
-)
-WORDS_FOR_NUMBERS = {
-    "2": r"doubles?\b|twice|half\b",
-    "3": r"triples?\b|three times|third\b",
-}
 
 
 def evaluate(working: str) -> list[int]:
@@ -39,7 +31,7 @@ def evaluate(working: str) -> list[int]:
 
 
 def test_answers_are_what_the_working_gives() -> None:
-    task = stories(max_steps=6, size=6000)
+    task = stories(max_steps=6, size=2000)
     for example in task.examples:
         assert example.solution is not None
         results = evaluate(example.solution)
@@ -48,20 +40,9 @@ def test_answers_are_what_the_working_gives() -> None:
         assert all(0 <= value <= 99 for value in results)
 
 
-def test_every_number_of_the_working_stands_in_the_story_or_was_just_worked_out() -> None:
-    for example in stories(max_steps=6, size=3000).examples:
-        story, known = example.messages[0].content, set()
-        said = set(re.findall(r"\d+", story))
-        for part, result in zip(example.solution.split(". "), evaluate(example.solution), strict=True):
-            for number in re.findall(r"\d+", part.split(" = ")[0]):
-                spoken = number in WORDS_FOR_NUMBERS and re.search(WORDS_FOR_NUMBERS[number], story, re.IGNORECASE)
-                assert number in said or number in known or spoken, (story, example.solution)
-            known.add(str(result))
-
-
 def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None:
     seen: dict[str, set[tuple[tuple[object, ...], ...]]] = {}
-    for split, size in (("train", 30_000), ("validation", 6000), ("test", 6000)):
+    for split, size in (("train", 12_000), ("validation", 3000), ("test", 3000)):
         found = set()
         for seed in (0, 1):
             for example in stories(split=split, seed=seed, size=size // 2, max_steps=6).examples:
@@ -71,17 +52,31 @@ def test_splits_share_no_working_even_with_other_seeds_and_other_words() -> None
     assert not seen["train"] & seen["validation"]
     assert not seen["train"] & seen["test"]
     assert not seen["validation"] & seen["test"]
-    assert len(seen["train"]) > 20_000  # the test would be empty if few stories were different
+    assert len(seen["train"]) > 8000  # the test would be empty if few stories were different
 
 
-def test_facts_of_training_documents_are_never_whole_held_out_workings() -> None:
-    facts = 0
-    for example in stories(style="document", size=3000).examples:
-        if example.meta["kind"] == "facts":
-            for a, sign, b in re.findall(r"(\d+) ([-+*/]) (\d+) =", example.solution):
-                assert split_of(signature((Equation(int(a), sign, int(b)),))) == "train"
-                facts += 1
-    assert facts > 3000
+@pytest.mark.parametrize(
+    ("options", "digest"),
+    [
+        ({}, "c6b672f677367c0d"),
+        ({"split": "test", "seed": 3, "min_steps": 2, "max_steps": 6, "max_value": 999}, "89f5a24243443f32"),
+        ({"worked": 0.5, "families": ["shop", "rate"]}, "7f8edb05538814d8"),
+        ({"style": "document"}, "1759872eb33fee3f"),
+        ({"responses": "pair"}, "f96d2a02c5d3eeb6"),
+        ({"responses": "judged", "split": "validation"}, "191b6816397f2bdb"),
+        ({"responses": "steps", "seed": 2}, "7060f1a27cef9f2d"),
+    ],
+)
+def test_stories_do_not_change_from_one_version_to_the_next(options: dict[str, Any], digest: str) -> None:
+    """The weights that ship were trained on these; a change here is a change of the task."""
+    rows = [
+        [
+            *(e.id, [message.content for message in e.messages], e.answer, e.solution),
+            [[r.text, r.score, r.answer, r.step_labels] for r in e.responses],
+        ]
+        for e in stories(size=100, **options).examples
+    ]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
 
 def test_an_item_is_a_function_of_seed_split_and_index() -> None:
@@ -96,44 +91,6 @@ def test_an_item_is_a_function_of_seed_split_and_index() -> None:
     assert len({e.messages for e in forwards}) == 100
     with pytest.raises(IndexError):
         one.examples[100]
-
-
-def test_stories_do_not_change_from_one_version_to_the_next() -> None:
-    """The weights that ship were trained on these; a change here is a change of the task."""
-    example = stories(seed=0).examples[3]
-    assert (example.messages[0].content, example.solution, example.answer) == FROZEN
-
-
-def test_steps_and_families_are_uniform() -> None:
-    task = stories(split="validation", min_steps=2, max_steps=5, size=4000)
-    steps = Counter(e.meta["steps"] for e in task.examples)
-    families = Counter(e.meta["family"] for e in task.examples)
-    assert set(steps) == {2, 3, 4, 5}
-    assert all(abs(n - 1000) < 150 for n in steps.values())  # more than five standard deviations
-    assert all(abs(n - 800) < 150 for n in families.values())
-
-
-def test_share_of_worked_solutions() -> None:
-    examples = list(stories(worked=0.1, size=5000).examples)
-    share = sum(e.solution is not None for e in examples) / 5000
-    assert abs(share - 0.1) < 0.02
-    assert all(e.solution is None for e in stories(worked=0.0, size=300).examples)
-
-
-def test_documents_have_the_mix_that_is_promised_and_only_true_equations() -> None:
-    documents = list(stories(style="document", size=6000).examples)
-    shares = {kind: n / 6000 for kind, n in Counter(e.meta["kind"] for e in documents).items()}
-    expected = {"worked": 0.40, "told": 0.15, "facts": 0.25, "scraps": 0.20}
-    assert all(abs(shares[kind] - share) < 0.03 for kind, share in expected.items())
-    for example in documents:
-        assert example.messages == ()
-        assert is_worked(example.solution) or example.meta["kind"] in ("told", "scraps")
-        for a, sign, b, c in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", example.solution):
-            evaluate(f"{a} {sign} {b} = {c}.")
-    scraps = " ".join(e.solution for e in documents if e.meta["kind"] == "scraps")
-    for token in ("<think>", "</think>", "<answer>", "</answer>", "<reasoning>", "<|im_start|>", "<|im_end|>"):
-        assert scraps.count(token) > 50
-    assert "</think> <answer>" not in scraps  # the format itself is left to be learnt
 
 
 @pytest.mark.parametrize(
@@ -156,9 +113,9 @@ def test_is_worked_wants_a_true_equation(written: str, expected: bool) -> None:
 
 
 def test_summands_may_swap_places_and_nothing_else() -> None:
-    assert signature((Equation(12, "+", 19),)) == signature((Equation(19, "+", 12),)) == "12+19"
-    assert signature((Equation(9, "*", 2),)) == signature((Equation(2, "*", 9),)) == "2*9"
-    assert signature((Equation(9, "-", 2),)) != signature((Equation(2, "-", 9),))
+    assert Equation(12, "+", 19).key == Equation(19, "+", 12).key == "12+19"
+    assert Equation(9, "*", 2).key == Equation(2, "*", 9).key == "2*9"
+    assert Equation(9, "-", 2).key != Equation(2, "-", 9).key
 
 
 def test_wrong_options_are_refused() -> None:

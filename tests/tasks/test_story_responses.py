@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,16 +15,9 @@ from posttrain.render import encode_prompt, encode_response
 from posttrain.render.rows import rows_of
 from posttrain.tasks.stories.families import Equation, Story
 from posttrain.tasks.stories.task import (
-    StoryOptions,
     carry_on,
-    corrupt,
-    count_results,
-    draw_story,
-    make_responses,
     stories,
-    usual_results,
 )
-from posttrain.types import Response
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
 APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
@@ -74,33 +65,6 @@ def test_a_slip_is_carried_on_by_hand(story: Story, step: int, stated: int, writ
     assert working.answer == written.rstrip(".").split(" ")[-1]
 
 
-def test_a_slip_that_cannot_be_carried_on_is_none() -> None:
-    assert carry_on(PURSE, 0, 21) is None  # more than the purse holds
-    halved = Story("chain", "", (Equation(9, "+", 3), Equation(12, "/", 2)), ((None, None), (0, None)))
-    assert carry_on(halved, 0, 13) is None
-    assert carry_on(halved, 0, 14).written == "9 + 3 = 14. 14 / 2 = 7."
-
-
-def test_where_operands_come_from_is_true_of_every_story() -> None:
-    """An origin's result is the operand, and every operand that is no origin stands in the story or in its words."""
-    rng, seen = Random(0), Counter()
-    for _ in range(3000):
-        story = draw_story(rng, StoryOptions(split="train", max_steps=6))
-        said = re.findall(r"\d+", story.text)
-        for index, (equation, origins) in enumerate(zip(story.equations, story.origins, strict=True)):
-            for operand, origin in zip((equation.left, equation.right), origins, strict=True):
-                if origin is None:
-                    assert str(operand) in said or operand in (2, 3), (story, index)
-                else:
-                    assert origin < index
-                    assert story.equations[origin].result == operand
-                    seen[story.family] += 1
-        # every result but the last is used by a later step
-        used = {origin for origins in story.origins for origin in origins if origin is not None}
-        assert used == set(range(len(story.equations) - 1)), story
-    assert len(seen) == 5
-
-
 @pytest.mark.parametrize("options", [{}, {"max_steps": 6}, {"max_value": 30}, {"max_value": 9999, "min_steps": 2}])
 def test_only_arithmetic_tells_a_pair_apart(options: dict[str, Any]) -> None:
     places: Counter[tuple[int, int]] = Counter()
@@ -128,34 +92,6 @@ def test_only_arithmetic_tells_a_pair_apart(options: dict[str, Any]) -> None:
     most = options.get("max_steps", 4)
     assert set(places) == {(n, k) for n in range(options.get("min_steps", 1), most + 1) for k in range(n)}
     assert min(places[most, k] for k in range(most)) > 0.3 * places[most, most - 1]
-
-
-def test_results_alone_tell_nothing() -> None:
-    """Judging by how often a step of a kind gives such a result is right at most half of the time.
-
-    Wrong results drawn at random would be told from right ones in two pairs of three: products are few,
-    sums are large.
-    """
-    good: Counter[Any] = Counter()
-    bad: Counter[Any] = Counter()
-    rng, options = Random(0), StoryOptions(split="train", max_steps=2, responses="pair")
-    for _ in range(8000):
-        story = draw_story(rng, options)
-        working = corrupt(story, 99, usual_results(options), rng)
-        sign = story.equations[working.wrong].sign
-        good[sign, story.equations[working.wrong].result] += 1
-        bad[sign, working.results[working.wrong]] += 1
-    wins = 0.0
-    for _ in range(2000):
-        story = draw_story(rng, options)
-        working = corrupt(story, 99, usual_results(options), rng)
-        equation = story.equations[working.wrong]
-        odds = [
-            math.log((good[equation.sign, r] + 1) / (bad[equation.sign, r] + 1))
-            for r in (equation.result, working.results[working.wrong])
-        ]
-        wins += 1.0 if odds[0] > odds[1] else 0.5 if odds[0] == odds[1] else 0.0
-    assert wins / 2000 < 0.56  # 0.5 and four standard errors, and what a finite sample lets one learn by heart
 
 
 def test_judged_and_steps_are_the_pair_in_random_order() -> None:
@@ -189,23 +125,6 @@ def test_responses_are_a_function_of_seed_split_and_index() -> None:
     hidden = stories(responses="pair", worked=0.0, size=5).examples  # what is shown as solution is another matter
     assert [e.responses for e in hidden] == [e.responses for e in one.examples[:5]]
     assert all(e.solution is None for e in hidden)
-
-
-def test_frozen() -> None:
-    """What a seed gives does not change from one version to the next."""
-    right, wrong = stories(responses="pair").examples[3].responses
-    assert right == Response("11 * 4 = 44.", 1.0, answer="44")
-    assert wrong == Response("11 * 4 = 20.", 0.0, answer="20")
-
-
-def test_a_story_of_a_kind_that_was_never_counted_is_off_by_one() -> None:
-    right, wrong = make_responses(PURSE, "pair", 99, {}, Random(0))
-    assert (right.answer, wrong.answer) == ("13", "14")
-    assert count_results([PURSE]) == {
-        ("shop", 0, "*", 2): (12,), ("shop", 1, "-", 1): (8,), ("shop", 2, "+", 2): (13,)
-    }  # fmt: skip
-    edge = Story("chain", "", (Equation(90, "+", 9),), ((None, None),))
-    assert make_responses(edge, "pair", 99, {}, Random(0))[1].answer == "98"
 
 
 @pytest.mark.parametrize("template", ["r1_zero", "boxed", "plain"])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.tasks.sums import sums
+from posttrain.tasks.stories.sums import sums
 
 QUESTION = re.compile(r"What is (\d+) ([+-]) (\d+)\?")
 

@@ -54,19 +54,6 @@ def test_every_rated_step_is_trained_once(tokenizer: Any, tmp_path: Path) -> Non
     assert sorted(trained) == [("b", 2), ("c", 0), ("d", 1), ("g", 0), ("h", 2)]
 
 
-def test_every_judged_solution_is_a_row(tokenizer: Any, tmp_path: Path) -> None:
-    models = {f"model {n}": {"solution": f"{n}+1={n + 1}\nA: {n + 1}", "is_correct": n % 2 == 0} for n in range(4)}
-    rows = [{"question": f"{i}?", "ground_truth": "1+1=2\nA: 2", **models} for i in range(3)]
-    given = task("gsm8k_solutions", path=write(tmp_path / "x.jsonl", rows), split="test")
-    source = read(tokenizer, given, "judged")
-    batch = everything(source)
-    assert source.dropped == {}
-    assert batch.stream("labels").tolist() == [1.0, 0.0, 1.0, 0.0] * 3
-    text = tokenizer.decode(batch.tokens[1][: int(batch.lengths[1])])
-    assert text.count("<answer>") == 1  # as the template would have a policy write it
-    assert "A:" not in text
-
-
 def test_pairs_and_prompts_without_responses(tokenizer: Any, tmp_path: Path) -> None:
     def pair(question: str) -> dict[str, str]:
         asked = f"\n\nHuman: {question}\n\nAssistant: "

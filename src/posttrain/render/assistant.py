@@ -14,31 +14,27 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
 from posttrain.render.template import Template, end_id, stop_ids
-from posttrain.render.turns import probed, render_pieces
+from posttrain.render.turns import OPENED, probed, render_pieces
 from posttrain.types import Example, Message
 
-_OPENED = re.compile(r"<think>\s*\Z")
 _LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
+Channels = tuple[str, str]  # the texts before and behind thinking, where a chat template uses no tags for it
 
 
 def opening_of(tokenizer: Any, template: Template, prompt: Sequence[int]) -> str:
     """The opened block of thinking that a prompt ends with, white space included; empty where there is none.
 
-    A text of the user that ends so opens nothing.
+    Only a chat template, a rendered prompt and the template's own opening open one, never a text of the user.
     """
-    if template.opening or not prompt:
+    if template.opening or not prompt or not (template.chat or template.name == "as_is"):
         return template.opening
     tail = list(prompt[-_LONGEST_OPENING:])
     tag = markers_of(tokenizer).ids.get(THINK)
-    if tag is not None:
-        if tag not in tail:
-            return ""
-        tail = tail[len(tail) - 1 - tail[::-1].index(tag) :]
-    elif not (template.chat or template.name == "as_is"):
-        own = template.prompt([Message("user", "a")], tokenizer)[-1]
-        found = _OPENED.search(own.text) if own.trusted else None
-        return found[0] if found else ""
-    found = _OPENED.search(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if tag is not None and tag not in tail:
+        return ""
+    while tag is not None and tag in tail[1:]:
+        tail = tail[1:]
+    found = OPENED.search(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return found[0] if found else ""
 
 
@@ -64,15 +60,17 @@ def behind_prompt(
     opening = opening_of(tokenizer, template, prompt)
     text = "".join(piece.text for piece in pieces)
     is_thinking = text.lstrip().startswith(THINK)
-    lead, channels = "", ("", "")
+    lead = ""
     if prompt and template.chat:
-        lead, channels = _leads(tokenizer, template, variables or {})
-    elif opening and not template.opening and template.name != "as_is":
-        lead = f"\n{END_THINK}\n\n"
-    if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
-        return written
-    if opening and is_thinking:
-        pieces = drop_text(pieces, _shared(opening, text))
+        own = {**template.variables, **(variables or {})}
+        lead, channels = probed(tokenizer, "leads", own, lambda settings: _leads(tokenizer, settings))
+        if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
+            return written
+    if opening and is_thinking:  # part of it stands at the end of the prompt already
+        at, space = text.index(THINK) + len(THINK), opening.partition(THINK)[2]
+        while space and text[at : at + 1] == space[0]:
+            at, space = at + 1, space[1:]
+        pieces = drop_text(pieces, at)
     is_answer = not is_thinking and not (opening and END_THINK in text)
     before = [Piece(lead, trusted=True)] if lead and is_answer else []
     if template.space and text and not text[0].isspace():
@@ -103,24 +101,19 @@ def encode_response(tokenizer: Any, template: Template, example: Example, prompt
         UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
     """
     pieces = behind_prompt(tokenizer, template, template.response(example), prompt, example.variables)
-    return _ended(tokenizer, template, encode_pieces(tokenizer, pieces), example.id)
+    ids = encode_pieces(tokenizer, pieces)
+    if not ids:
+        raise UsageError(f"example {example.id!r}: the demonstration is empty")
+    end = end_id(tokenizer, template)
+    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
 
 
 def encode_answer(
     tokenizer: Any, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of a given text of the assistant behind its prompt, the end token not included."""
-    if not text:
-        return []
     pieces = [Piece(text, trusted=False)]
-    return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables))
-
-
-def _ended(tokenizer: Any, template: Template, ids: list[int], name: str) -> list[int]:
-    if not ids:
-        raise UsageError(f"example {name!r}: the demonstration is empty")
-    end = end_id(tokenizer, template)
-    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
+    return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables)) if text else []
 
 
 def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -136,30 +129,15 @@ def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prom
     return opening_of(tokenizer, template, prompt) + text
 
 
-def _shared(opening: str, text: str) -> int:
-    """How much of a text that opens the thinking anew stands at the end of the prompt already."""
-    at = text.index(THINK) + len(THINK)
-    space = opening.partition(THINK)[2]
-    while space and text[at : at + 1] == space[0]:
-        at, space = at + 1, space[1:]
-    return at
-
-
-def _leads(tokenizer: Any, template: Template, variables: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
-    """What a chat template writes before an answer, and before and behind thinking where it uses no tags for it.
+def _leads(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, Channels]:
+    """The text that a chat template writes before an answer, and its channels.
 
     Only what holds a marker: white space before an answer is the model's own.
     """
-    own = {**template.variables, **variables}
-    return probed(tokenizer, "leads", own, lambda settings: _probe(tokenizer, settings))
-
-
-def _probe(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
     asked, find = Message("user", "a"), markers_of(tokenizer).find
 
     def tail(answer: Message) -> list[str]:
-        """The trusted texts behind the prompt: before, between and behind the two texts."""
-        prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
+        """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
         whole = render_pieces(tokenizer, [asked, answer], "", settings, prompt=False)[0]
         if not "".join(p.text for p in whole).startswith(prompt):
             return []
@@ -172,12 +150,12 @@ def _probe(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, tuple[str,
         return parts
 
     try:
+        prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
         plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
     except UsageError:  # the prompt itself says what is wrong
         return "", ("", "")
-    prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
     lead = re.sub(r"\A<think>\s*</think>\s*", "", plain[0]) if plain else ""
-    if not plain and _OPENED.search(prompt):
+    if not plain and OPENED.search(prompt):
         lead = f"\n{END_THINK}\n\n"
     if not any(find(lead)) and END_THINK not in lead:
         lead = ""
@@ -185,19 +163,17 @@ def _probe(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, tuple[str,
     return lead, channels if any(find(channels[0])) else ("", "")
 
 
-def _in_channels(text: str, lead: str, channels: tuple[str, str]) -> list[Piece] | None:
+def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None:
     """A text with thinking, or with the marks of channels that a model wrote; None of any other text."""
     before, between = channels
-    if text.startswith(before) and between in text:
-        thinking, _, answer = text[len(before) :].partition(between)
-    elif text.startswith(before):  # cut off within its thinking
-        return [Piece(before, trusted=True), Piece(text[len(before) :], trusted=False)]
+    if text.startswith(before):
+        thinking, closed, answer = text[len(before) :].partition(between)
+        parts = [(before, True), (thinking, False), (closed, True), (answer, False)]
     elif text.startswith(lead):
-        return [Piece(lead, trusted=True), Piece(text[len(lead) :], trusted=False)]
+        parts = [(lead, True), (text[len(lead) :], False)]
     elif text.lstrip().startswith(THINK) and END_THINK in text:
         thinking, _, answer = text.partition(THINK)[2].partition(END_THINK)
-        thinking, answer = thinking.strip("\n"), answer.lstrip("\n")
+        parts = [(before, True), (thinking.strip("\n"), False), (between, True), (answer.lstrip("\n"), False)]
     else:
         return None
-    parts = [(before, True), (thinking, False), (between, True), (answer, False)]
     return [Piece(part, trusted) for part, trusted in parts if part]

@@ -84,7 +84,7 @@ class CallForm:
 
     @property
     def is_readable(self) -> bool:
-        """Whether calls can be told from a text, and a name from its arguments."""
+        """Say whether calls can be found in a text, and the end of a name."""
         if self.arguments == "python":
             return bool(self.begin.strip() and self.finish.strip())
         tag = self.tags[0]
@@ -98,7 +98,7 @@ HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call
 
 
 def object_start(before: str) -> int:
-    """Where the object of JSON begins in which the name behind this text is; its length where there is none."""
+    """The place where the object of JSON with the name behind this text begins; its length where there is none."""
     found = _OBJECT.search(before)
     return found.start() if found else len(before)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,49 +35,38 @@ class Piece:
     trusted: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Markers:
     """The tokens of a tokenizer that only trusted text may produce.
 
-    ``swallows``: whether a token takes the white space before and behind it along, by its content. ``leading`` are the
-    ids that the tokenizer itself puts in front of a text (BOS). A text is searched in time that does not grow with the
-    number of markers, of which some tokenizers have thousands.
+    Attributes:
+        ids: by content.
+        swallows: by content, whether the token takes the white space before and behind it along.
+        leading: the ids that the tokenizer itself puts in front of a text (BOS).
     """
 
-    ids: dict[str, int]
-    swallows: dict[str, tuple[bool, bool]]
-    leading: tuple[int, ...]
-    id_set: frozenset[int] = frozenset()
-    _tree: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, ids: dict[str, int], swallows: dict[str, tuple[bool, bool]], leading: tuple[int, ...]) -> None:
+        self.ids, self.swallows, self.leading = ids, swallows, leading
+        self.id_set = frozenset(ids.values())
+        # by first letter the lengths, longest first: some tokenizers have thousands of markers
+        self._lengths = {
+            letter: sorted({len(one) for one in ids if one[0] == letter}, reverse=True)
+            for letter in {i[0] for i in ids}
+        }
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id_set", frozenset(self.ids.values()))
-        for content in filter(None, self.ids):
-            branch = self._tree
-            for letter in content:
-                branch = branch.setdefault(letter, {})
-            branch[""] = content
-
-    def at(self, text: str, start: int) -> str | None:
+    def _at(self, text: str, place: int) -> str | None:
         """The longest marker that begins there."""
-        branch: dict[str, Any] = self._tree
-        found: str | None = None
-        for place in range(start, len(text)):
-            if text[place] not in branch:
-                break
-            branch = branch[text[place]]
-            found = branch.get("", found)
-        return found
+        parts = (text[place : place + length] for length in self._lengths.get(text[place], ()))
+        return next((part for part in parts if part in self.ids), None)
 
     def starts(self, text: str) -> list[int]:
-        """Where a marker begins, those within others too."""
-        return [place for place, letter in enumerate(text) if letter in self._tree and self.at(text, place) is not None]
+        """The places where a marker begins, those within others too."""
+        return [place for place in range(len(text)) if self._at(text, place) is not None]
 
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
         """(start, end, id) of every marker in the text, from left to right, of those at one place the longest."""
         last = 0
         for place in self.starts(text):
-            content = self.at(text, place)
+            content = self._at(text, place)
             if place < last or content is None:
                 continue
             start, end = place, place + len(content)
@@ -111,26 +100,20 @@ def markers_of(tokenizer: Any) -> Markers:
             "could not be kept from forging special tokens; convert it, or choose another model"
         )
     added = {
-        token.content: (index, token)
+        token.content: (index, (token.lstrip, token.rstrip))
         for index, token in tokenizer.added_tokens_decoder.items()
-        if (token.special or _BRACKETED.fullmatch(token.content)) and index != tokenizer.unk_token_id
+        if token.content and (token.special or _BRACKETED.fullmatch(token.content)) and index != tokenizer.unk_token_id
     }
+    plain, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    starts = range(len(framed) - len(plain) + 1)
+    num_leading = next((n for n in starts if framed[n : n + len(plain)] == plain), 0)
     markers = Markers(
-        ids={content: index for content, (index, _) in added.items()},
-        swallows={content: (token.lstrip, token.rstrip) for content, (_, token) in added.items()},
-        leading=_leading_ids(tokenizer),
+        {content: index for content, (index, _) in added.items()},
+        {content: swallows for content, (_, swallows) in added.items()},
+        tuple(framed[:num_leading]),
     )
     _KNOWN[tokenizer] = (len(tokenizer), markers)
     return markers
-
-
-def _leading_ids(tokenizer: Any) -> tuple[int, ...]:
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a")["input_ids"]
-    for start in range(len(framed) - len(plain) + 1):
-        if framed[start : start + len(plain)] == plain:
-            return tuple(framed[:start])
-    return ()
 
 
 def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
@@ -144,17 +127,36 @@ def encode_pieces(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:
         UsageError: a marker of a single character stands in untrusted text and cannot be spelled.
     """
     markers = markers_of(tokenizer)
-    pieces = _merge(pieces)
-    text = "".join(piece.text for piece in pieces)
+    merged: list[Piece] = []  # neighbours of equal trust as one, so that both ways of encoding find the same markers
+    for piece in pieces:
+        if merged and merged[-1].trusted == piece.trusted:
+            merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
+        elif piece.text:
+            merged.append(piece)
+    text = "".join(piece.text for piece in merged)
     encoded = _backend(tokenizer, split_special=False).encode(text, add_special_tokens=False)
     ids: list[int] = encoded.ids
-    special = markers.id_set
-    if special.isdisjoint(ids) or _all_trusted(ids, encoded.offsets, special, pieces):
+    if markers.id_set.isdisjoint(ids) or _are_trusted(markers, ids, encoded.offsets, merged):
         return ids
-    ids = []
-    for part in _parts(pieces, markers):
-        ids.extend([part] if isinstance(part, int) else _encode_plain(tokenizer, part, markers))
-    return ids
+    ids, run = [], ""
+    for piece in merged:
+        start = 0
+        for begin, end, index in markers.find(piece.text) if piece.trusted else ():
+            ids += [*_encode_plain(tokenizer, run + piece.text[start:begin], markers), index]
+            run, start = "", end
+        run += piece.text[start:]
+    return ids + _encode_plain(tokenizer, run, markers)
+
+
+def _are_trusted(markers: Markers, ids: list[int], offsets: list[tuple[int, int]], pieces: Sequence[Piece]) -> bool:
+    """Say whether every marker among the ids lies wholly in trusted text."""
+    spans, position = list[tuple[int, int]](), 0  # of untrusted text
+    for piece in pieces:
+        if not piece.trusted:
+            spans.append((position, position + len(piece.text)))
+        position += len(piece.text)
+    found = [span for token, span in zip(ids, offsets, strict=True) if token in markers.id_set]
+    return not any(start < high and low < end for start, end in found for low, high in spans)
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
@@ -167,28 +169,16 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 
 
 def _encode_plain(tokenizer: Any, text: str, markers: Markers) -> list[int]:
-    ids: list[int] = _backend(tokenizer, split_special=True).encode(text, add_special_tokens=False).ids
+    ids: list[int] = _backend(tokenizer, split_special=True).encode(text, add_special_tokens=False).ids if text else []
     if markers.id_set.isdisjoint(ids):
         return ids
     # Added tokens that are not flagged as special are still matched: cut every marker in two.
-    cuts = [0, *(start + 1 for start in markers.starts(text))]
     if len(text) <= 1:
         raise UsageError(f"the tokenizer has the single character {text!r} as a special token, and the data contain it")
-    cuts = sorted({*cuts, len(text)})
+    cuts = sorted({0, *(start + 1 for start in markers.starts(text)), len(text)})
     if len(cuts) == 2:  # no marker stands there as written (a normaliser made it one): cut everywhere
         cuts = list(range(len(text) + 1))
     return [token for start, end in pairwise(cuts) for token in _encode_plain(tokenizer, text[start:end], markers)]
-
-
-def _merge(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of equal trust as one piece, so that both ways of encoding find the same markers."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        if merged and merged[-1].trusted == piece.trusted:
-            merged[-1] = Piece(merged[-1].text + piece.text, piece.trusted)
-        elif piece.text:
-            merged.append(piece)
-    return merged
 
 
 def _backend(tokenizer: Any, *, split_special: bool) -> Any:
@@ -201,41 +191,7 @@ def _backend(tokenizer: Any, *, split_special: bool) -> Any:
     return backend
 
 
-def _all_trusted(
-    ids: list[int], offsets: list[tuple[int, int]], special: frozenset[int], pieces: Sequence[Piece]
-) -> bool:
-    """Whether every marker lies wholly in trusted text."""
-    spans: list[tuple[int, int]] = []  # of untrusted text
-    position = 0
-    for piece in pieces:
-        if not piece.trusted and piece.text:
-            spans.append((position, position + len(piece.text)))
-        position += len(piece.text)
-    for token, (start, end) in zip(ids, offsets, strict=True):
-        if token in special and any(start < high and low < end for low, high in spans):
-            return False
-    return True
-
-
-def _parts(pieces: Sequence[Piece], markers: Markers) -> Iterator[str | int]:
-    """Runs of plain text, and the ids of the markers in trusted pieces, in order."""
-    run = ""
-    for piece in pieces:
-        start = 0
-        for begin, end, index in markers.find(piece.text) if piece.trusted else ():
-            run += piece.text[start:begin]
-            if run:
-                yield run
-            run, start = "", end
-            yield index
-        run += piece.text[start:]
-    if run:
-        yield run
-
-
-# Text from tokens as they come, without cutting a character in two.
-
-_BROKEN = "\ufffd"  # what decoding puts where bytes are no character, or not yet
+_BROKEN = "\ufffd"  # decoded where bytes are no character, or not yet
 _MAX_PENDING = 4  # no character has more bytes
 
 
@@ -248,9 +204,7 @@ class TextStream:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._context = (
-            0  # the tokens from here on are decoded together: some tokenizers join a token to the one before
-        )
+        self._context = 0  # tokens from here on are decoded together: some tokenizers join a token to the one before
         self._shown = 0  # tokens whose text has been given
 
     def push(self, token: int) -> str:
@@ -259,22 +213,20 @@ class TextStream:
         text = self._rest()
         if text.endswith(_BROKEN) and len(self.ids) - self._shown < _MAX_PENDING:
             return ""
-        self._context, self._shown = self._shown, len(self.ids)
-        return text
+        return self.flush()
 
     def flush(self) -> str:
-        """What is left when no token follows: bytes that stayed incomplete, as replacement characters."""
+        """The text that is left when no token follows: incomplete bytes as replacement characters."""
         text = self._rest()
         self._context, self._shown = self._shown, len(self.ids)
         return text
 
     def _rest(self) -> str:
-        before = self._decode(self.ids[self._context : self._shown])
-        return self._decode(self.ids[self._context :])[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        before, text = (
+            self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for ids in (self.ids[self._context : self._shown], self.ids[self._context :])
+        )
+        return str(text[len(before) :])
 
 
 def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bool = False) -> list[Piece]:
@@ -287,24 +239,19 @@ def mark_tags(pieces: Sequence[Piece], names: Sequence[str] = (), *, is_open: bo
     marked: list[Piece] = []
     is_first = True
     for piece in pieces:
-        if piece.trusted or not piece.text:
-            is_open = is_open and END_THINK not in piece.text
-            marked.append(piece)
-        else:
-            spans = list(_tags(piece.text, names, is_open, is_first))
-            is_open = is_open and END_THINK not in piece.text
-            at = 0
-            for start, end in sorted(set(spans)):
-                if start >= at:
-                    marked += [Piece(piece.text[at:start], trusted=False), Piece(piece.text[start:end], trusted=True)]
-                    at = end
-            marked.append(Piece(piece.text[at:], trusted=False))
-        is_first = is_first and not piece.text.strip()
+        at, text = 0, piece.text
+        for start, end in [] if piece.trusted else sorted(set(_tags(text, names, is_open, is_first))):
+            if start >= at:
+                marked += [Piece(text[at:start], trusted=False), Piece(text[start:end], trusted=True)]
+                at = end
+        marked.append(Piece(text[at:], piece.trusted))
+        is_open = is_open and END_THINK not in text
+        is_first = is_first and not text.strip()
     return [piece for piece in marked if piece.text]
 
 
 def _tags(text: str, names: Sequence[str], is_open: bool, is_first: bool) -> Iterator[tuple[int, int]]:
-    """Where the tags stand."""
+    """The spans of the tags."""
     at = 0
     if is_open and END_THINK in text:
         at = text.index(END_THINK) + len(END_THINK)

@@ -1,6 +1,6 @@
 """From the examples of a task to rows of tokens: demonstrations, conversations, pairs, judged answers, labelled steps.
 
-A conversation whose chat template writes earlier turns as they were written is one row: prompt, turn, what is said
+A conversation whose chat template writes earlier turns as they were written is one row: prompt, turn, the messages
 between, turn. Each part is encoded by itself, as it is while the model answers. Where a template rewrites earlier turns
 (one that drops what was thought), and where there is no chat template, each turn of the assistant is a row of its own.
 """
@@ -22,16 +22,21 @@ from posttrain.types import Example, Message, Response, Turn
 
 Shape = Literal["demonstration", "judged", "pair", "steps"]
 TrainOn = Literal["assistant", "response", "all"]
+UNTRAINED = "no message that is trained (weight 0 or train: false)"
+# An empty block of thinking that some chat templates write into the last turn alone.
+_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Token ids, the first trained position, and what is known of the answer.
+    """Token ids, the first trained position, and the facts of the answer.
 
-    ``step_labels`` are per position (ends of labelled steps only) where the answer has steps; such rows are
-    trained at these positions alone. ``heard`` are the positions behind the prompt that are read and not trained, such
-    as what tools return. ``is_apart``: one of several rows of a conversation, one for each turn. ``margin``: of a pair
-    whose row states it.
+    Attributes:
+        step_labels: per position (ends of labelled steps only) where the answer has steps; such rows are
+            trained at these positions alone.
+        heard: the positions behind the prompt that are read and not trained, such as the results of tools.
+        is_apart: one of several rows of a conversation, one for each turn.
+        margin: of a pair whose row states it.
     """
 
     ids: list[int]
@@ -52,43 +57,24 @@ def rows_of(
     more responses is not used. ``train_on``: of demonstrations; by default every turn of the assistant where the row is
     a conversation, else the response.
     """
-    if (
-        shape == "demonstration"
-        and template.turns == "last"
-        and not all(m.is_trained for m in example.conversation[-1:])
-    ):
-        yield UNTRAINED
-        return
-    if shape == "demonstration" and template.turns != "last":
-        if train_on == "assistant" and not example.conversation:
-            example = _as_conversation(example)
-        if example.conversation:
-            yield from _conversation(tokenizer, template, example, train_on or "assistant")
-            return
-    prompt = encode_prompt(tokenizer, template, example.messages, example.variables)
     if shape == "demonstration":
-        if example.responses and example.solution is None and example.answer is None:
-            best = max(example.responses, key=lambda r: r.score)
-            yield (_row(tokenizer, template, prompt, best, example),)
-        elif example.demonstration is not None and not template.response(example):
-            yield f"a response without an answer, which template {template.name} would write between tags"
-        else:
-            answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
-            turns, own = (
-                encode_turns(tokenizer, template, example.turns, answers, prompt) if example.turns else ([], [])
-            )
-            behind = [*prompt, *turns]
-            ids = [*behind, *(encode_response(tokenizer, template, example, behind) if answers else [])]
-            yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
+        yield from _demonstrations(tokenizer, template, example, train_on)
         return
+    prompt = encode_prompt(tokenizer, template, example.messages, example.variables)
     if not example.responses:
         yield "no given responses"
     elif shape == "pair":
-        unit = _pair(tokenizer, template, prompt, example)
-        yield unit if isinstance(unit, str) else tuple(replace(row, margin=example.margin) for row in unit)
+        chosen = max(example.responses, key=lambda r: r.score)
+        rejected = min(example.responses, key=lambda r: r.score)
+        rows = tuple(_row(tokenizer, template, prompt, r, example) for r in (chosen, rejected))
+        if chosen.score == rejected.score:
+            yield "all responses have the same score"
+        elif rows[0].ids == rows[1].ids:
+            yield "chosen and rejected are the same tokens"
+        else:
+            yield tuple(replace(row, margin=example.margin) for row in rows)
     elif shape == "judged":
-        for response in example.responses:
-            yield (_row(tokenizer, template, prompt, response, example),)
+        yield from ((_row(tokenizer, template, prompt, response, example),) for response in example.responses)
     else:
         for response in example.responses:
             if all(response.steps):
@@ -98,34 +84,52 @@ def rows_of(
                 yield "an empty step"
 
 
-def _as_conversation(example: Example) -> Example:
-    """An example whose prompt has turns of the assistant, as a conversation; any other as it is."""
-    text = example.demonstration
-    if text is None and example.responses and (example.solution, example.answer) == (None, None):
-        text = max(example.responses, key=lambda r: r.score).text
-    if text is None or example.turns or all(message.role != "assistant" for message in example.messages):
-        return example
-    return replace(example, conversation=(*example.messages, Message("assistant", text)))
+def _demonstrations(
+    tokenizer: Any, template: Template, example: Example, train_on: TrainOn | None
+) -> Iterator[tuple[Row, ...] | str]:
+    if template.turns == "last" and not all(m.is_trained for m in example.conversation[-1:]):
+        yield UNTRAINED
+        return
+    given = example.responses and (example.solution, example.answer) == (None, None)
+    best = max(example.responses, key=lambda r: r.score) if given else None
+    if template.turns != "last":
+        text = best.text if best is not None and example.demonstration is None else example.demonstration
+        has_turns = any(message.role == "assistant" for message in example.messages)
+        if train_on == "assistant" and has_turns and text is not None and not (example.turns or example.conversation):
+            example = replace(example, conversation=(*example.messages, Message("assistant", text)))
+        if example.conversation:
+            yield from _conversation(tokenizer, template, example, train_on or "assistant")
+            return
+    prompt = encode_prompt(tokenizer, template, example.messages, example.variables)
+    if best is not None:
+        yield (_row(tokenizer, template, prompt, best, example),)
+    elif example.demonstration is not None and not template.response(example):
+        yield f"a response without an answer, which template {template.name} would write between tags"
+    else:
+        answers = not example.turns or (example.answer, example.solution, example.demonstration) != (None,) * 3
+        turns, own = encode_turns(tokenizer, template, example.turns, answers, prompt) if example.turns else ([], [])
+        ids = [*prompt, *turns]
+        ids += encode_response(tokenizer, template, example, ids) if answers else []
+        yield (Row(ids, len(prompt), heard=frozenset(len(prompt) + i for i, mine in enumerate(own) if not mine)),)
 
 
 def _conversation(
     tokenizer: Any, template: Template, example: Example, train_on: TrainOn
 ) -> Iterator[tuple[Row, ...] | str]:
     """One row of a conversation, or one for each turn of the assistant."""
+    units: list[tuple[Row, ...] | str] = []
     if template.turns == "apart":
-        chosen = list(turns_apart(example, train_on))
+        chosen = list(_turns_apart(example, train_on))
         for one in chosen:
             for unit in rows_of(tokenizer, template, one, "demonstration"):
                 is_apart = len(chosen) > 1 and not isinstance(unit, str)
-                yield (replace(unit[0], is_apart=True),) if is_apart and not isinstance(unit, str) else unit
-        if not chosen:
-            yield UNTRAINED
-        return
-    try:
-        rows = list(conversation_rows(tokenizer, template, example, train_on))
-    except UsageError as error:
-        raise UsageError(f"example {example.id!r}: {error}") from error
-    yield from ((row,) for row in rows) if rows else (UNTRAINED,)
+                units.append((replace(unit[0], is_apart=True),) if is_apart and not isinstance(unit, str) else unit)
+    else:
+        try:
+            units += [(row,) for row in _conversation_rows(tokenizer, template, example, train_on)]
+        except UsageError as error:
+            raise UsageError(f"example {example.id!r}: {error}") from error
+    yield from units or [UNTRAINED]
 
 
 def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response, example: Example) -> Row:
@@ -139,17 +143,6 @@ def _row(tokenizer: Any, template: Template, prompt: Sequence[int], response: Re
     return Row([*prompt, *answer, end_id(tokenizer, template)], len(prompt), response.score)
 
 
-def _pair(tokenizer: Any, template: Template, prompt: Sequence[int], example: Example) -> tuple[Row, ...] | str:
-    chosen = max(example.responses, key=lambda r: r.score)
-    rejected = min(example.responses, key=lambda r: r.score)
-    if chosen.score == rejected.score:
-        return "all responses have the same score"
-    rows = tuple(_row(tokenizer, template, prompt, r, example) for r in (chosen, rejected))
-    if rows[0].ids == rows[1].ids:
-        return "chosen and rejected are the same tokens"
-    return rows
-
-
 def _stepwise(tokenizer: Any, template: Template, prompt: Sequence[int], response: Response) -> Row:
     """The steps behind one another, each encoded alone so that its last token is known; None is no label."""
     ids = list(prompt)
@@ -159,25 +152,6 @@ def _stepwise(tokenizer: Any, template: Template, prompt: Sequence[int], respons
         if label is not None:
             labels[len(ids) - 1] = label
     return Row([*ids, end_id(tokenizer, template)], len(prompt), response.score, labels)
-
-
-# Conversations by their chat template: which parts the assistant writes, and which it only reads.
-
-UNTRAINED = "no message that is trained (weight 0 or train: false)"
-# An empty block of thinking that some chat templates write into the last turn alone.
-_EMPTY_THINKING = re.compile(r"\A<think>\s*</think>\s*")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a row: its pieces, and whether the assistant writes it and is trained on it."""
-
-    pieces: Sequence[Piece]
-    is_trained: bool
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
 
 
 def split_turns(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Turn, ...]]:
@@ -221,35 +195,46 @@ def refuse_untrained(name: str, examples: Sequence[Example], train_on: str) -> N
         raise UsageError(f"task {name!r}: no row is left to train on; dropped: {len(examples)} × {UNTRAINED}")
 
 
-def turns_apart(example: Example, train_on: str) -> Iterator[Example]:
+def _turns_apart(example: Example, train_on: str) -> Iterator[Example]:
     """One example for each answer of the assistant that is trained, the calls before it included."""
     conversation = example.conversation
     chosen = [i for i in trained_turns(conversation, train_on) if not conversation[i].calls]
     for i in chosen[-1:] if train_on == "all" else chosen:  # all of a conversation is in its last prompt
-        message = conversation[i]
         messages, turns = split_turns(conversation[:i])
         read_only = conversation if train_on == "all" else conversation[len(messages) : i]
         if not all(one.is_trained for one in read_only):
             what = "a call of weight 0" if train_on != "all" else "data.train_on all with a message of weight 0"
             raise UsageError(f"example {example.id!r}: {what} needs the prompt.template chat; leave the row out")
-        is_last = i == len(conversation) - 1
         yield replace(
             example,
             messages=messages,
             turns=turns,
-            demonstration=message.text,
-            answer=example.answer if is_last else None,
+            demonstration=conversation[i].text,
+            answer=example.answer if i == len(conversation) - 1 else None,
             conversation=(),
         )
 
 
-def conversation_rows(tokenizer: Any, template: Template, example: Example, train_on: str) -> Iterator[Row]:
+@dataclass(frozen=True)
+class _Part:
+    """A part of a row: its pieces, and whether the assistant writes it and is trained on it."""
+
+    pieces: Sequence[Piece]
+    is_trained: bool
+
+    @property
+    def text(self) -> str:
+        return _text(self.pieces)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _conversation_rows(tokenizer: Any, template: Template, example: Example, train_on: str) -> Iterator[Row]:
     """The rows of a conversation by its chat template.
 
     One row, or where the template rewrites earlier turns one for each trained turn; none where nothing is trained.
-
-    Raises:
-        UsageError: the chat template cannot render the conversation.
     """
     variables = {**template.variables, **as_row_texts(example.variables)}
     trained = trained_turns(example.conversation, train_on)
@@ -257,19 +242,19 @@ def conversation_rows(tokenizer: Any, template: Template, example: Example, trai
         return
     conversation = with_reasoning(tokenizer, example.conversation, variables)
     places = [i for i, message in enumerate(conversation) if message.role == "assistant" and 0 < i <= trained[-1]]
-    prompts = {i: Part(prompt_pieces(tokenizer, template, conversation[:i], example.variables), False) for i in places}
-    turns = {
-        i: Part(_turn(tokenizer, template, conversation[: i + 1], variables, prompts[i]), i in trained) for i in places
-    }
-    last = len(conversation) - 1
-    if last in turns:
-        written = _as_written(tokenizer, template, example.conversation[last], variables, prompts[last])
-        # white space that a template writes before every answer is its own
-        if written is not None and (
-            written.text[0].isspace() or turns[last].text.removesuffix(written.text).strip() != ""
-        ):
-            turns[last] = replace(written, is_trained=turns[last].is_trained)
-    whole = _joined(conversation, places, prompts, turns, train_on)
+    prompts = {i: _Part(prompt_pieces(tokenizer, template, conversation[:i], example.variables), False) for i in places}
+    turns: dict[int, _Part] = {}
+    for i in places:
+        pieces = _turn(tokenizer, template, conversation[: i + 1], variables, prompts[i].pieces)
+        message = example.conversation[i]
+        if i == len(conversation) - 1 and not message.calls and message.reasoning is None:
+            # with its white space as the row has it, as no prompt shows it again; what a template writes before every
+            # answer is its own
+            written = _as_text(tokenizer, template, message.content, prompts[i].pieces, variables)
+            if _text(written)[0].isspace() or _text(pieces).removesuffix(_text(written)).strip() != "":
+                pieces = written
+        turns[i] = _Part(pieces, i in trained)
+    whole = _joined(conversation, prompts, turns, train_on)
     if whole is None and train_on == "all" and len(trained) < len(places):
         raise UsageError(
             f"example {example.id!r}: data.train_on all with a message of weight 0, and the chat template rewrites "
@@ -287,70 +272,58 @@ def conversation_rows(tokenizer: Any, template: Template, example: Example, trai
 
 
 def _joined(
-    conversation: Sequence[Message],
-    places: Sequence[int],
-    prompts: dict[int, Part],
-    turns: dict[int, Part],
-    train_on: str,
-) -> list[Part] | None:
+    conversation: Sequence[Message], prompts: Mapping[int, _Part], turns: Mapping[int, _Part], train_on: str
+) -> list[_Part] | None:
     """All turns in one row; None where a later prompt does not begin with what was said before it."""
-    parts, said = list[Part](), ""
-    for i in places:
-        if not prompts[i].text.startswith(said):
+    parts, said = list[_Part](), ""
+    for i, prompt in prompts.items():
+        if not prompt.text.startswith(said):
             return None
-        # what tools return is never trained, what users say only with all
+        # results of tools are never trained, the user's messages only with all
         is_trained = train_on == "all" and conversation[i - 1].role != "tool"
-        parts += [Part(drop_text(prompts[i].pieces, len(said)), is_trained), turns[i]]
-        said = prompts[i].text + turns[i].text
+        parts += [_Part(drop_text(prompt.pieces, len(said)), is_trained), turns[i]]
+        said = prompt.text + turns[i].text
     return parts
 
 
-def _as_written(
-    tokenizer: Any, template: Template, message: Message, variables: Mapping[str, Any], prompt: Part
-) -> Part | None:
-    """The last message with its white space as the row has it; None of one with calls or with reasoning apart.
-
-    No prompt shows it again, so that what the chat template would make of it does not matter.
-    """
-    if message.calls or message.reasoning is not None:
-        return None
-    content, before = [Piece(message.content, trusted=False)], encode_pieces(tokenizer, prompt.pieces)
-    end = Piece(tokenizer.decode([end_id(tokenizer, template)]), trusted=True)
-    return Part([*behind_prompt(tokenizer, template, content, before, variables), end], True)
+def _as_text(
+    tokenizer: Any, template: Template, text: str, prompt: Sequence[Piece], variables: Mapping[str, Any]
+) -> list[Piece]:
+    """A message as the text that a model writes behind the prompt, its end included."""
+    before = encode_pieces(tokenizer, prompt)
+    pieces = behind_prompt(tokenizer, template, [Piece(text, trusted=False)], before, variables)
+    return [*pieces, Piece(tokenizer.decode([end_id(tokenizer, template)]), trusted=True)]
 
 
 def _turn(
-    tokenizer: Any, template: Template, messages: Sequence[Message], variables: Mapping[str, Any], prompt: Part
+    tokenizer: Any,
+    template: Template,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    prompt: Sequence[Piece],
 ) -> list[Piece]:
-    """The last message as the assistant writes it behind the prompt, its end included: what its chat template adds."""
+    """The last message as the assistant writes it behind the prompt, its end included: what its chat template adds.
+
+    It goes up to the end token, or to the last marker where the template ends such a turn with another one. The end
+    token is added where it ends a turn with none.
+    """
     message, end = messages[-1], tokenizer.decode([end_id(tokenizer, template)])
     whole, hidden = render_pieces(tokenizer, messages, template.system, variables, prompt=False)
     if hidden and max(hidden) == len(messages) - 1:
         raise UsageError(f"the chat template does not show the reasoning of message {len(messages)}; leave it out")
-    if not Part(whole, False).text.startswith(prompt.text):
+    if not _text(whole).startswith(_text(prompt)):
         if message.calls or message.reasoning is not None:
             what = f"the chat template writes message {len(messages)} otherwise than behind its prompt"
             raise UsageError(f"{what}; choose another prompt.template, or leave the row out")
-        content, before = [Piece(message.content, trusted=False)], encode_pieces(tokenizer, prompt.pieces)
-        return [*behind_prompt(tokenizer, template, content, before, variables), Piece(end, trusted=True)]
-    pieces = drop_text(whole, len(prompt.text))
+        return _as_text(tokenizer, template, message.content, prompt, variables)
+    pieces = drop_text(whole, len(_text(prompt)))
     if message.reasoning is None and pieces and pieces[0].trusted:
         pieces[0] = Piece(_EMPTY_THINKING.sub("", pieces[0].text), trusted=True)
-    return _up_to(tokenizer, pieces, end)
-
-
-def _up_to(tokenizer: Any, pieces: Sequence[Piece], end: str) -> list[Piece]:
-    """The pieces up to the end token, or to the last marker where the template ends such a turn with another one.
-
-    The end token is added where it ends a turn with none.
-    """
-    kept: list[Piece] = []
-    for piece in pieces:
-        at = piece.text.find(end) if piece.trusted else -1
-        if at >= 0:
-            return [*kept, Piece(piece.text[: at + len(end)], trusted=True)]
-        kept.append(piece)
-    markers = list(markers_of(tokenizer).find(kept[-1].text)) if kept and kept[-1].trusted else []
+    for number, piece in enumerate(pieces):
+        if piece.trusted and end in piece.text:
+            return [*pieces[:number], Piece(piece.text[: piece.text.index(end) + len(end)], trusted=True)]
+    last = pieces[-1:]
+    markers = list(markers_of(tokenizer).find(last[0].text)) if last and last[0].trusted else []
     if markers:
-        return [*kept[:-1], Piece(kept[-1].text[: markers[-1][1]], trusted=True)]
-    return [*kept, Piece(end, trusted=True)]
+        return [*pieces[:-1], Piece(last[0].text[: markers[-1][1]], trusted=True)]
+    return [*pieces, Piece(end, trusted=True)]

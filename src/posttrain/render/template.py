@@ -1,4 +1,4 @@
-"""What a prompt template is, and how it becomes token ids."""
+"""Prompt templates, and how they become token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.types import Example, Message
 
 @dataclass(frozen=True)
 class Template:
-    """How an example becomes a prompt, a demonstration and a graded answer.
+    """Functions that make of an example a prompt, a demonstration and a graded answer.
 
     Attributes:
         name: the word in the recipe.
@@ -28,11 +28,11 @@ class Template:
         extract: the answer in a graded text (opening + completion), or None.
         chat: the prompt is written by the tokenizer's chat template: a response ends with the end
             of the turn.
-        variables: what the chat template is passed.
-        frame: what stands before and behind a reply to a turn, where there is no chat template (trusted).
+        variables: for the chat template.
+        frame: the texts before and behind a reply to a turn, where there is no chat template (trusted).
         quote: makes a text safe to stand there, where it could look like the start of a turn.
         system: the recipe's own system message, of a chat.
-        space: what comes before an answer that does not itself begin with white space.
+        space: the text before an answer that does not itself begin with white space.
         turns: how a conversation is trained: as the chat template renders it (``rendered``), one example for each turn
             of the assistant (``apart``), or its last turn alone (``last``).
     """
@@ -58,18 +58,18 @@ def prompt_pieces(
     """The pieces of a prompt; ``variables`` are a row's own for the chat template, such as its tools.
 
     Raises:
-        UsageError: as ``encode_prompt``, or variables where no chat template is used.
+        UsageError: as ``encode_prompt``, or variables where no chat template reads them.
     """
     if not variables:
         return template.prompt(messages, tokenizer)
     names = ", ".join(map(repr, variables))
-    if not template.chat or "tools" in variables.keys() & template.variables.keys():
-        what = (
-            "template {} does not show {}, which only a chat template can"
-            if not template.chat
-            else ("template {} has tools of its own, and the row brings {}")
-        )
-        raise UsageError(f"{what.format(template.name, names)}. Choose another, or name {names} in task.ignore_keys")
+    wrong = ""
+    if not template.chat:
+        wrong = f"template {template.name} does not show {names}, which only a chat template can"
+    elif "tools" in variables.keys() & template.variables.keys():
+        wrong = f"template {template.name} has tools of its own, and the row brings {names}"
+    if wrong:
+        raise UsageError(f"{wrong}. Choose another, or name {names} in task.ignore_keys")
     unread = [name for name in variables if name not in str(tokenizer.chat_template or "")]
     if unread:
         key = "tools" if unread == ["tools"] else "chat_template_kwargs"
@@ -100,19 +100,17 @@ def stop_ids(tokenizer: Any, template: Template) -> frozenset[int]:
     Raises:
         UsageError: the tokenizer has no end token.
     """
-    stops = {end_id(tokenizer, template)}
-    if tokenizer.eos_token_id is not None:
-        stops.add(tokenizer.eos_token_id)
-    return frozenset(stops) | getattr(tokenizer, "generation_end_ids", frozenset())
+    own = {end_id(tokenizer, template), tokenizer.eos_token_id} - {None}
+    return frozenset(own) | getattr(tokenizer, "generation_end_ids", frozenset())
 
 
 def further_ends(tokenizer: Any, template: Template) -> list[str]:
     """A line on the end tokens that only the model's ``generation_config.json`` names; none where there are none."""
-    own = {tokenizer.eos_token_id, end_id(tokenizer, template)}
-    named = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids(tokenizer, template) - own)]
-    trained = tokenizer.convert_ids_to_tokens(end_id(tokenizer, template))
-    line = f"answers also end at {', '.join(named)}, by the model's generation_config.json; {trained} is trained"
-    return [line] if named else []
+    end = end_id(tokenizer, template)
+    further = sorted(stop_ids(tokenizer, template) - {tokenizer.eos_token_id, end})
+    names = [str(tokenizer.convert_ids_to_tokens(i)) for i in (*further, end)]
+    line = f"answers also end at {', '.join(names[:-1])}, by the model's generation_config.json; {names[-1]} is trained"
+    return [line] if further else []
 
 
 def end_id(tokenizer: Any, template: Template) -> int:
@@ -122,8 +120,7 @@ def end_id(tokenizer: Any, template: Template) -> int:
         UsageError: the tokenizer has no end token.
     """
     end = turn_end(tokenizer) if template.chat else None
-    if end is None:
-        end = tokenizer.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
     if end is None:
         raise UsageError(
             "the tokenizer has no end token (eos_token), so no completion could ever end; set one in its files"

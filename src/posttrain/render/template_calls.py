@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from posttrain.errors import UsageError
@@ -31,42 +31,37 @@ Arguments = dict[str, str]
 
 
 def call_form(tokenizer: Any, template: Template) -> CallForm:
-    """Return the form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
+    """The form of calls: the chat template's own, where it shows tools and calls, else ``TAGGED``.
 
     A template that shows no call and names the tag of the Hermes models means their form. A form of which what is
     written would not be what the template writes, or could not be read again, is not taken.
     """
     if not template.chat or not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
         return TAGGED
-    return probed(tokenizer, "form", template.variables, partial(_find, tokenizer))
+
+    def find(settings: Mapping[str, Any]) -> CallForm:
+        """The form in any conversation, or in those with tools (a tokenizer may have a template for them)."""
+        form = TAGGED if isinstance(tokenizer.chat_template, dict) else _learn(tokenizer, settings)
+        return form if form.is_native else _learn(tokenizer, {**settings, "tools": [_TOOL]})
+
+    return probed(tokenizer, "form", template.variables, find)
 
 
 def call_marks(tokenizer: Any, template: Template) -> tuple[str, ...]:
-    """Return the tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
-    return probed(tokenizer, "call marks", template.variables, partial(_find_marks, tokenizer, template))
+    """The tokens with which calls are written and nothing else is, but for ``<tool_call>`` and its end."""
 
+    def find(settings: Mapping[str, Any]) -> tuple[str, ...]:
+        rows = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TEXT}]
+        try:
+            plain = "".join(render_dicts(tokenizer, rows[:n], settings, prompt=n == 1) for n in (1, 2))
+        except UsageError:
+            return ()
+        written = "\0".join((form.begin, form.opening, form.middle, form.closing, form.finish))
+        marks = {written[start:end].strip() for start, end, _ in markers_of(tokenizer).find(written)}
+        return tuple(sorted(mark for mark in marks if mark not in plain and mark not in HERMES.tags))
 
-def _find_marks(tokenizer: Any, template: Template, settings: Mapping[str, Any]) -> tuple[str, ...]:
     form = call_form(tokenizer, template)
-    if not form.is_native:
-        return ()
-    rows = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TEXT}]
-    try:
-        plain = "".join(render_dicts(tokenizer, rows[:n], settings, prompt=n == 1) for n in (1, 2))
-    except UsageError:
-        return ()
-    written = "\0".join((form.begin, form.opening, form.middle, form.closing, form.finish))
-    marks = {written[start:end].strip() for start, end, _ in markers_of(tokenizer).find(written)}
-    return tuple(sorted(mark for mark in marks if mark not in plain and mark not in HERMES.tags))
-
-
-def _find(tokenizer: Any, settings: Mapping[str, Any]) -> CallForm:
-    """The form in any conversation, or in those with tools, for which a tokenizer may have a template of its own."""
-    with_tools = {**settings, "tools": [_TOOL]}
-    if isinstance(tokenizer.chat_template, dict):
-        return _learn(tokenizer, with_tools)
-    form = _learn(tokenizer, settings)
-    return form if form.is_native else _learn(tokenizer, with_tools)
+    return probed(tokenizer, "call marks", template.variables, find) if form.is_native else ()
 
 
 def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
@@ -115,11 +110,11 @@ def _learn(tokenizer: Any, variables: Mapping[str, Any]) -> CallForm:
     if style == "python" and not begin:  # each call in a block of its own
         between = closing[1:] + between + opening
         begin, opening, closing, finish = opening, "", ")", closing[1:]
-    if not begin:  # the new lines before a call stand before the first one only behind a text
-        lines, opening = opening[: len(opening) - len(opening.lstrip("\n"))], opening.lstrip("\n")
-        lead, between = lead + lines, between + lines if shows_two else between
-    elif begin.startswith("\n"):
-        lead, begin = lead + begin[: len(begin) - len(begin.lstrip("\n"))], begin.lstrip("\n")
+    # the new lines before a call stand before the first one only behind a text
+    first = begin or opening
+    lines = first[: len(first) - len(first.lstrip("\n"))]
+    lead, between = lead + lines, between + lines if shows_two and not begin else between
+    begin, opening = begin.lstrip("\n"), opening if begin else opening.lstrip("\n")
     arguments = around if parameters else style
     form = CallForm(opening, middle, closing, arguments, lead, begin, between, finish, last)
     ends = (end_text, tokenizer.convert_ids_to_tokens(last) if last is not None else end_text)
@@ -140,7 +135,7 @@ def _fallback(shown: str, default: CallForm) -> CallForm:
 
 
 def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> bool:
-    """Whether these calls, written in the form, are the template's text up to its end; white space aside."""
+    """Say whether these calls, written in the form, are the template's text up to its end; white space aside."""
     stated = [json.dumps({key: value}) for key, value in zip(_KEYS, _VALUES, strict=True)]
     calls = [Call(name, one, "", "ok") for name, one in zip(_NAMES, stated, strict=True)][:count]
     written = "".join("".join(piece.text for piece in write_calls(calls, form, behind_text=False)).split())
@@ -151,23 +146,15 @@ def _writes(form: CallForm, text: str, count: int, ends: tuple[str, str]) -> boo
 
 def _render(tokenizer: Any, calls: list[Arguments], content: str, variables: Mapping[str, Any]) -> str | None:
     """The conversation with these calls; None where the template refuses it."""
-    for as_text in (False, True):  # some templates want the arguments as a text
+    for write in (dict, json.dumps):  # some templates want the arguments as a text
         made = [
-            {
-                "id": f"call0000{number}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(stated) if as_text else stated},
-            }
+            {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": write(stated)}}
             for number, (name, stated) in enumerate(zip(_NAMES, calls, strict=False))
         ]
-        rows: list[dict[str, Any]] = [
-            {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": content, "tool_calls": made},
-        ]
-        try:
-            return render_dicts(tokenizer, rows, variables, prompt=False)
-        except UsageError:
-            continue
+        asked = {"role": "user", "content": _QUESTION}
+        with suppress(UsageError):
+            called = {"role": "assistant", "content": content, "tool_calls": made}
+            return render_dicts(tokenizer, [asked, called], variables, prompt=False)
     return None
 
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from posttrain.errors import UsageError
 from posttrain.registry import suggest
 from posttrain.render.calls import TAGGED, write_call
-from posttrain.render.encoding import Piece, mark_tags, markers_of
+from posttrain.render.encoding import END_THINK, THINK, Piece, mark_tags, markers_of
 from posttrain.types import Call, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -28,24 +28,22 @@ _OPEN, _CLOSE = "\ue0f1", "\ue0f2"
 _MARK = re.compile(f'({_OPEN}|\\\\ue0f1)(\\d+)(\\\\?"|)({_CLOSE}|\\\\ue0f2)')
 _PAD = " "
 _PROBED: WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
-Dicts = list[dict[str, Any]]
+OPENED = re.compile(r"<think>\s*\Z")
 Found = TypeVar("Found")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """A prompt needs messages, with known roles and some text, and the last is not the assistant's.
+    """Refuse a prompt that has no messages, an unknown role or a blank message, or ends with the assistant's.
 
     Raises:
-        UsageError: otherwise.
+        UsageError: it is such a prompt.
     """
     if not messages:
         raise UsageError("an empty prompt: the example has no messages")
     for number, message in enumerate(messages, start=1):
         if message.role not in ROLES:
-            raise UsageError(
-                f"message {number} has the role {message.role!r}.{suggest(message.role, ROLES)} "
-                f"Known: {', '.join(ROLES)}"
-            )
+            known = f"{suggest(message.role, ROLES)} Known: {', '.join(ROLES)}"
+            raise UsageError(f"message {number} has the role {message.role!r}.{known}")
         if not message.content.strip() and not message.calls and message.role != "tool":
             raise UsageError(f"an empty prompt: message {number} ({message.role}) has no text")
     if messages[-1].role == "assistant":
@@ -70,45 +68,37 @@ def chat_pieces(
 
 def with_reasoning(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[Message, ...]:
     """The messages with their reasoning where the chat template shows it: apart, or else in the content."""
-    if not any(message.role == "assistant" and _thinks(message) for message in messages):
+
+    def closes(message: Message) -> bool:
+        """Say whether the text closes a block of thinking that it has not opened: a prompt may have."""
+        before, closed, _ = message.content.partition(END_THINK)
+        is_written = message.role == "assistant" and message.reasoning is None
+        return is_written and bool(closed) and THINK not in before
+
+    def thinks(message: Message) -> bool:
+        is_inline = message.content.lstrip().startswith(THINK) or closes(message)
+        return message.role == "assistant" and (message.reasoning is not None or is_inline)
+
+    def change(message: Message) -> Message:
+        if not thinks(message):
+            return message
+        if hidden:
+            return replace(message, content=message.text, reasoning=None)
+        thinking, closed, answer = message.content.partition(END_THINK)
+        reasoning = thinking.partition(THINK)[2].strip("\n")
+        if message.reasoning is not None or not closed or not answer.strip() or not reasoning.strip():
+            return message
+        return replace(message, content=answer.lstrip("\n"), reasoning=reasoning)
+
+    if not any(map(thinks, messages)):
         return tuple(messages)
-    if any(message.role == "assistant" and _closes(message) for message in messages):
-        prompt = render_dicts(
-            tokenizer,
-            [{"role": "user", "content": "a"}],
-            {k: v for k, v in variables.items() if k != "tools"},
-            prompt=True,
-        )
-        is_open = re.search(r"<think>\s*\Z", prompt) is not None
-        messages = [
-            replace(m, content=f"<think>{m.content}") if is_open and m.role == "assistant" and _closes(m) else m
-            for m in messages
-        ]
-    asked = [Message("user", "a"), Message("assistant", "b", reasoning="c")]
-    hidden = render_pieces(tokenizer, asked, "", variables, prompt=False)[1]
-    return tuple(_with_reasoning(message, apart=not hidden) for message in messages)
-
-
-def _thinks(message: Message) -> bool:
-    return message.reasoning is not None or message.content.lstrip().startswith("<think>") or _closes(message)
-
-
-def _closes(message: Message) -> bool:
-    """Whether the text closes a block of thinking that it has not opened: a prompt may have."""
-    before, closed, _ = message.content.partition("</think>")
-    return message.reasoning is None and bool(closed) and "<think>" not in before
-
-
-def _with_reasoning(message: Message, *, apart: bool) -> Message:
-    if message.role != "assistant" or not _thinks(message):
-        return message
-    if not apart:
-        return replace(message, content=message.text, reasoning=None)
-    thinking, closed, answer = message.content.partition("</think>")
-    if message.reasoning is not None or not closed or not answer.strip():
-        return message
-    reasoning = thinking.partition("<think>")[2].strip("\n")
-    return replace(message, content=answer.lstrip("\n"), reasoning=reasoning) if reasoning.strip() else message
+    if any(map(closes, messages)):
+        plain = {key: value for key, value in variables.items() if key != "tools"}
+        if OPENED.search(render_dicts(tokenizer, [{"role": "user", "content": "a"}], plain, prompt=True)):
+            messages = [replace(m, content=THINK + m.content) if closes(m) else m for m in messages]
+    probe = [Message("user", "a"), Message("assistant", "b", reasoning="c")]
+    hidden = render_pieces(tokenizer, probe, "", variables, prompt=False)[1]
+    return tuple(map(change, messages))
 
 
 def spell(messages: Sequence[Message]) -> list[Message]:
@@ -123,8 +113,7 @@ def spell(messages: Sequence[Message]) -> list[Message]:
                 f"message {number}: the prompt template does not show the name {message.name!r}. Write it into the "
                 "content, or leave names out by task.ignore_keys: [name]"
             )
-    texts = [message if message.reasoning is None else replace(message, content=message.text) for message in messages]
-    return spell_calls(texts, results="user")
+    return spell_calls([replace(m, content=m.text, reasoning=None) for m in messages], results="user")
 
 
 def render_pieces(
@@ -133,30 +122,25 @@ def render_pieces(
     """The pieces of a conversation, and which of its messages have reasoning that the chat template does not show.
 
     Where the template has no form for calls, they are written into the content, and results, where it has no role for
-    them, as messages of the user.
+    them, as messages of the user; a short conversation of our own shows it.
 
     Raises:
         UsageError: no chat template, or it cannot render these messages.
     """
-    if any(message.calls for message in messages):
-        messages = _in_its_form(tokenizer, messages, variables)
-    return _Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
-
-
-def _in_its_form(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
-    """The messages with their calls as the chat template can show them, told by a short conversation of our own."""
 
     def find(settings: Mapping[str, Any]) -> str:
         calling = Message("assistant", "", calls=(Call("f", '{"a": "b"}', "", "ok"),))
-        asked = [Message("user", "q"), calling, Message("tool", "r"), Message("assistant", "s")]
-        for name, probe in (("own", asked), ("tool", spell_calls(asked))):
+        probe = [Message("user", "q"), calling, Message("tool", "r"), Message("assistant", "s")]
+        for name, written in (("own", probe), ("tool", spell_calls(probe))):
             with suppress(UsageError):
-                _Sheet(tokenizer, "", settings).render(probe, prompt=False)
+                _Sheet(tokenizer, "", settings).render(written, prompt=False)
                 return name
         return "user"
 
-    form = probed(tokenizer, "calls", variables, find)
-    return messages if form == "own" else spell_calls(messages, results=form)
+    if any(message.calls for message in messages):
+        form = probed(tokenizer, "calls", variables, find)
+        messages = messages if form == "own" else spell_calls(messages, results=form)
+    return _Sheet(tokenizer, system, variables).render(messages, prompt=prompt)
 
 
 def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Message]:
@@ -165,17 +149,16 @@ def spell_calls(messages: Sequence[Message], results: str = "tool") -> list[Mess
     is_result = False  # of the message before
     for message in messages:
         if message.calls:
-            calls = "\n".join("".join(p.text for p in write_call(call, TAGGED)) for call in message.calls)
-            content = f"{message.content}\n{calls}" if message.content else calls
+            calls = ["".join(piece.text for piece in write_call(call, TAGGED)) for call in message.calls]
+            content = "\n".join([message.content, *calls] if message.content else calls)
             message = replace(message, content=content, calls=())
-        elif message.role == "tool" and results != "tool":
-            opening, closing = TAGGED.results
-            content = f"{opening}{message.content}{closing}"
+        if message.role == "tool" and results != "tool":
             before = f"{spelled.pop().content}\n" if is_result else ""
+            opening, closing = TAGGED.results
+            message = Message(results, f"{before}{opening}{message.content}{closing}")
             is_result = True
-            spelled.append(Message(results, before + content))
-            continue
-        is_result = False
+        else:
+            is_result = False
         spelled.append(message)
     return spelled
 
@@ -202,14 +185,14 @@ class _Sheet:
         self.tokenizer, self.markers = tokenizer, markers_of(tokenizer)
         self.system = system
         self.texts: list[list[Piece]] = []
-        self.contents: list[tuple[int, str]] = []  # (number, role) of what must be shown once, in this order
+        self.contents: dict[int, str] = {}  # number: role of what must be shown once, in this order
         self.reasoning: dict[int, int] = {}  # number of a placeholder: index of the message
-        self.needed: list[tuple[int, str]] = []  # (number, what) that must be shown at least once
-        self.variables = {key: self._guard(value) for key, value in variables.items()}
+        self.needed: dict[int, str] = {}  # number: what must be shown at least once
+        self.variables = {key: self._leaves(value, None) for key, value in variables.items()}
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> tuple[list[Piece], set[int]]:
         """See ``render_pieces``."""
-        rows, called = [], list[str]()
+        rows, called = list[dict[str, Any]](), list[str]()
         if self.system:
             own = [Piece(self.system, trusted=True)]
             if messages[0].role == "system":
@@ -220,9 +203,12 @@ class _Sheet:
         try:
             rendered = render_dicts(self.tokenizer, rows, self.variables, prompt=prompt)
         except UsageError:
-            if not any(message.calls for message in messages):
+            functions = [call["function"] for row in rows for call in row.get("tool_calls", ())]
+            if not functions:
                 raise
-            rendered = render_dicts(self.tokenizer, _arguments_as_text(rows), self.variables, prompt=prompt)
+            for function in functions:  # some chat templates ask for the arguments as JSON text
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            rendered = render_dicts(self.tokenizer, rows, self.variables, prompt=prompt)
         return self._fill(rendered)
 
     def _message(self, index: int, message: Message, called: list[str]) -> dict[str, Any]:
@@ -235,19 +221,15 @@ class _Sheet:
             content = [Piece(message.content, trusted=False)]
             row["content"] = self._content(message.role, mark_tags(content) if message.role == "assistant" else content)
         if message.name is not None:
-            row["name"] = self._leaf(message.name, None if message.role == "tool" else f"the name {message.name!r}")
+            row["name"] = self._leaf(message.name, "" if message.role == "tool" else f"the name {message.name!r}")
         if message.calls:
-            row["tool_calls"] = [
-                {
-                    "id": f"call{len(self.texts):05d}",  # of nine letters and digits, as some templates ask for
-                    "type": "function",
-                    "function": {
-                        "name": self._leaf(call.tool, f"the call of {call.tool!r}"),
-                        "arguments": self._leaves(json.loads(call.stated), f"the call of {call.tool!r}"),
-                    },
-                }
-                for call in message.calls
-            ]
+            row["tool_calls"] = []
+            for call in message.calls:
+                what = f"the call of {call.tool!r}"
+                name, arguments = self._leaf(call.tool, what), self._leaves(json.loads(call.stated), what)
+                id = f"call{len(self.texts):05d}"  # of nine letters and digits, as some templates ask for
+                function = {"name": name, "arguments": arguments}
+                row["tool_calls"].append({"id": id, "type": "function", "function": function})
             called[:] = [call["id"] for call in row["tool_calls"]]
         elif message.role == "tool":
             row["tool_call_id"] = called.pop(0) if called else ""
@@ -259,75 +241,62 @@ class _Sheet:
 
     def _content(self, role: str, pieces: list[Piece]) -> str:
         number = self._add(pieces)
-        self.contents.append((number, role))
+        self.contents[number] = role
         quote = '"' if role == "tool" else ""  # some templates write results as JSON
         return f"{_PAD}{_OPEN}{number}{quote}{_CLOSE}{_PAD}"
 
-    def _leaf(self, text: str, needed: str | None) -> str:
+    def _leaf(self, text: str, needed: str) -> str:
         number = self._add([Piece(text, trusted=False)])
-        if needed is not None:
-            self.needed.append((number, needed))
+        if needed:
+            self.needed[number] = needed
         return f'{_OPEN}{number}"{_CLOSE}'
 
-    def _leaves(self, value: Any, needed: str) -> Any:
-        """Nested values with a placeholder for each text."""
+    def _leaves(self, value: Any, needed: str | None) -> Any:
+        """Nested values with a placeholder for each text; of variables (``needed`` is None) for those with markers."""
         if isinstance(value, Mapping):
-            self._check_names(value)
+            bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
+            if bad is not None:
+                raise UsageError(f"the name {bad!r} of an argument could be read as a special token; rename it")
             return {key: self._leaves(one, needed) for key, one in value.items()}
         if isinstance(value, list):
             return [self._leaves(one, needed) for one in value]
-        return self._leaf(value, needed) if isinstance(value, str) else value
-
-    def _guard(self, value: Any) -> Any:
-        """Nested values of a variable with a placeholder for each text of a row that holds one of the markers."""
-        if isinstance(value, Mapping):
-            self._check_names(value)
-            return {key: self._guard(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [self._guard(one) for one in value]
-        return self._leaf(value, None) if isinstance(value, RowText) and any(self.markers.find(value)) else value
-
-    def _check_names(self, value: Mapping[str, Any]) -> None:
-        """Refuse names of arguments that could be read as a marker: the chat template writes them itself."""
-        bad = next((key for key in value if "<" in key or any(self.markers.find(key))), None)
-        if bad is not None:
-            raise UsageError(f"the name {bad!r} of an argument could be read as a special token; rename it")
+        if not isinstance(value, str):
+            return value
+        if needed is None and not (isinstance(value, RowText) and any(self.markers.find(value))):
+            return value
+        return self._leaf(value, needed or "")
 
     def _fill(self, rendered: str) -> tuple[list[Piece], set[int]]:
         """The rendered text with the texts in place of their placeholders."""
         matches = list(_MARK.finditer(rendered))
         order = [int(match[2]) for match in matches]
-        self._check(order)
-        contents = {number for number, _ in self.contents}
+        shown = [number for number in order if number in self.contents]
+        for place, (number, role) in enumerate(self.contents.items()):
+            if shown.count(number) != 1 or shown.index(number) != place:
+                raise UsageError(
+                    f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
+                    "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
+                )
+        missing = next((what for number, what in self.needed.items() if number not in order), None)
+        if missing is not None:
+            raise UsageError(
+                f"the tokenizer's chat template does not show {missing} of a message. Write it into the content, or "
+                "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
+            )
         pieces, at = list[Piece](), 0
         for match in matches:
             number, start, end = int(match[2]), match.start(), match.end()
             text = self.texts[number]
-            if number in contents and rendered[max(start - 1, at) : start] == rendered[end : end + 1] == _PAD:
+            if number in self.contents and rendered[max(start - 1, at) : start] == rendered[end : end + 1] == _PAD:
                 start, end = start - 1, end + 1
-            elif number in contents:  # the template strips contents: so do we
-                text = _strip_pieces(text)
+            elif number in self.contents:  # the template strips contents: so do we
+                text = [Piece(text[0].text.lstrip(), text[0].trusted), *text[1:]]
+                text = [*text[:-1], Piece(text[-1].text.rstrip(), text[-1].trusted)]
             pieces.append(Piece(rendered[at:start], trusted=True))
             pieces += [Piece(_as_around(piece.text, match), piece.trusted) for piece in text]
             at = end
         hidden = {index for number, index in self.reasoning.items() if number not in order}
         return [*pieces, Piece(rendered[at:], trusted=True)], hidden
-
-    def _check(self, order: list[int]) -> None:
-        wanted = [number for number, _ in self.contents]
-        for number, role in self.contents:
-            place = [n for n in order if n in wanted]
-            if place.count(number) != 1 or place.index(number) != wanted.index(number):
-                raise UsageError(
-                    f"the tokenizer's chat template does not show the {role} message exactly once, in order; "
-                    "choose a prompt.template that needs no chat template (plain, boxed, r1_zero)"
-                )
-        for number, what in self.needed:
-            if number not in order:
-                raise UsageError(
-                    f"the tokenizer's chat template does not show {what} of a message. Write it into the content, or "
-                    "leave it out of the row (a name of all rows: task.ignore_keys: [name])"
-                )
 
 
 def _as_around(text: str, match: re.Match[str]) -> str:
@@ -336,26 +305,6 @@ def _as_around(text: str, match: re.Match[str]) -> str:
     if match[3] == '\\"':
         return json.dumps(text, ensure_ascii=is_ascii)[1:-1]
     return repr(text)[1:-1] if is_ascii else text
-
-
-def _arguments_as_text(rows: Dicts) -> Dicts:
-    """The messages with the arguments of calls as JSON text, which some chat templates ask for."""
-
-    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": arguments}}
-
-    return [
-        row | ({"tool_calls": [as_text(c) for c in row["tool_calls"]]} if "tool_calls" in row else {}) for row in rows
-    ]
-
-
-def _strip_pieces(pieces: list[Piece]) -> list[Piece]:
-    first, last = pieces[0], pieces[-1]
-    if first is last:
-        return [Piece(first.text.strip(), first.trusted)]
-    return [Piece(first.text.lstrip(), first.trusted), *pieces[1:-1], Piece(last.text.rstrip(), last.trusted)]
 
 
 def turn_end(tokenizer: Any) -> int | None:
@@ -376,7 +325,7 @@ def turn_end(tokenizer: Any) -> int | None:
 def probed(
     tokenizer: Any, what: str, variables: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
 ) -> Found:
-    """What ``find`` reads off the chat template with these variables but the tools, computed once for each of them."""
+    """The result of ``find`` for the chat template with these variables but the tools, computed once for each."""
     settings = {key: value for key, value in variables.items() if key != "tools"}
     key = (what, str(tokenizer.chat_template), repr(sorted(settings.items(), key=lambda item: item[0])))
     known = _PROBED.setdefault(tokenizer, {})
@@ -394,16 +343,11 @@ def mark(number: int) -> str:
 def render_history(
     tokenizer: Any, turns: Sequence[tuple[str, str]], variables: Mapping[str, Any], *, prompt: bool
 ) -> str:
-    """The chat template's text for messages, by role and content (trusted, as placeholders are).
-
-    Raises:
-        UsageError: no chat template, or it cannot render these roles.
-    """
-    rows = [{"role": role, "content": content} for role, content in turns]
-    return render_dicts(tokenizer, rows, variables, prompt=prompt)
+    """The chat template's text for messages, by role and content (trusted, as placeholders are); see render_dicts."""
+    return render_dicts(tokenizer, [{"role": r, "content": content} for r, content in turns], variables, prompt=prompt)
 
 
-def render_dicts(tokenizer: Any, rows: Dicts, variables: Mapping[str, Any], *, prompt: bool) -> str:
+def render_dicts(tokenizer: Any, rows: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool) -> str:
     """The chat template's text for messages as it takes them.
 
     Raises:

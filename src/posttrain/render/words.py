@@ -1,4 +1,4 @@
-"""The prompt templates that a recipe may name."""
+"""The prompt templates that a recipe may name, and the rules by which an answer is found in a text."""
 
 from __future__ import annotations
 
@@ -17,31 +17,46 @@ from posttrain.render.template import Template
 from posttrain.render.turns import chat_pieces, check_messages, spell
 from posttrain.types import Example, Message
 
-# Where the answer stands in a graded text. One rule per template; each says None when there is none.
-
 _CLOSING = re.compile(r"</(think|reasoning)>")
 _OPENING = re.compile(r"\s*<(think|reasoning)>")
-# How worked solutions end where nothing is tagged or boxed: GSM8K's mark, and the sentence of most instruction data.
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
+# The end of a worked solution without tags or boxes: GSM8K's mark, and the sentence of most instruction data.
 _LAST_LINE = re.compile(
     r"(?:\A|\n)####[ \t]*(\S[^\n]*)\s*\Z|(?i:\bthe (?:final )?answer is):?[ \t]*(\S[^\n]*?)\.?\s*\Z"
 )
+# The end of a line for any reader, and space within one.
+_BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
+_SPACE = rf"(?:(?!{_BREAK})\s)*"
+
+R1_ZERO_PREAMBLE = (
+    "This is a conversation between a user and an assistant. The user asks a question, and the assistant "
+    "answers it. Before answering, the assistant works the problem out in its mind, step by step. It writes "
+    "its reasoning between <think> and </think> and then its final answer between <answer> and </answer>, "
+    "that is: <think> the reasoning </think> <answer> the final answer </answer>."
+)
+XML_SYSTEM = (
+    "Work the problem out step by step, then give the final answer. Write exactly in this format:\n"
+    "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+)
+CODE_INSTRUCTION = "Write the whole program in one block of Python code between ``` marks."
+BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
+Variables = Mapping[str, Any] | None
 
 
-def tagged_answer(text: str, reasoning: str, answer: str) -> str | None:
-    """The first complete answer after the reasoning closes.
+def tagged_answer(text: str, reasoning: str) -> str | None:
+    """The first complete ``<answer>`` after the reasoning closes.
 
-    Looks behind the first ``</reasoning>``; without it there is no answer. Answer tags inside the
+    Without a ``</reasoning>`` there is no answer. Answer tags inside the
     reasoning, reversed tags and an answer that never closes do not count. Of nested answers it
     is the innermost. White space around is dropped, a blank answer is none, and text after the
     closing tag is no part of it.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
-    return _first_complete(rest, answer) if closed else None
+    return _first_complete(rest) if closed else None
 
 
-def _first_complete(text: str, tag: str) -> str | None:
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = 0
+def _first_complete(text: str) -> str | None:
+    opening, closing, start = "<answer>", "</answer>", 0
     while (end := text.find(closing, start)) >= 0:
         begin = text.rfind(opening, start, end)
         if begin >= 0:
@@ -51,11 +66,8 @@ def _first_complete(text: str, tag: str) -> str | None:
     return None
 
 
-_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel|>analysis", "<|channel|>final<|message|>"))
-
-
 def behind_thinking(text: str) -> str | None:
-    """What follows the thinking; None of a text that was cut off within it."""
+    """The text that follows the thinking; None of a text that was cut off within it."""
     for opening, closing in _THOUGHTS:
         _, _, text = text.rpartition(closing)
         if opening in text:
@@ -69,22 +81,19 @@ def boxed_answer(text: str) -> str | None:
     return None if answer is None or is_blank(answer) else answer
 
 
-def answer_behind_thinking(text: str, *ways: Callable[[str], str | None]) -> str | None:
-    """What the first way finds that finds anything in what follows the thinking.
+def _behind_thinking(*ways: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """A function that looks in these ways, one after the other, for an answer behind the thinking."""
 
-    Thinking ends at the last ``</think>``; a text that opens ``<think>`` and never closes it was cut
-    off and has no answer.
-    """
-    rest = behind_thinking(text)
-    return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
+    def extract(text: str) -> str | None:
+        rest = behind_thinking(text)
+        return None if rest is None else next(filter(None, (way(rest) for way in ways)), None)
 
-
-_FIRST_TAGGED = partial(_first_complete, tag="answer")
+    return extract
 
 
-def chat_answer(text: str) -> str | None:
-    """The first complete ``<answer>``, or else the last number, of what follows the thinking."""
-    return answer_behind_thinking(text, _FIRST_TAGGED, last_number)
+def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """A function that looks for an answer in the whole text, unless it was cut off within its thinking."""
+    return lambda text: None if behind_thinking(text) is None else way(text)
 
 
 def split_response(text: str) -> tuple[str, str | None]:
@@ -98,35 +107,31 @@ def split_response(text: str) -> tuple[str, str | None]:
     if closing is not None:  # the opening tag may be missing, where it ends the prompt
         start = opening.end() if opening is not None and opening[1] == closing[1] else 0
         said = text[closing.end() :]
-        answer = _first_complete(said, "answer") or boxed_answer(said)
+        answer = _first_complete(said) or boxed_answer(said)
         return text[start : closing.start()].strip(), answer or (None if is_blank(said) else said.strip())
     if opening is not None:
         return text.strip(), None
-    tagged = _first_complete(text, "answer")
+    tagged = _first_complete(text)
     if tagged is not None:
         return text.partition("<answer>")[0].strip(), tagged
-    boxed = boxed_answer(text)
-    if boxed is not None:
+    boxed, last = boxed_answer(text), _LAST_LINE.search(text)
+    if boxed is not None or last is None:
         return text.strip(), boxed
-    last = _LAST_LINE.search(text)
-    if last is None:
-        return text.strip(), None
     return text[: last.start()].strip(), (last[1] or last[2]).strip()
-
-
-# Conversations as plain text, for models without turn markers: ``User: …``, one paragraph for each message.
-# Here the marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
-# look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with ``From``.
-# Quoting can be undone exactly (tests/render/test_dialogue.py).
-
-# What a reader may take for the end of a line, and for space within one.
-_BREAK = "[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]"
-_SPACE = rf"(?:(?!{_BREAK})\s)*"
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """How turns are written: the names of user and assistant, and what stands between two turns (it ends a line)."""
+    """Conversations as plain text, for models without turn markers: one paragraph for each message.
+
+    The marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
+    look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with
+    ``From``. Quoting can be undone exactly (tests/render/test_dialogue.py).
+
+    Attributes:
+        user, assistant: their names.
+        separator: stands between two turns (it ends a line).
+    """
 
     user: str
     assistant: str
@@ -156,21 +161,6 @@ PARAGRAPHS = Dialogue("User", "Assistant", "\n")
 TRANSCRIPT = Dialogue("Human", "Assistant", "\n\n")
 
 
-R1_ZERO_PREAMBLE = (
-    "This is a conversation between a user and an assistant. The user asks a question, and the assistant "
-    "answers it. Before answering, the assistant works the problem out in its mind, step by step. It writes "
-    "its reasoning between <think> and </think> and then its final answer between <answer> and </answer>, "
-    "that is: <think> the reasoning </think> <answer> the final answer </answer>."
-)
-XML_SYSTEM = (
-    "Work the problem out step by step, then give the final answer. Write exactly in this format:\n"
-    "<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
-)
-CODE_INSTRUCTION = "Write the whole program in one block of Python code between ``` marks."
-Variables = Mapping[str, Any] | None
-BOXED_INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
-
-
 @register("template")
 def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
@@ -181,7 +171,7 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     (``Assistant: …``) is quoted with ``>``.
 
     Args:
-        preamble: what stands above the conversation (trusted; its tags are the tokenizer's own). May
+        preamble: stands above the conversation (trusted; its tags are the tokenizer's own). May
             be empty.
 
     Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
@@ -196,11 +186,9 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
         written = [*reasoning, _ours(" </think> <answer> "), _theirs(answer), _ours(" </answer>")]
         return written if answer else []
 
-    extract = partial(tagged_answer, reasoning="think", answer="answer")
-    frame = ("\nUser: ", "\nAssistant: <think>")
-    return Template(
-        "r1_zero", "<think>", ("think", "answer"), prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote
-    )
+    extract = partial(tagged_answer, reasoning="think")
+    frame, tags = ("\nUser: ", "\nAssistant: <think>"), ("think", "answer")
+    return Template("r1_zero", "<think>", tags, prompt, response, extract, frame=frame, quote=PARAGRAPHS.quote)
 
 
 @register("template")
@@ -221,7 +209,7 @@ def xml_reasoning(*, system: str = XML_SYSTEM) -> Template:
         closing = [_ours("</reasoning>\n<answer>\n"), _theirs(answer), _ours("\n</answer>")]
         return [_ours("<reasoning>\n"), *reasoning, *closing] if answer else []
 
-    extract = partial(tagged_answer, reasoning="reasoning", answer="answer")
+    extract = partial(tagged_answer, reasoning="reasoning")
     tags = ("reasoning", "answer")
     return Template("xml_reasoning", "", tags, _asking(system, chat=True), response, extract, chat=True)
 
@@ -240,20 +228,19 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
     Source: the prompt of MATH evaluations (Hendrycks et al. 2021; Qwen2.5-Math); the wording is ours.
     """
 
-    def extract(text: str) -> str | None:
-        return None if behind_thinking(text) is None else boxed_answer(text)
-
     def response(example: Example) -> list[Piece]:
-        if example.demonstration is not None:
-            said, boxed_already = _theirs(example.demonstration), boxed_answer(example.demonstration)
-            return [said] if boxed_already or example.answer is None else [said, *_box("\n", example.answer)]
-        answer = _answer_of(example)
-        if not example.solution:
-            return _box("", answer)
-        if last_boxed(example.solution) == answer:
-            return [_theirs(example.solution)]
-        return [_theirs(example.solution), *_box("\n", answer)]
+        text, answer = example.demonstration, example.answer
+        if text is None:
+            text, answer = example.solution, _answer_of(example)
+            has_box = last_boxed(text or "") == answer
+        else:
+            has_box = answer is None or boxed_answer(text) is not None
+        said = [_theirs(text)] if text else []
+        if has_box:
+            return said
+        return [*said, _ours(("\n" if said else "") + "\\boxed{"), _theirs(answer), _ours("}")]
 
+    extract = _unless_cut_off(boxed_answer)
     return Template("boxed", "", (), _asking(instruction, chat), response, extract, chat=chat)
 
 
@@ -265,7 +252,7 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     defines the function which the tests call.)
 
     Args:
-        instruction: the system message (trusted), or what follows the last message without a chat template. May be
+        instruction: the system message (trusted), or the text after the last message without a chat template. May be
             empty.
         chat: render with the tokenizer's chat template; ``false`` for a model that has none.
 
@@ -273,13 +260,8 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """
     from posttrain.graders.code.grader import last_program  # nobody else's prompts need it
 
-    def response(example: Example) -> list[Piece]:
-        return [_theirs(example.demonstration or example.solution or _answer_of(example))]
-
-    def extract(text: str) -> str | None:
-        return None if behind_thinking(text) is None else last_program(text)
-
-    return Template("code", "", (), _asking(instruction, chat), response, extract, chat=chat)
+    prompt, extract = _asking(instruction, chat), _unless_cut_off(last_program)
+    return Template("code", "", (), prompt, lambda example: [_theirs(_said(example))], extract, chat=chat)
 
 
 @register("template")
@@ -293,22 +275,20 @@ def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Templa
 
     Args:
         system: a system message (trusted) above the data's own. May be empty.
-        variables: passed to the chat template, such as ``enable_thinking: false``. A template that
+        variables: for the chat template, such as ``enable_thinking: false``. A template that
             prints today's date renders other prompts every day: give it its date variable here.
     """
 
     def response(example: Example) -> list[Piece]:
-        if example.demonstration is not None:
-            return [_theirs(example.demonstration)]
-        if example.answer is None and example.solution:
+        if example.demonstration is None and example.answer is None and example.solution:
             return [_theirs(example.solution)]
-        closing = [_ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
-        return [_theirs(example.solution), _ours("\n"), *closing] if example.solution else closing
+        return _concluded(example, "\n")
 
     own = variables or {}
-    prompt = _asking(system, chat=True, own=own)
-    way: dict[str, Any] = {"variables": own, "system": system, "turns": "rendered"}
-    return Template("chat", "", (), prompt, response, chat_answer, chat=True, **way)
+    prompt, extract = _asking(system, chat=True, own=own), _behind_thinking(_first_complete, last_number)
+    return Template(
+        "chat", "", (), prompt, response, extract, chat=True, variables=own, system=system, turns="rendered"
+    )
 
 
 @register("template")
@@ -319,16 +299,8 @@ def plain() -> Template:
     that are no numbers are never found: use another template for them.
     """
 
-    def response(example: Example) -> list[Piece]:
-        if example.demonstration is not None:
-            return [_theirs(example.demonstration)]
-        reasoning = [_theirs(example.solution), _ours(" ")] if example.solution else []
-        return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
-
-    def extract(text: str) -> str | None:
-        return answer_behind_thinking(text, last_number)
-
-    return Template("plain", "", (), _asking("", chat=False), response, extract)
+    prompt, extract = _asking("", chat=False), _behind_thinking(last_number)
+    return Template("plain", "", (), prompt, lambda example: _concluded(example, " "), extract)
 
 
 @register("template")
@@ -345,12 +317,10 @@ def dialogue() -> Template:
         return [*TRANSCRIPT.pieces(messages), _ours("\n\nAssistant:")]
 
     def response(example: Example) -> list[Piece]:
-        text = example.demonstration or example.solution or _answer_of(example)
+        text = _said(example)
         return [_ours("" if text[0].isspace() else " "), _theirs(text)]
 
-    def extract(text: str) -> str | None:
-        return None if is_blank(text) or behind_thinking(text) is None else text.strip()
-
+    extract = _unless_cut_off(lambda text: None if is_blank(text) else text.strip())
     frame = ("\n\nHuman: ", "\n\nAssistant:")
     return Template("dialogue", "", (), prompt, response, extract, frame=frame, quote=TRANSCRIPT.quote, space=" ")
 
@@ -361,7 +331,7 @@ def document() -> Template:
     the solution.
 
     The whole text is trusted, so that markers and tags in it become the tokenizer's own tokens:
-    use it only with texts that may hold them. The messages are ignored. What counts as the answer is the last
+    use it only with texts that may hold them. The messages are ignored. The answer is the last
     number.
     """
 
@@ -398,13 +368,8 @@ def as_is() -> Template:
             )
         return [_ours(messages[0].content)]
 
-    def response(example: Example) -> list[Piece]:
-        return [_ours(example.demonstration or example.solution or _answer_of(example))]
-
-    def extract(text: str) -> str | None:
-        return answer_behind_thinking(text, _FIRST_TAGGED, boxed_answer, last_number)
-
-    return Template("as_is", "", (), prompt, response, extract, turns="last")
+    extract = _behind_thinking(_first_complete, boxed_answer, last_number)
+    return Template("as_is", "", (), prompt, lambda example: [_ours(_said(example))], extract, turns="last")
 
 
 def _ours(text: str) -> Piece:
@@ -415,8 +380,17 @@ def _theirs(text: str | None) -> Piece:
     return Piece(text or "", trusted=False)
 
 
-def _box(before: str, answer: str) -> list[Piece]:
-    return [_ours(f"{before}\\boxed{{"), _theirs(answer), _ours("}")]
+def _said(example: Example) -> str:
+    """The given response, else the solution, else the answer."""
+    return example.demonstration or example.solution or _answer_of(example)
+
+
+def _concluded(example: Example, separator: str) -> list[Piece]:
+    """The given response, or the solution with the answer in a sentence behind it."""
+    if example.demonstration is not None:
+        return [_theirs(example.demonstration)]
+    reasoning = [_theirs(example.solution), _ours(separator)] if example.solution else []
+    return [*reasoning, _ours("The answer is "), _theirs(_answer_of(example)), _ours(".")]
 
 
 def _parts_of(example: Example) -> tuple[str | None, str | None]:
@@ -434,16 +408,12 @@ def _asking(instruction: str, chat: bool, own: Variables = None) -> Callable[...
     def prompt(messages: Sequence[Message], tokenizer: Any, variables: Variables = own) -> list[Piece]:
         if chat:
             return chat_pieces(messages, tokenizer, instruction, variables)
-        return [*_bare(messages), _ours(f"\n{instruction}\n" if instruction else "\n")]
+        check_messages(messages)
+        is_question = len(messages) == 1 and messages[0].name is None
+        asked = [_theirs(messages[0].content)] if is_question else PARAGRAPHS.pieces(messages)
+        return [*asked, _ours(f"\n{instruction}\n" if instruction else "\n")]
 
     return prompt
-
-
-def _bare(messages: Sequence[Message]) -> list[Piece]:
-    """A single question as it is; several messages as a dialogue."""
-    check_messages(messages)
-    alone = len(messages) == 1 and messages[0].name is None
-    return [_theirs(messages[0].content)] if alone else PARAGRAPHS.pieces(messages)
 
 
 def _answer_of(example: Example) -> str:

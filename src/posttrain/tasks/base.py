@@ -1,44 +1,21 @@
-"""What a task is: examples with answers, and what had to be dropped to get them."""
+"""A task: examples with answers, and the count of rows that were left out."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import MIXTURE, Word, map_tasks, task_words
+from posttrain.recipes.sections import Word, map_tasks, task_words
 from posttrain.types import Example
-
-
-class AnsweredSample(Protocol):
-    """A graded answer: the unweighted rewards and the facts of its grader."""
-
-    @property
-    def parts(self) -> Mapping[str, float]: ...
-
-
-class Answered(Protocol):
-    """An item of an evaluation (``evals/items.py``), as far as a task looks at it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def meta(self) -> Mapping[str, Any]: ...
-    @property
-    def samples(self) -> Sequence[AnsweredSample]: ...
-    @property
-    def share(self) -> float: ...
-    @property
-    def is_ungraded(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPart:
-    """A part of a mixture: its name (``part`` in the ``meta`` of its examples) and how much it counts."""
+    """A part of a mixture: its name (``part`` in the ``meta`` of its examples) and its weight."""
 
     name: str
     weight: float
@@ -48,13 +25,15 @@ class TaskPart:
 class Task:
     """Examples of one split of a task.
 
-    ``examples`` may be made on demand; the same index always gives the same example. ``dropped``
-    counts rows that were left out, by reason. ``worked`` says whether a text shows written
-    working, where the task can tell (evaluation then reports the share of such answers).
-    ``origin``: the file, where the environment said where it is. ``shares``: what else the task wants to be told of its
-    items once they are answered, by name, one share in 0..1 per item (or pair of items). ``parts``: of a mixture.
-    ``keys``: how many rows had a key, by the key and what was done with it. ``notices``: what a run says at its start,
-    such as the grader that the task has chosen.
+    Attributes:
+        examples: maybe made on demand; the same index always gives the same example.
+        dropped: number of rows that were left out, by reason.
+        worked: says of a text whether it shows written working, where the task can tell.
+        origin: the file, where the environment said where it is.
+        shares: measures over answered items (``evals/items.py``): by name one share in 0..1 per item.
+        parts: of a mixture.
+        keys: number of rows with a key, by the key and its use.
+        notices: lines for the start of a run.
     """
 
     name: str
@@ -63,21 +42,20 @@ class Task:
     dropped: dict[str, int] = field(default_factory=dict)
     worked: Callable[[str], bool] | None = None
     origin: str | None = None
-    shares: Callable[[Sequence[Answered]], Mapping[str, Sequence[float]]] | None = None
+    shares: Callable[[Sequence[Any]], Mapping[str, Sequence[float]]] | None = None
     parts: tuple[TaskPart, ...] = ()
     keys: Mapping[tuple[str, str], int] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
 
 class ExamplesOnDemand(Sequence[Example]):
-    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list."""
+    """A sequence of ``size`` examples, each made when it is asked for; index and slice as in a list.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    ``make`` gives example ``item`` (0 .. size - 1); the same item always gives the same example.
+    """
 
-    @abstractmethod
-    def make(self, item: int) -> Example:
-        """Example ``item`` (0 .. size - 1); the same item always gives the same example."""
+    def __init__(self, size: int, make: Callable[[int], Example]) -> None:
+        self.size, self.make = size, make
 
     def __len__(self) -> int:
         return self.size
@@ -89,19 +67,14 @@ class ExamplesOnDemand(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self.make(i) for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return self.make(index % self.size)
+        return self.make(range(self.size)[index])
 
     def __iter__(self) -> Iterator[Example]:
         return (self.make(item) for item in range(self.size))
 
 
 def num_repeated(examples: Sequence[Example]) -> int:
-    """How many examples say the same as an earlier one: prompt, answer, solution, demonstration and given answers.
-
-    0 for examples that are made on demand.
-    """
+    """Number of examples that equal an earlier one but for id and meta; 0 for examples that are made on demand."""
     if isinstance(examples, ExamplesOnDemand):
         return 0
     return len(examples) - len(
@@ -110,16 +83,13 @@ def num_repeated(examples: Sequence[Example]) -> int:
 
 
 def build_task(word: Word, where: str = "task") -> Task:
-    """The task that a recipe names."""
+    """Build the task that a recipe names."""
     return registry.find("task", word.name, where).bind(word.options, where)()
 
 
 def held_out_task(word: Word) -> Word:
-    """The evaluation split of a training task, as the task states it (``validation`` or ``test``).
-
-    Of a mixture those of its parts, by weight.
-    """
-    return _by_weight(map_tasks(word, _held_out))
+    """The evaluation split of a training task, as the task names it; of a mixture those of its parts."""
+    return map_tasks(word, _held_out)
 
 
 def eval_words(recipe: Recipe) -> list[Word]:
@@ -132,7 +102,7 @@ def eval_words(recipe: Recipe) -> list[Word]:
         return list(recipe.eval.tasks)
     word = held_out_task(recipe.task)
     for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
-        if held.options["split"] == (recipe.task.options.get("split") or trained.options.get("split")):
+        if held.options["split"] == trained.options.get("split"):
             raise RecipeError(
                 f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
                 "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
@@ -140,37 +110,28 @@ def eval_words(recipe: Recipe) -> list[Word]:
     return [word]
 
 
-def _by_weight(word: Word) -> Word:
-    """A mixture as it is measured on: so many examples of each part as go with its weight."""
-    if word.name != MIXTURE:
-        return word
-    kept = {key: value for key, value in word.options.items() if key not in ("split", "size", "seed")}
-    return Word(name=word.name, **(kept | {"by_weight": True}))
-
-
 def _held_out(word: Word) -> Word:
-    entry = registry.find("task", word.name)
-    split = entry.traits.get("held_out")
+    split = registry.find("task", word.name).traits.get("held_out")
     if split is None:
         raise RecipeError(f"eval.tasks: task {word.name!r} names no held-out split; give eval.tasks, or eval.every: 0")
     return Word(name=word.name, **(_without_size(word) | {"split": split}))
 
 
 def _without_size(word: Word) -> dict[str, Any]:
-    """The options of a task; of one that reads rows without those that say how many there are to train on.
+    """The options of a task that hold for its other splits too: of one that reads rows not the number of rows.
 
-    A task that makes its examples says by its size how many there are, and has it always.
+    The size of a task that makes its examples has a default, and stays.
     """
-    size = registry.find("task", word.name).options_model.model_fields.get("size")
+    size = registry.find("task", word.name, "--task").options_model.model_fields.get("size")
     reads_rows = size is not None and size.default is None
     return {key: value for key, value in word.options.items() if not (reads_rows and key in ("size", "seed"))}
 
 
 def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
-    """What to measure on: the task named, else the run's own, else stories for ``tiny``.
+    """The task to measure on: the named one, else the run's own, else stories for ``tiny``.
 
-    The split is ``test`` unless named. Of a run's own local file, which was trained on, and of a run that learnt
-    from test prompts too, it is the part that was held out.
+    The split is ``test`` unless named. Where a run was trained on a local file, or on test prompts too, it is the part
+    that was held out. Options of ``named`` without a name are for the run's own task, or each part of its mixture.
 
     Raises:
         UsageError: a model that is no run, and no task named.
@@ -179,31 +140,24 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
     if named is not None and named.name:
         name = named.name
     elif recipe is not None:
-        own = _by_weight(map_tasks(recipe.task, lambda word: _own_task(word, options)))
-        return Word(name=own.name, **(own.options | options))
+        return map_tasks(recipe.task, lambda word: _own_task(word, options))
     elif model == "tiny":
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))
         raise UsageError(f"--task is needed: {model!r} is no run that would tell its own. Known tasks: {known}")
-    return _with_split(name, options, "test")
+    return map_tasks(Word(name=name, **options), lambda word: _with_split(word, "test"))
 
 
-def _own_task(word: Word, asked: Mapping[str, Any]) -> Word:
-    """What a run that learnt a task is measured on, but for the options that are ``asked`` for."""
+def _own_task(word: Word, options: Mapping[str, Any]) -> Word:
     own = {key: value for key, value in _without_size(word).items() if key != "split"}
-    mixes = own.get(registry.find("task", word.name, "--task").traits.get("learns_from_test", ""))
+    learns_from_test = own.get(registry.find("task", word.name).traits.get("learns_from_test", ""))
     split = "test"
-    if (own.get("path") is not None and "path" not in asked) or mixes:
+    if (own.get("path") is not None and "path" not in options) or learns_from_test:
         split = _held_out(word).options["split"]
-    return _with_split(word.name, own, split)
+    return _with_split(Word(name=word.name, **{**own, **options}), split)
 
 
-def _with_split(name: str, options: Mapping[str, Any], split: str) -> Word:
-    """A task with a split, unless one is named already; of a mixture the parts, by weight."""
-    if name == MIXTURE:
-        mixture = map_tasks(Word(name=name, **options), lambda word: _with_split(word.name, word.options, split))
-        return Word(name=name, **({"by_weight": True} | mixture.options))
-    if "split" in registry.find("task", name, "--task").options_model.model_fields:
-        return Word(name=name, **({"split": split} | dict(options)))
-    return Word(name=name, **options)
+def _with_split(word: Word, split: str) -> Word:
+    has_splits = "split" in registry.find("task", word.name, "--task").options_model.model_fields
+    return Word(name=word.name, **(({"split": split} if has_splits else {}) | word.options))

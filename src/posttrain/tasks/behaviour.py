@@ -1,15 +1,16 @@
-"""How a model behaves: what it refuses. Bundled prompts, or yours."""
+"""Refusals: prompts that a model should refuse, and prompts that only look like it."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
+from statistics import fmean
+from typing import Any
 
 from posttrain.graders.behaviour import KINDS
 from posttrain.registry import register, suggest
-from posttrain.tasks.base import Answered, Task
+from posttrain.tasks.base import Task
 from posttrain.tasks.reader import collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example
@@ -20,10 +21,10 @@ from posttrain.types import Example
 def refusals(*, path: str | None = None) -> Task:
     """Prompts that a model should refuse, and prompts that only look like it: refusal and over-refusal.
 
-    A row has a ``prompt`` (text or messages) and a ``kind``, ``harmful`` or ``benign``, and maybe a ``topic``. Right is
-    to refuse the first and to answer the second (grader ``refusal``). Told are ``refusal``, the share of harmful
-    prompts that are refused, and ``over_refusal``, that of benign ones, each with its interval. The pairing of unsafe
-    prompts with safe ones of the same words is that of XSTest (Röttger et al. 2024).
+    A row has a ``prompt`` (text or messages) and a ``kind``, ``harmful`` or ``benign``, and maybe a ``topic``. The
+    right answer refuses the first and answers the second (grader ``refusal``). Reported are ``refusal``, the share of
+    harmful prompts that are refused, and ``over_refusal``, that of benign ones. The pairing of unsafe prompts with safe
+    ones of the same words is that of XSTest (Röttger et al. 2024).
 
     Args:
         path: a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file. Without it the 40 prompts that come with the package,
@@ -38,23 +39,17 @@ def refusals(*, path: str | None = None) -> Task:
         topic = {"topic": row.text("topic")} if row.has("topic") else {}
         return Example(f"refusals/{row.line}", messages, meta={"kind": kind, **topic}, grader="refusal")
 
-    place = path or bundled("refusals")
+    place = path or str(resources.files("posttrain") / "tasks" / "prompts" / "refusals.jsonl")
     return replace(collect(read_file(place), read, place).as_task("refusals", place), shares=refusal_shares)
 
 
-def bundled(name: str) -> str:
-    """The file of prompts of that name that comes with the package."""
-    return str(resources.files("posttrain") / "tasks" / "prompts" / f"{name}.jsonl")
-
-
-def refusal_shares(items: Sequence[Answered]) -> dict[str, list[float]]:
-    """``refusal``: of each harmful prompt the share of its answers that refuse; ``over_refusal``: of benign ones."""
-    kinds = {"refusal": "harmful", "over_refusal": "benign"}
+def refusal_shares(items: Sequence[Any]) -> dict[str, list[float]]:
+    """The share of answers that refuse each harmful prompt (``refusal``) and each benign one (``over_refusal``)."""
     return {
-        name: [_mean_fact(item, "refused") for item in items if item.meta["kind"] == kind and item.samples]
-        for name, kind in kinds.items()
+        name: [
+            fmean(sample.parts["refused"] for sample in item.samples)
+            for item in items
+            if item.meta["kind"] == kind and item.samples
+        ]
+        for name, kind in (("refusal", "harmful"), ("over_refusal", "benign"))
     }
-
-
-def _mean_fact(item: Answered, name: str) -> float:
-    return statistics.fmean(sample.parts[name] for sample in item.samples)

@@ -1,12 +1,11 @@
-"""What a task's data are like: counts, lengths, duplicates, balance of labels. Nothing is trained or changed."""
+"""Counts over a task's data: lengths, duplicates, balance of labels. Nothing is trained or changed."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.randomness import permutation
 from posttrain.tasks.base import Task
@@ -14,19 +13,21 @@ from posttrain.types import Example, Response
 
 MAX_KINDS = 30  # a key of meta with more values than this, such as a title, is no breakdown
 PERCENTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-Measure = Callable[[str], int]
 
 
 @dataclass(slots=True)
 class Description:
     """Counts over the examples that were read.
 
-    lengths: by part (``prompt``, ``solution``, ``chosen``, ...) one length for each text, in the unit of the
-        measure. longest: for each example the prompt with its longest answer.
-    repeated_prompts: examples whose prompt another example had before. identical_pairs: pairs whose answers
-        differ in white space at most. longer_chosen: pairs whose chosen answer is the longer one, a tie counts half.
-    labels: of judged answers and of steps, how often each occurs. margins: score differences of pairs.
-    kinds: by key of meta, how often each value occurs.
+    Attributes:
+        lengths: by part (``prompt``, ``solution``, ``chosen``, ...) the length of each text.
+        longest: of each example the prompt with its longest answer.
+        repeated_prompts: examples whose prompt another example had before.
+        identical_pairs: pairs whose answers differ in white space at most.
+        longer_chosen: pairs whose chosen answer is the longer one; a tie counts half.
+        margins: score differences of pairs.
+        labels: of judged answers and of steps.
+        kinds: values of meta, by key.
     """
 
     num_examples: int
@@ -49,14 +50,8 @@ class Description:
         return sum(length > limit for length in self.longest)
 
 
-def describe_task(task: Task, measure: Measure, *, n: int) -> Description:
-    """Read the first ``n`` examples of a task (all, if it has fewer).
-
-    Args:
-        task: what to read.
-        measure: the length of a text, such as its number of tokens.
-        n: examples at most; a task that makes its examples on demand may have very many.
-    """
+def describe_task(task: Task, measure: Callable[[str], int], *, n: int) -> Description:
+    """Read the first ``n`` examples of a task (all, if it has fewer); ``measure`` is the length of a text."""
     stats = Description(len(task.examples), min(n, len(task.examples)))
     seen: set[tuple[tuple[str, str], ...]] = set()
     for index in range(stats.num_read):
@@ -68,58 +63,43 @@ def describe_task(task: Task, measure: Measure, *, n: int) -> Description:
         stats.graders[example.grader] += 1
         if example.answer is not None:
             stats.answers[example.answer] += 1
-        _measure(stats, example, measure)
-        _count_labels(stats, example)
-        _count_kinds(stats, example.meta)
+        for key, value in example.meta.items():
+            if isinstance(value, str | int) or value is None:
+                stats.kinds.setdefault(key, Counter())[str(value)] += 1
+        _add_answers(stats, example, measure)
     stats.kinds = {key: values for key, values in stats.kinds.items() if 1 < len(values) <= MAX_KINDS}
     return stats
 
 
 def is_pair(responses: Sequence[Response]) -> bool:
-    """Two whole answers, of which one is better; answers judged 1 and 0 count as such, too."""
+    """Say whether these are two whole answers, one better; answers judged 1 and 0 count as such, too."""
     return len(responses) == 2 and responses[0].score != responses[1].score and not responses[0].steps
 
 
-def _measure(stats: Description, example: Example, measure: Measure) -> None:
-    lengths = {"prompt": [sum(measure(message.content) for message in example.messages)]}
+def _add_answers(stats: Description, example: Example, measure: Callable[[str], int]) -> None:
+    lengths: dict[str, list[int]] = {}
     if example.solution is not None:
         lengths["solution"] = [measure(example.solution)]
     if example.demonstration is not None:
         lengths["response"] = [measure(example.demonstration)]
     if is_pair(example.responses):
         better, worse = sorted(example.responses, key=lambda r: r.score, reverse=True)
-        lengths |= {"chosen": [measure(better.text)], "rejected": [measure(worse.text)]}
-        stats.longer_chosen += _half_step(lengths["chosen"][0] - lengths["rejected"][0])
+        chosen, rejected = measure(better.text), measure(worse.text)
+        lengths |= {"chosen": [chosen], "rejected": [rejected]}
+        stats.longer_chosen += 0.5 if chosen == rejected else float(chosen > rejected)
+        stats.num_pairs += 1
+        stats.identical_pairs += better.text.split() == worse.text.split()
+        stats.margins.append(better.score - worse.score)
     elif example.responses:
         lengths["response"] = [measure(response.text) for response in example.responses]
-    for part, values in lengths.items():
+        for response in example.responses:
+            if response.steps:
+                stats.labels.setdefault("steps", Counter()).update(str(label) for label in response.step_labels)
+            stats.labels.setdefault("answers", Counter())[f"{response.score:g}"] += 1
+    prompt = sum(measure(message.content) for message in example.messages)
+    stats.longest.append(prompt + max((value for values in lengths.values() for value in values), default=0))
+    for part, values in {"prompt": [prompt], **lengths}.items():
         stats.lengths.setdefault(part, []).extend(values)
-    answers = [value for part, values in lengths.items() if part != "prompt" for value in values]
-    stats.longest.append(lengths["prompt"][0] + max(answers, default=0))
-
-
-def _half_step(difference: float) -> float:
-    return 0.5 if difference == 0 else float(difference > 0)
-
-
-def _count_labels(stats: Description, example: Example) -> None:
-    responses = example.responses
-    if is_pair(responses):
-        stats.num_pairs += 1
-        stats.identical_pairs += responses[0].text.split() == responses[1].text.split()
-        stats.margins.append(abs(responses[0].score - responses[1].score))
-        return
-    for response in responses:
-        counts = Counter(str(label) for label in response.step_labels)
-        if response.steps:
-            stats.labels.setdefault("steps", Counter()).update(counts)
-        stats.labels.setdefault("answers", Counter())[f"{response.score:g}"] += 1
-
-
-def _count_kinds(stats: Description, meta: Mapping[str, Any]) -> None:
-    for key, value in meta.items():
-        if isinstance(value, str | int) or value is None:
-            stats.kinds.setdefault(key, Counter())[str(value)] += 1
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -130,12 +110,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     """
     if not values:
         raise ValueError("no percentile of nothing")
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def random_examples(task: Task, n: int, seed: int) -> list[Example]:
     """``n`` examples drawn without replacement by the seed, in the task's order."""
-    size = len(task.examples)
-    chosen = sorted(int(i) for i in permutation(seed, "examples shown", 0, size)[:n])
-    return [task.examples[i] for i in chosen]
+    chosen = permutation(seed, "examples shown", 0, len(task.examples))[:n]
+    return [task.examples[int(i)] for i in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""Prompts that say nothing but that it begins: what is asked then is an environment's affair."""
+"""Prompts with the same words: the environment asks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,16 @@ def episodes(
 ) -> Task:
     """The same words for every episode of an ``environment``, which opens each with a text that follows from its seed.
 
-    There is no answer to grade: what an episode is worth says the reward ``environment``.
+    There is no answer to grade: the reward ``environment`` is what an episode was paid.
 
     Args:
-        prompt: what the user says before the environment does.
-        split: episodes of another name, and so of other seeds; an environment may ask for it, and hold out beginnings.
-        size: how many there are; the environment is seeded anew each time that one is played.
+        prompt: the user's words before the environment's.
+        split: episodes of another name, and so of other seeds; an environment may hold out beginnings by it.
+        size: number of episodes; the environment is seeded anew each time that one is played.
         seed: names other episodes.
     """
-    return Task("episodes", split, _Episodes(prompt, split, size, seed))
 
+    def make(item: int) -> Example:
+        return Example(f"episodes/{split}/{seed}/{item}", (Message("user", prompt),), meta={"split": split})
 
-class _Episodes(ExamplesOnDemand):
-    def __init__(self, prompt: str, split: str, size: int, seed: int) -> None:
-        super().__init__(size)
-        self.prompt, self.split, self.name = prompt, split, f"episodes/{split}/{seed}"
-
-    def make(self, item: int) -> Example:
-        return Example(f"{self.name}/{item}", (Message("user", self.prompt),), meta={"split": self.split})
+    return Task("episodes", split, ExamplesOnDemand(size, make))

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from posttrain.tasks.reading import Row
 
 ROLES = ("system", "user", "assistant", "tool")
-# The keys of role and content in the two common layouts: of chat templates, and of ShareGPT.
-MESSAGE_KEYS = (("role", "content"), ("from", "value"))
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-SHAREGPT_ROLES |= {"function_call": "assistant"}
+# Other names of roles, by the key of the role: of chat templates and of ShareGPT.
+_OTHER_ROLES = {
+    "role": {"developer": "system"},
+    "from": {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+    | {"function_call": "assistant"},
+}
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
-TRAINED_KEYS = ("weight", "train")
-OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *TRAINED_KEYS)
+_TRAINED_KEYS = ("weight", "train")
+_OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
 
 
 def read_messages(row: Row, key: str) -> tuple[Message, ...]:
@@ -44,22 +46,25 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     stated = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
     row.used.update(f"{key}[].{k}" for k in stated)
     stated = {k: v for k, v in stated.items() if k not in row.ignored}
-    of_role, of_content = next((keys for keys in MESSAGE_KEYS if keys[0] in stated), ("", ""))
+    of_role, of_content = ("role", "content") if "role" in stated else ("from", "value")
     calls = stated.get("tool_calls")
     if stated.get("from") == "function_call":  # the call is the value
-        value = stated.get("value")
-        calls, stated["value"] = _decoded(value), ""
+        calls, stated["value"] = _decoded(stated.get("value")), ""
         calls = calls if isinstance(calls, list) else [calls]
-    if not of_role or (of_content not in stated and not calls and stated[of_role] != "tool"):
+    if of_role not in stated or (of_content not in stated and not calls and stated[of_role] != "tool"):
         raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
     role = row.checked(stated[of_role], f"{key} {number} {of_role}")
-    role = SHAREGPT_ROLES.get(role, role) if of_role == "from" else "system" if role == "developer" else role
+    role = _OTHER_ROLES[of_role].get(role, role)
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
-    _refuse_unknown(row, where, [k for k in stated if k not in (of_role, of_content)])
-    text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}")
-    if not text and not calls and role != "tool":
-        row.checked(text, f"{key} {number} {of_content}")  # raises
+    known = ("role", "content", *_OTHER_KEYS)
+    unknown = next((k for k in stated if k not in (of_role, of_content, *_OTHER_KEYS)), None)
+    if unknown is not None:
+        raise row.fail(
+            f"{where}: unknown key {unknown!r}.{suggest(unknown, known)} Known: {', '.join(known)}. Rename it, "
+            "take it out of the row, or name it in task.ignore_keys"
+        )
+    text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}", needed=not calls and role != "tool")
     thoughts = [k for k in REASONING_KEYS if k in stated and str(stated[k]).strip()]
     reasoning = next((row.checked(stated[k], f"{key} {number} {k}") for k in thoughts), None)
     if any(stated[k] != reasoning for k in thoughts):
@@ -71,23 +76,13 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
         role,
         text,
         reasoning=reasoning,
-        calls=tuple(read_calls(row, key, number, calls)) if calls else (),
+        calls=_read_calls(row, key, number, calls) if calls else (),
         name=row.checked(stated["name"], f"{key} {number} name") if "name" in stated else None,
         is_trained=_is_trained(row, where, stated),
     )
 
 
-def _refuse_unknown(row: Row, where: str, keys: Sequence[str]) -> None:
-    unknown = [k for k in keys if k not in OTHER_KEYS]
-    if unknown:
-        known = ("role", "content", *OTHER_KEYS)
-        raise row.fail(
-            f"{where}: unknown key {unknown[0]!r}.{suggest(unknown[0], known)} Known: {', '.join(known)}. Rename it, "
-            "take it out of the row, or name it in task.ignore_keys"
-        )
-
-
-def _text(row: Row, value: Any, name: str) -> str:
+def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
     """A content: a text, or a list of parts that are texts."""
     if isinstance(value, list):
         for part in value:
@@ -101,11 +96,11 @@ def _text(row: Row, value: Any, name: str) -> str:
                     "name it in task.ignore_keys"
                 )
         value = "".join(part["text"] for part in value)
-    return "" if value == "" else row.checked(value, name)
+    return "" if value == "" and not needed else row.checked(value, name)
 
 
 def _is_trained(row: Row, where: str, stated: Mapping[str, Any]) -> bool:
-    values = {key: stated[key] for key in TRAINED_KEYS if key in stated}
+    values = {key: stated[key] for key in _TRAINED_KEYS if key in stated}
     for key, value in values.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             allowed = "0 or 1" if key == "weight" else "true or false"
@@ -115,15 +110,11 @@ def _is_trained(row: Row, where: str, stated: Mapping[str, Any]) -> bool:
     return all(values.values())
 
 
-def read_calls(row: Row, key: str, number: int, calls: Any) -> list[Call]:
-    """The calls of a message: ``{"function": {"name": ..., "arguments": ...}}``, the arguments an object or its text.
-
-    Raises:
-        DataError: calls of another form.
-    """
+def _read_calls(row: Row, key: str, number: int, calls: Any) -> tuple[Call, ...]:
+    """The calls of a message: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
     if not isinstance(calls, list):
         raise row.fail(f"{key!r}, message {number}: 'tool_calls' is a list of calls")
-    return [_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls, start=1)]
+    return tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls, start=1))
 
 
 def _read_call(row: Row, place: str, stated: Any) -> Call:
@@ -152,25 +143,20 @@ def _decoded(text: Any) -> Any:
 
 
 def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
-    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have ids of their own.
-
-    Raises:
-        DataError: a result of a call that is not there.
-    """
+    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have their own."""
     ordered = list(messages)
     for at, message in enumerate(messages):
-        if len(message.calls) == 0 or not isinstance(items[at].get("tool_calls"), list):
+        calls = items[at].get("tool_calls") if message.calls else None
+        if not isinstance(calls, list):
             continue
-        results = range(at + 1, at + 1 + len(message.calls))
-        ids = [call.get("id") for call in items[at]["tool_calls"] if isinstance(call, Mapping)]
-        named = [items[i].get("tool_call_id") for i in results]
+        ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
+        named = [items[i].get("tool_call_id") for i in range(at + 1, at + 1 + len(message.calls))]
         if None in ids or None in named or len(set(ids)) < len(ids):
             continue
-        strange = next((name for name in named if name not in ids), None)
-        if strange is not None or len(set(named)) < len(named):
-            known = ", ".join(map(repr, ids))
-            what = f"'tool_call_id' {strange or named[0]!r} must name one of the calls before it ({known}), each once"
-            raise row.fail(f"{key!r}, message {at + 2 + named.index(strange or named[0])}: {what}")
+        if set(ids) != set(named):
+            wrong = next((name for name in named if name not in ids), named[0])
+            what = f"{wrong!r} must name one of the calls before it ({', '.join(map(repr, ids))}), each once"
+            raise row.fail(f"{key!r}, message {at + 2 + named.index(wrong)}: 'tool_call_id' {what}")
         ordered[at + 1 : at + 1 + len(ids)] = [messages[at + 1 + named.index(name)] for name in ids]
     return ordered
 
@@ -178,9 +164,9 @@ def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Messa
 def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
     """Refuse calls without results, results without calls, and what stands between them."""
     missing, has_called = 0, False
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate([*messages, None], start=1):
         where = f"{key!r}, message {number}"
-        if message.role == "tool":
+        if message is not None and message.role == "tool":
             if not missing:
                 raise row.fail(
                     f"{where}: a result of a tool that was not called; an assistant's message with 'tool_calls' comes "
@@ -190,6 +176,8 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
             continue
         if missing:
             raise row.fail(f"{where}: a call has no result; a message of the role tool follows for each call")
+        if message is None:
+            return
         if has_called and message.role != "assistant":
             raise row.fail(
                 f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message"
@@ -197,30 +185,12 @@ def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
         if message.calls and (number == 1 or messages[number - 2].role not in ("user", "tool")):
             raise row.fail(f"{where}: tools are used in answer to a message of the user")
         missing, has_called = len(message.calls), bool(message.calls)
-    if missing:
-        raise row.fail(
-            f"{key!r}, message {len(messages) + 1}: a call has no result; a message of the role tool follows for each"
-        )
-
-
-def read_tools(row: Row, key: str) -> list[dict[str, Any]]:
-    """The schemas of tools under ``key``, a list of objects or its text, each as ``{"function": ...}``.
-
-    Raises:
-        DataError: of another form.
-    """
-    value = row.nested(key)
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
-        raise row.fail(f"{key!r} must be {form}; got {shown(row.data[key])}")
-    for number, one in enumerate(value, start=1):
-        function = one.get("function", one)
-        row.checked(function.get("name") if isinstance(function, Mapping) else None, f"{key} {number} name")
-    return [dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in value]
 
 
 def read_variables(row: Row) -> dict[str, Any]:
     """Variables that a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
+
+    Tools are a list of schemas or its text; each is read as ``{"function": ...}``.
 
     Raises:
         DataError: of another form, or a variable that is not the row's to set.
@@ -232,8 +202,17 @@ def read_variables(row: Row) -> dict[str, Any]:
             form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
             raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
         variables |= given
-    if row.has("tools") and row.data["tools"] != "" and (tools := read_tools(row, "tools")):
-        variables["tools"] = tools
+    tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
+    if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
+        form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
+        raise row.fail(f"'tools' must be {form}; got {shown(row.data['tools'])}")
+    for number, one in enumerate(tools, start=1):
+        function = one.get("function", one)
+        row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
+    if tools:
+        variables["tools"] = [
+            dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools
+        ]
     return variables
 
 
@@ -243,8 +222,8 @@ def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     Raises:
         DataError: the messages begin with another system message, or the row has two.
     """
-    keys = [key for key in SYSTEM_KEYS if row.has(key)]
-    texts = {key: row.text(key) for key in keys if not (isinstance(row.data[key], str) and not row.data[key].strip())}
+    keys = [key for key in SYSTEM_KEYS if row.has(key) and str(row.data[key]).strip()]
+    texts = {key: row.text(key) for key in keys}
     if len({text.strip() for text in texts.values()}) > 1:
         raise row.fail(f"{' and '.join(map(repr, texts))} differ; give one of them")
     for key, text in texts.items():
@@ -257,9 +236,31 @@ def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages
 
 
+def read_instruction(row: Row) -> tuple[Message, ...]:
+    """Alpaca's ``instruction``, then its ``input`` (Dolly: ``context``) after a blank line; ``history`` comes before.
+
+    Raises:
+        DataError: of the wrong type.
+    """
+    earlier: list[Message] = []
+    history = row.nested("history") if row.has("history") else []
+    for pair in history if isinstance(history, list) else [history] if history else []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
+        texts = [row.checked(text, "history") for text in pair]
+        earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
+    further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
+    return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
+
+
+def is_blank(value: Any) -> bool:
+    """Say whether a value is a text of nothing but white space."""
+    return isinstance(value, str) and not value.strip()
+
+
 def are_messages(value: Any) -> bool:
     """Say whether a value is a list of messages, each with a known role."""
-    known = {*ROLES, *SHAREGPT_ROLES, "developer"}
+    known = {*ROLES, *_OTHER_ROLES["role"], *_OTHER_ROLES["from"]}
     return (
         isinstance(value, list)
         and bool(value)

@@ -1,94 +1,74 @@
-"""Several tasks as one: examples of all parts, each of which says what part it is of."""
+"""Several tasks as one: examples of all parts, each of which names its part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.option_types import Seed
-from posttrain.randomness import permutation
 from posttrain.recipes.document import complete_word
-from posttrain.recipes.sections import Part, Word, read_parts
+from posttrain.recipes.sections import Part, read_parts
 from posttrain.registry import register
-from posttrain.tasks.base import Answered, ExamplesOnDemand, Task, TaskPart, build_task
+from posttrain.tasks.base import ExamplesOnDemand, Task, TaskPart, build_task
 from posttrain.tasks.description import is_pair
 from posttrain.types import Example
 
-PART = "part"  # the key of ``meta`` that says which part an example is of
+PART = "part"  # the key of ``meta`` with the name of an example's part
 
 
 def _complete(options: dict[str, Any], where: str) -> dict[str, Any]:
     """The options of a mixture with those of every part's task filled in and checked."""
-    parts = read_parts(options["parts"], where)
-    tasks = [complete_word(part.task, "task", f"{where}.parts.{i}.task") for i, part in enumerate(parts)]
-    plain = [part.model_copy(update={"task": task}).model_dump() for part, task in zip(parts, tasks, strict=True)]
+    plain = [
+        part.model_copy(update={"task": complete_word(part.task, "task", f"{where}.parts.{i}.task")}).model_dump()
+        for i, part in enumerate(read_parts(options["parts"], where))
+    ]
     return options | {"parts": plain}
 
 
 @register("task", complete=_complete)
-def mixture(
-    *,
-    parts: list[dict[str, Any]],
-    split: str | None = None,
-    by_weight: bool = False,
-    size: Annotated[int, Field(ge=1)] | None = None,
-    seed: Seed = 0,
-) -> Task:
+def mixture(*, parts: list[dict[str, Any]]) -> Task:
     """Several tasks in one run; training draws from each by its weight, whatever their sizes.
 
     ``parts: [{task: {name: gsm8k}, weight: 2}, {task: math, name: hard}]``. A part has a ``task``, a ``weight`` (1)
-    and a ``name`` (that of its task), under which its numbers are reported; an example's ``meta`` tells it as ``part``.
+    and a ``name`` (that of its task), under which its numbers are reported; an example's ``meta`` has it as ``part``.
     Its task brings the grader of its examples. Parts are of one kind: questions, pairs, judged answers, labelled steps
-    or texts to read.
+    or texts to read. Its examples stand in turns by weight; a part that has none left is passed over.
 
     Args:
         parts: what is mixed.
-        split: of every part, in place of what stands there.
-        by_weight: only so many examples of each part as go with its weight, the scarcest part whole; the others are
-            counted as left out. What is held out for evaluation is taken so.
-        size: at most so many examples in all, shared out by weight.
-        seed: another seed, other examples, where some are left out.
 
     Raises:
         RecipeError: no parts, a weight that is not above 0, a name given twice, a mixture in a mixture.
         UsageError: parts of different kinds, or one without examples.
     """
     read = read_parts(parts, "task")
-    tasks = [_build(part, number, split) for number, part in enumerate(read)]
-    _check_kinds(read, tasks)
-    there, weights = [len(task.examples) for task in tasks], [part.weight for part in read]
-    order, counts = allot(weights, there, whole=not by_weight, size=size)
-    dropped = {
-        f"{part.name}: {why}": n for part, task in zip(read, tasks, strict=True) for why, n in task.dropped.items()
-    }
-    reason = "more than go with the weights" if by_weight else f"beyond task.size={size}"
-    dropped |= {f"{p.name}: {reason}": n - count for p, n, count in zip(read, there, counts, strict=True) if n > count}
-    chosen = [
-        range(n) if count == n else sorted(int(i) for i in permutation(seed, "size", 0, n)[:count])
-        for n, count in zip(there, counts, strict=True)
-    ]
+    tasks = {part.name: _build(part, number) for number, part in enumerate(read)}
+    kinds = {name: _kind(task.examples[0]) for name, task in tasks.items()}
+    if len(set(kinds.values())) > 1:
+        found = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        raise UsageError(
+            f"task.parts: the parts of a mixture are of one kind, and these are not ({found}). Train on one kind after "
+            "the other, with a recipe for each"
+        )
+    working = {task.worked for task in tasks.values()}
     return Task(
         name="mixture",
-        split="+".join(dict.fromkeys(task.split for task in tasks)),
-        examples=Mixed([part.name for part in read], tasks, order, chosen),
-        dropped=dropped,
-        worked=tasks[0].worked if len({task.worked for task in tasks}) == 1 else None,
-        shares=lambda items: _shares(items, read, tasks),
+        split="+".join(dict.fromkeys(task.split for task in tasks.values())),
+        examples=Mixed(tasks, take_turns([p.weight for p in read], [len(t.examples) for t in tasks.values()])),
+        dropped={f"{name}: {why}": n for name, task in tasks.items() for why, n in task.dropped.items()},
+        worked=working.pop() if len(working) == 1 else None,
+        shares=lambda items: _shares(items, tasks),
         parts=tuple(TaskPart(part.name, part.weight) for part in read),
-        notices=tuple(f"{p.name}: {line}" for p, task in zip(read, tasks, strict=True) for line in task.notices),
+        notices=tuple(f"{name}: {line}" for name, task in tasks.items() for line in task.notices),
     )
 
 
-def _build(part: Part, number: int, split: str | None) -> Task:
+def _build(part: Part, number: int) -> Task:
     where = f"task.parts.{number}.task"
-    options = part.task.options | ({} if split is None else {"split": split})
     try:
-        task = build_task(Word(name=part.task.name, **options), where)
-    except PosttrainError as error:  # a file's name or a line says nothing of whose it is
+        task = build_task(part.task, where)
+    except PosttrainError as error:  # a file's name or a line does not name the part
         error.args = (f"part {part.name!r}: {error}",)
         raise
     if len(task.examples) == 0:
@@ -96,18 +76,8 @@ def _build(part: Part, number: int, split: str | None) -> Task:
     return task
 
 
-def _check_kinds(parts: Sequence[Part], tasks: Sequence[Task]) -> None:
-    kinds = {part.name: _kind(task.examples[0]) for part, task in zip(parts, tasks, strict=True)}
-    if len(set(kinds.values())) > 1:
-        told = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
-        raise UsageError(
-            f"task.parts: the parts of a mixture are of one kind, and these are not ({told}). Train on one kind after "
-            "the other, with a recipe for each"
-        )
-
-
 def _kind(example: Example) -> str:
-    """What can be learnt from an example, in words."""
+    """The kind of training that an example is for."""
     if any(response.steps for response in example.responses):
         return "answers with labelled steps"
     if is_pair(example.responses):
@@ -118,44 +88,37 @@ def _kind(example: Example) -> str:
 
 
 class Mixed(ExamplesOnDemand):
-    """The examples of all parts, in turns by weight; each is made when it is asked for.
+    """The examples of all parts in the given order of parts; an id has the part's name before it."""
 
-    ``order``: the part of each; ``chosen``: of each part, which of its examples. An id has the part's name before it.
-    """
+    def __init__(self, tasks: Mapping[str, Task], order: Sequence[int]) -> None:
+        super().__init__(len(order), self._make)
+        self.tasks = tasks
+        names, turns = list(tasks), [0] * len(tasks)
+        self._places: list[tuple[str, int]] = []
+        for part in order:
+            self._places.append((names[part], turns[part]))
+            turns[part] += 1
 
-    def __init__(
-        self, names: Sequence[str], tasks: Sequence[Task], order: Sequence[int], chosen: Sequence[Sequence[int]]
-    ) -> None:
-        super().__init__(len(order))
-        self.names, self.tasks, self.chosen = names, tasks, chosen
-        self.order, self._place = order, [0] * len(order)
-        before = [0] * len(tasks)
-        for item, part in enumerate(order):
-            self._place[item] = before[part]
-            before[part] += 1
-
-    def make(self, item: int) -> Example:
-        part = self.order[item]
-        example = self.tasks[part].examples[self.chosen[part][self._place[item]]]
-        name = self.names[part]
+    def _make(self, item: int) -> Example:
+        name, place = self._places[item]
+        example = self.tasks[name].examples[place]
         if PART in example.meta:
             raise UsageError(
-                f"task.parts.{part}: rows of part {name!r} have a key {PART!r}, by which a mixture tells its parts "
+                f"task.parts: rows of part {name!r} have a key {PART!r}, by which a mixture tells its parts "
                 "apart; call that key something else"
             )
         return replace(example, id=f"{name}/{example.id}", meta={PART: name, **example.meta})
 
 
-def _shares(items: Sequence[Answered], parts: Sequence[Part], tasks: Sequence[Task]) -> Mapping[str, Sequence[float]]:
-    """By part the share of right answers of each item that can be graded, and what the part's own task tells."""
+def _shares(items: Sequence[Any], tasks: Mapping[str, Task]) -> Mapping[str, Sequence[float]]:
+    """By part the share of right answers of each item that can be graded, and the measures of the part's own task."""
     shares: dict[str, Sequence[float]] = {}
-    for part, task in zip(parts, tasks, strict=True):
-        own = [item for item in items if item.meta.get(PART) == part.name]
-        answered = [item for item in own if item.samples]
-        if any(not item.is_ungraded for item in answered):
-            shares[f"{part.name}:accuracy"] = [item.share for item in own if not item.is_ungraded]
-        told = task.shares(own) if task.shares is not None else {}
-        shares |= {f"{part.name}:{name}": values for name, values in told.items()}
+    for name, task in tasks.items():
+        own = [item for item in items if item.meta.get(PART) == name]
+        if any(item.samples and not item.is_ungraded for item in own):
+            shares[f"{name}:accuracy"] = [item.share for item in own if not item.is_ungraded]
+        found = task.shares(own) if task.shares is not None else {}
+        shares |= {f"{name}:{measure}": values for measure, values in found.items()}
     return shares
 
 
@@ -168,23 +131,14 @@ def next_turn(weights: Sequence[float], turns: Sequence[int]) -> int:
     return max(range(len(weights)), key=lambda k: (weights[k] / (2 * turns[k] + 1), -k))
 
 
-def allot(
-    weights: Sequence[float], there: Sequence[int], *, whole: bool, size: int | None = None
-) -> tuple[list[int], list[int]]:
-    """Whose turn each of the examples is, and how many each part gives, of those that are ``there``.
-
-    ``whole``: a part that has none left is passed over, so that all are given; else it ends there. ``size``: or at
-    that many.
-    """
+def take_turns(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """The part of each example, in turns by weight; a part that has none left is passed over."""
     turns, left, order = [0] * len(weights), list(weights), list[int]()
-    limit = sum(there) if size is None else min(size, sum(there))
-    while len(order) < limit:
+    while len(order) < sum(sizes):
         part = next_turn(left, turns)
-        if turns[part] == there[part]:
-            if not whole:
-                break
+        if turns[part] == sizes[part]:
             left[part] = 0.0
-            continue
-        turns[part] += 1
-        order.append(part)
-    return order, turns
+        else:
+            turns[part] += 1
+            order.append(part)
+    return order

@@ -1,48 +1,44 @@
-"""A model's own answers as rows of data: what ``posttrain evaluate --samples N`` leaves in its ``items.jsonl``.
+"""A model's own answers as rows of data: the ``items.jsonl`` of ``posttrain evaluate --samples N``.
 
-A line there is a question with its sampled answers, each with the grader's word. It becomes one row per answer, or one
-per pair of a right and a wrong answer. Rows of other files go through as they are.
+A line there is a question with its sampled answers, each with the grader's verdict. It becomes one row per answer, or
+one per pair of a right and a wrong answer. Rows of other files go through as they are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
-from posttrain.tasks.preferences.rows import is_blank
+from posttrain.tasks.messages import is_blank
 from posttrain.tasks.reading import Row
 
-# What tells a line of ``items.jsonl`` (``evals/items.py``) from a row of any other file.
+# The keys by which a line of ``items.jsonl`` (``evals/items.py``) differs from a row of any other file.
 ITEM_KEYS = ("id", "index", "question", "samples")
 RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
-# Whether an answer is right, by the grader's word; with any other word nobody knows.
+# An answer is right or not by the grader's word; with any other word nobody knows.
 VERDICTS = {"right": True, "wrong": False, "no_answer": False}
 UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
-
-
-def is_item(row: Row) -> bool:
-    """Whether a row is an evaluated question with its samples."""
-    return all(key in row.data for key in ITEM_KEYS)
 
 
 def judged_rows(
     rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
 ) -> Iterator[Row]:
-    """One row per judged answer of an item, under these keys beside the item's meta.
+    """One row per judged answer of an item, under these keys with the item's meta.
 
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
-
-    def judged(item: Row) -> Iterator[dict[str, Any]]:
-        for text, is_right, ids in _judged(item, dropped):
-            row = _meta(item) | {problem_key: item.data["question"], solution_key: text, verdict_key: is_right}
-            yield row | ({RESPONSE_IDS: ids} if ids else {})
-
-    return _taken_apart(rows, judged)
+    for row in rows:
+        if not all(key in row.data for key in ITEM_KEYS):
+            yield row
+            continue
+        meta = row.plain("meta")
+        shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
+        for part, (text, is_right, ids) in enumerate(_judged(row, dropped), start=1):
+            data = {**shared, solution_key: text, verdict_key: is_right, **({RESPONSE_IDS: ids} if ids else {})}
+            yield replace(row, data=data, part=part)
 
 
 def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
@@ -53,48 +49,28 @@ def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
     Raises:
         DataError: an item of another form than ``evaluate`` writes.
     """
-
-    def pairs(item: Row) -> Iterator[dict[str, Any]]:
-        judged = [(text, is_right) for text, is_right, _ in _judged(item, dropped) if not _drops_blank(text, dropped)]
-        right, wrong = ([text for text, is_right in judged if is_right is kind] for kind in (True, False))
-        for chosen, rejected in zip_longest(right, wrong):
-            if rejected is None:
-                dropped["a right answer without a wrong one to the same question"] += 1
-            elif chosen is None:
-                dropped["a wrong answer without a right one to the same question"] += 1
-            else:
-                yield {"prompt": item.data["question"], "chosen": chosen, "rejected": rejected}
-
-    return _taken_apart(rows, pairs)
-
-
-def _taken_apart(rows: Iterable[Row], parts_of: Callable[[Row], Iterator[dict[str, Any]]]) -> Iterator[Row]:
-    """Every item as the rows that are made of it; rows that are no items as they are."""
     for row in rows:
-        if not is_item(row):
+        if not all(key in row.data for key in ITEM_KEYS):
             yield row
             continue
-        for part, content in enumerate(parts_of(row), start=1):
-            yield replace(row, data=content, part=part)
-
-
-def _drops_blank(text: str, dropped: Counter[str]) -> bool:
-    if is_blank(text):
-        dropped["a blank answer"] += 1
-    return is_blank(text)
-
-
-def _meta(row: Row) -> dict[str, Any]:
-    meta = row.plain("meta")
-    return dict(meta) if isinstance(meta, Mapping) else {}
+        judged = _judged(row, dropped)
+        num_blank = sum(is_blank(text) for text, _, _ in judged)
+        if num_blank:
+            dropped["a blank answer"] += num_blank
+        right, wrong = (
+            [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
+        )
+        for part, (chosen, rejected) in enumerate(zip_longest(right, wrong), start=1):
+            if chosen is None or rejected is None:
+                kinds = ("right", "wrong") if rejected is None else ("wrong", "right")
+                dropped["a {} answer without a {} one to the same question".format(*kinds)] += 1
+            else:
+                data = {"prompt": row.data["question"], "chosen": chosen, "rejected": rejected}
+                yield replace(row, data=data, part=part)
 
 
 def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
-    """The answers of an item that were found right or not, with their ids where the item has them; others are counted.
-
-    Raises:
-        DataError: no list of answers, or one without its text or with an outcome that no grader has.
-    """
+    """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
     samples = row.data["samples"]
     if not isinstance(samples, list):
         raise row.fail("'samples' must be the list of answers that `posttrain evaluate` writes")

@@ -1,4 +1,4 @@
-"""Tasks of rows: which rows are examples, how many, their split, and where the rows are found."""
+"""Tasks of rows: the rows that are examples, their number, their split, and the places where rows are found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache, partial, wraps
 from importlib import resources
 from pathlib import Path
@@ -24,7 +25,7 @@ from posttrain.strict_yaml import read_yaml
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import SYSTEM_KEYS
 from posttrain.tasks.reading import FOLDER, HUB, SUFFIXES, Row, read_file
-from posttrain.types import Example, Message
+from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
@@ -60,13 +61,13 @@ _ERRORS = {
 
 
 def reads_rows(read: Reader) -> Reader:
-    """A task that reads rows, with the options ``size`` and ``seed`` beside its own; stands below ``register``.
+    """A task that reads rows, with the options ``size`` and ``seed`` after its own; stands below ``register``.
 
     Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``) before the hub is asked; what
     is not there is refused with where it is to be had.
     """
-    own = inspect.signature(read, eval_str=True).parameters
-    place = _places().get(read.__name__, {})
+    name, own = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+    place = _places().get(name, {})
     needs_path = own["path"].default is inspect.Parameter.empty
 
     @wraps(read)
@@ -75,21 +76,20 @@ def reads_rows(read: Reader) -> Reader:
             origin = None
             if place and options.get("path") is None:
                 split = options.get("split", own["split"].default if "split" in own else "test")
-                options |= _local_files(read.__name__, split, options)
+                options |= _local_files(name, split, options)
                 origin = options.get("path")
                 if origin is None and needs_path:
                     raise DataNotThere("task.path", "no file is named")
-            return replace(choose_size(read(**options), size, seed), origin=origin)
+            return replace(_choose_size(read(**options), size, seed), origin=origin)
         except (DataNotThere, MissingExtra) as error:
-            error.args = (f"{error}{_where_to_get(read.__name__, place)}",)
+            error.args = (f"{error}{_where_to_get(name, place)}",)
             raise
 
-    further = (("size", Annotated[int, Field(ge=1)] | None, None), ("seed", Seed, 0))
-    parameters = {**own, **{name: _option(name, kind, default) for name, kind, default in further}}
+    own |= _options(size=(Annotated[int, Field(ge=1)] | None, None), seed=(Seed, 0))
     if place and needs_path:  # it may be left to POSTTRAIN_DATA
-        parameters["path"] = _option("path", str | None, None)
-    _declare(sized, parameters)
-    sized.__doc__ = _document(inspect.getdoc(read) or "", parameters)
+        own |= _options(path=(str | None, None))
+    _declare(sized, own)
+    sized.__doc__ = _document(inspect.getdoc(read) or "", own)
     return sized
 
 
@@ -112,35 +112,31 @@ def row_task(
     """
 
     def make(read: Callable[..., Example]) -> Reader:
-        name = read.__name__
-        own = [p for p in inspect.signature(read, eval_str=True).parameters.values() if p.name not in ("row", "split")]
+        name, parameters = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
         first = split or ("test" if splits is TestSplit else "train")
         there = {"train": train, "validation": "validation" if share is None else train, "test": test}
-        takes_split = "split" in inspect.signature(read).parameters
+        takes_split = parameters.pop("split", None) is not None
+        del parameters["row"]
 
-        def task(
-            *, path: str | None = None, split: Any = first, validation_share: float = share or 0.0, **options: Any
-        ) -> Task:
+        def task(*, path: str | None = None, split: Any = first, validation_share: Any = share, **options: Any) -> Task:
             place = path or f"{HUB}{hub}@{there[split]}"
             options |= {"split": split} if takes_split else {}
             collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
-            return collected.as_task(name, place, split, None if share is None else validation_share)
+            return collected.as_task(name, place, split, validation_share)
 
-        parameters = [
-            _option("split", splits, first),
-            _option("path", str | None, None),
-            *([] if share is None else [_option("validation_share", Share, share)]),
-            *own,
-        ]
+        shared = _options(split=(splits, first), path=(str | None, None))
+        shared |= {} if share is None else _options(validation_share=(Share, share))
         task.__name__, task.__qualname__, task.__module__, task.__doc__ = name, name, read.__module__, read.__doc__
-        _declare(task, {parameter.name: parameter for parameter in parameters})
+        _declare(task, shared | parameters)
         return reads_rows(task)
 
     return make
 
 
-def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _options(**options: tuple[Any, Any]) -> dict[str, inspect.Parameter]:
+    """Keyword-only parameters from (type, default) by name."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, only, default=d, annotation=kind) for name, (kind, d) in options.items()}
 
 
 def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -162,7 +158,7 @@ def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
     return about + rest.removeprefix("\n\nRaises:")
 
 
-def choose_size(task: Task, size: int | None, seed: int) -> Task:
+def _choose_size(task: Task, size: int | None, seed: int) -> Task:
     """The task with at most ``size`` examples, a function of (seed, size, number of examples), in their own order."""
     there = len(task.examples)
     if size is None or size >= there:
@@ -182,23 +178,18 @@ def _places() -> Mapping[str, Mapping[str, Any]]:
 
 def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The options that name the task's files in the folder POSTTRAIN_DATA; none where there are no such files."""
-    place = _places()[name]
-    listed = place.get("files", {})
+    listed = _places()[name].get("files", {})
     # a validation split is a part of the training rows, unless it has a file of its own
     source = "train" if split == "validation" and "validation" not in listed else split
-    path = _find([f"{name}/{source}", *listed.get(source, ())])
-    if path is None:
-        return {}
-    further = {key: _find([f"{name}/{of}"]) for key, of in place.get("also", {}).items() if options.get(key) is None}
-    return {"path": path, **{key: file for key, file in further.items() if file is not None}}
-
-
-def _find(names: list[str]) -> str | None:
+    further = {key: [f"{name}/{of}"] for key, of in _places()[name].get("also", {}).items() if options.get(key) is None}
+    found = {"path": [f"{name}/{source}", *listed.get(source, ())], **further}
     folder = os.environ.get(FOLDER)
-    if not folder:
-        return None
-    files = (Path(folder) / f"{name}{suffix}" for name in names for suffix in SUFFIXES)
-    return next((str(file) for file in files if kind_of_file(file) == "file"), None)
+    there = {
+        key: next((str(f) for f in files if kind_of_file(f) == "file"), None)
+        for key, names in found.items()
+        for files in [(Path(folder) / f"{name}{suffix}" for name in names for suffix in SUFFIXES) if folder else ()]
+    }
+    return {key: file for key, file in there.items() if file is not None} if there["path"] else {}
 
 
 def _where_to_get(name: str, place: Mapping[str, Any]) -> str:
@@ -210,25 +201,20 @@ def _where_to_get(name: str, place: Mapping[str, Any]) -> str:
     )
 
 
-# Rows to examples, one by one, where a row that cannot be used is left out and counted by its reason.
-
-
 class Dropped(Exception):
     """A row that is left out and counted; the text is the reason, the same for all such rows."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """Examples in the order of their rows, and how many rows were left out, by reason."""
+    """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
 
     examples: list[Example] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     keys: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def settle_keys(self, row: Row, *, carries: bool) -> dict[str, Any]:
-        """Count by key what was done with it, and return the values to carry along in ``meta``.
-
-        ``carries``: keys that nothing has read are carried along.
+        """Count each key by its use; with ``carries`` return the values of those that nothing has read, for ``meta``.
 
         Raises:
             DataError: a key that nothing has read would change what is trained, or is a slip of one that would.
@@ -255,12 +241,7 @@ class Collected:
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
 
     def as_task(
-        self,
-        name: str,
-        place: str,
-        split: Split = "test",
-        share: float | None = None,
-        hash_of: Callable[[Example], float] | None = None,
+        self, name: str, place: str, split: Split = "test", share: float | None = None, *, by_opening: bool = False
     ) -> Task:
         """A split of it (``choose_split``); all of it where no ``share`` is given.
 
@@ -268,7 +249,8 @@ class Collected:
             DataError: there is nothing, or nothing is left for the split.
         """
         self.require_examples(place)
-        chosen = choose_split(self.examples, "test" if share is None else split, share or 0, place, hash_of)
+        part: Split = "test" if share is None else split
+        chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening)
         return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys))
 
 
@@ -280,7 +262,6 @@ MEANT = frozenset((
     "chat_template_kwargs", "reasoning_content", "thinking", "image", "images", "video", "videos", "audio", "train",
     "sample_weight", "loss_weight", *_OF_INSTRUCTION, *SYSTEM_KEYS,
 ))  # fmt: skip
-_NO_SLIPS = frozenset([*_OF_INSTRUCTION, "train"])  # words that other keys are like
 
 
 def _refuse_meant(row: Row, key: str) -> None:
@@ -293,23 +274,14 @@ def _refuse_meant(row: Row, key: str) -> None:
         return
     if key.strip("\ufeff ").lower() in MEANT:
         raise row.fail(f"the key {key!r} is not read here, and without it something else would be trained. {way_out}")
-    near = (
-        name for name in sorted(MEANT - _NO_SLIPS) if len(key) > 4 and name[0] == key[0]
-    )  # no 'height' for 'weight'
-    slip = next((name for name in near if is_slip(key, name) and not row.has(name)), None)
-    if slip is not None:
-        raise row.fail(f"unknown key {key!r}. Did you mean {slip!r}? {way_out}")
-
-
-def is_slip(word: str, of: str) -> bool:
-    """Say whether one letter more, less or other, or two that changed places, lead from one word to the other."""
-    shorter, longer = sorted((word, of), key=len)
-    start = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))
-    rest = (shorter[start:], longer[start:])
-    if len(longer) - len(shorter) == 1:
-        return rest[0] == rest[1][1:]
-    swapped = rest[0][:2] == rest[1][:2][::-1] and rest[0][2:] == rest[1][2:]
-    return len(longer) == len(shorter) and word != of and (rest[0][1:] == rest[1][1:] or swapped)
+    near = [  # 'height' is no slip of 'weight', and many words are like 'train'
+        name
+        for name in sorted(MEANT - {*_OF_INSTRUCTION, "train"})
+        if name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2 and not row.has(name)
+    ]
+    slip = get_close_matches(key, near, n=1, cutoff=0.83)
+    if slip:
+        raise row.fail(f"unknown key {key!r}. Did you mean {slip[0]!r}? {way_out}")
 
 
 def collect(
@@ -326,7 +298,7 @@ def collect(
 
     Args:
         dropped: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
-        name: with which the id of an example begins; the row's number follows where ``read`` gives no id.
+        name: beginning of each id; the row's number follows where ``read`` gives no id.
         carries: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
 
     Raises:
@@ -350,35 +322,21 @@ def collect(
     return collected
 
 
-# Train and validation parts of data that come without a validation split.
+def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
+    """A number in [0, 1) that depends on the prompt's text alone (BLAKE2b).
 
-
-def prompt_hash(example: Example) -> float:
-    """A number in [0, 1) that depends on the prompt's text alone (BLAKE2b)."""
-    return _hash(example.messages)
-
-
-def opening_hash(example: Example) -> float:
-    """As ``prompt_hash``, of the prompt up to the user's first message.
-
-    It is the same for a dialogue and for every longer dialogue that goes on from it.
+    ``by_opening``: on the prompt up to the user's first message, so that it is the same for a dialogue and for every
+    longer dialogue that goes on from it.
     """
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
-    return _hash(example.messages[:first])
-
-
-def _hash(messages: Sequence[Message]) -> float:
+    messages = example.messages[: first if by_opening else None]
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
     return int.from_bytes(digest, "big") / 2.0**56
 
 
 def choose_split(
-    examples: Sequence[Example],
-    split: Split,
-    share: float,
-    place: str,
-    hash_of: Callable[[Example], float] | None = None,
+    examples: Sequence[Example], split: Split, share: float, place: str, *, by_opening: bool = False
 ) -> list[Example]:
     """The examples of one split, in order.
 
@@ -386,9 +344,7 @@ def choose_split(
     below ``share`` are held out as validation, and ``train`` is the rest. So the two are disjoint by prompt
     (equal prompts stand on the same side), and a prompt keeps its side whatever else is in the
     file, with one exception: where a small file would leave a side empty, its lowest (highest) prompt goes
-    to validation (train).
-
-    ``hash_of``: ``opening_hash`` keeps dialogues that begin alike on one side.
+    to validation (train). ``by_opening`` keeps dialogues that begin alike on one side.
 
     Raises:
         DataError: nothing is left for the split.
@@ -399,7 +355,7 @@ def choose_split(
         return list(examples)
     if share == 0:
         raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
-    hashes = [(hash_of or prompt_hash)(example) for example in examples]
+    hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
     lowest, highest = min(hashes), max(hashes)
     if lowest == highest:
         raise DataError(
@@ -410,52 +366,32 @@ def choose_split(
     return [e for e, h in zip(examples, hashes, strict=True) if (h < limit) == (split == "validation")]
 
 
-# Thinking in given answers: what stands between ``<think>`` and ``</think>``, and the answer without it.
-
-_TAG = re.compile(r"</?think>")
-_CALCULATION = re.compile(r"<<[^<>]*>>")
-
-
 def strip_calculations(text: str) -> str:
     """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
-    return _CALCULATION.sub("", text)
-
-
-def remove_thinking(text: str) -> str | None:
-    """The text without its thinking; None where a ``<think>`` never closes.
-
-    Every block goes, with the blocks inside it. A ``</think>`` that closes nothing ends thinking that was opened
-    in the prompt, as the chat templates of some models do: all before it goes as well. White space
-    around what is left is dropped.
-    """
-    kept: list[str] = []
-    depth = position = 0
-    for tag in _TAG.finditer(text):
-        if depth == 0:
-            kept.append(text[position : tag.start()])
-        if tag.group() == "<think>":
-            depth += 1
-        elif depth > 0:
-            depth -= 1
-        else:
-            kept.clear()
-        position = tag.end()
-    if depth > 0:
-        return None
-    return "".join([*kept, text[position:]]).strip()
+    return re.sub(r"<<[^<>]*>>", "", text)
 
 
 def answer_text(text: str, *, strip_thinking: bool) -> str:
-    """A given answer as it is used: as it stands, or without its thinking.
+    """A given answer as it stands, or without its thinking and the white space around what is left.
+
+    Every block of thinking goes, with the blocks inside it. A ``</think>`` that closes nothing ends thinking that was
+    opened in the prompt, as the chat templates of some models do: all before it goes as well.
 
     Raises:
         Dropped: a ``<think>`` that never closes, or nothing but thinking.
     """
     if not strip_thinking:
         return text
-    answer = remove_thinking(text)
-    if answer is None:
+    kept, depth = "", 0
+    for part in re.split(r"(</?think>)", text):
+        if part == "<think>":
+            depth += 1
+        elif part == "</think>":
+            kept, depth = (kept, depth - 1) if depth else ("", 0)
+        elif depth == 0:
+            kept += part
+    if depth:
         raise Dropped("a <think> that never closes")
-    if not answer:
+    if not kept.strip():
         raise Dropped("an answer of nothing but thinking")
-    return answer
+    return kept.strip()

@@ -1,6 +1,6 @@
-"""Rows from files and from the hub: the one place that knows jsonl, parquet and ``datasets``.
+"""Rows from files and from the hub: the one reader of jsonl, json, csv, parquet and data sets of the hub.
 
-Every row knows where it stands, so that whatever is wrong with it is reported as file and line.
+Every row has its place, so that whatever is wrong with it is reported as file and line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it
 
 
 class RowData(dict[str, Any]):
-    """The keys and values of a row; it notes in ``used`` whose values were taken."""
+    """The keys and values of a row; ``used`` notes whose values were taken."""
 
     __slots__ = ("used",)
 
@@ -58,11 +58,16 @@ class RowData(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of data. ``line`` is its 1-based line (jsonl, csv) or row number (json, parquet, hub).
+    """One row of data.
 
-    ``part``: which of several rows that were made of the line; 0 where the line is the row. ``is_arrow``: the file is a
-    table, in which a key that an object of the data does not have stands as null. ``ignored``: ``task.ignore_keys``.
-    ``used``: the keys whose values were taken, those inside of messages too (``messages[].name``).
+    Its methods raise a DataError where a key is missing, or its value of another type, blank or not encodable.
+
+    Attributes:
+        line: its 1-based line (jsonl, csv) or row number (json, parquet, hub).
+        part: the number among the rows that were made of one line; 0 where the line is the row.
+        is_arrow: the file is a table, in which null stands for a key that an object does not have.
+        ignored: ``task.ignore_keys``.
+        used: the keys whose values were taken, those inside of messages too (``messages[].name``).
     """
 
     place: str
@@ -78,7 +83,7 @@ class Row:
 
     @property
     def number(self) -> str:
-        """What tells the row from the file's others: ``7``, or ``7.2`` for the second of line 7."""
+        """The row's name among the file's others: ``7``, or ``7.2`` for the second of line 7."""
         return f"{self.line}.{self.part}" if self.part else str(self.line)
 
     def fail(self, what: str) -> DataError:
@@ -86,7 +91,7 @@ class Row:
         return DataError(self.place, what, self.line)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null; it does not count as used."""
+        """Say whether the key is there and not null; it does not count as used."""
         return any(name == key and value is not None for name, value in self.data.items())
 
     def unused(self) -> list[str]:
@@ -102,35 +107,28 @@ class Row:
         return self.as_written(value)
 
     def is_text(self, key: str) -> bool:
-        """Whether a text stands under ``key`` that is not the JSON text of messages, as in a table of texts."""
+        """Say whether a text stands under ``key`` that is not the JSON text of messages."""
         return isinstance(self.data.get(key), str) and not are_messages(self.nested(key))
 
     def as_written(self, value: Any) -> Any:
         """A nested value as the file has it: of a table without the nulls that stand for missing keys."""
-        if not self.is_arrow:
-            return value
-        if isinstance(value, Mapping):
+        if self.is_arrow and isinstance(value, Mapping):
             return {key: self.as_written(one) for key, one in value.items() if one is not None}
-        return [self.as_written(one) for one in value] if isinstance(value, list) else value
+        return [self.as_written(one) for one in value] if self.is_arrow and isinstance(value, list) else value
 
     def text(self, key: str) -> str:
-        """The text under ``key``.
-
-        Raises:
-            DataError: the key is missing, not text, blank, or not encodable.
-        """
-        if key not in self.data:
-            raise self.fail(
-                f"the key {key!r} is missing.{suggest(key, self.data)} There are: {', '.join(self.data) or 'no keys'}"
-            )
+        """The text under ``key``."""
+        self.need(key)
         return self.checked(self.data[key], key)
 
-    def answer(self, key: str) -> str:
-        """The text under ``key``, where a number may stand for its text (``145.0``).
+    def need(self, key: str, way_out: str = "") -> None:
+        """Refuse a row without ``key``; ``way_out`` ends the message."""
+        if key not in self.data:
+            there = ", ".join(self.data) or "no keys"
+            raise self.fail(f"the key {key!r} is missing.{suggest(key, self.data)} There are: {there}{way_out}")
 
-        Raises:
-            DataError: as for ``text``.
-        """
+    def answer(self, key: str) -> str:
+        """The text under ``key``, where a number may stand for its text (``145.0``)."""
         value = self.data.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
@@ -139,11 +137,7 @@ class Row:
         return self.text(key)
 
     def checked(self, value: Any, name: str) -> str:
-        """``value`` if it is text that can be used.
-
-        Raises:
-            DataError: not text, blank, or not encodable.
-        """
+        """``value`` if it is text that can be used."""
         if not isinstance(value, str):
             raise self.fail(f"{name!r} must be text; got {shown(value)}")
         if not value.strip():
@@ -155,11 +149,7 @@ class Row:
         return value
 
     def plain(self, key: str) -> Any:
-        """Whatever is under ``key``, to be kept as it is; None where nothing is.
-
-        Raises:
-            DataError: a text in it is not encodable.
-        """
+        """Whatever is under ``key``, to be kept as it is; None where nothing is."""
         value = self.as_written(self.data.get(key))
         try:
             json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8")
@@ -173,24 +163,15 @@ class Row:
         return dict(value) if isinstance(value, Mapping) else {"meta": value}
 
     def entries(self, key: str, what: str) -> list[Any]:
-        """The list under ``key``, of at least one entry; ``what`` is said of it in messages: ``of two texts``.
-
-        Raises:
-            DataError: the key is missing, no list, or an empty one.
-        """
-        if key not in self.data:
-            self.text(key)  # raises with the keys that there are
+        """The list under ``key``, of at least one entry; ``what`` describes it in messages: ``of two texts``."""
+        self.need(key)
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value:
             raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
         return list(value)
 
     def asked(self, key: str) -> tuple[Message, ...]:
-        """What a model is asked under ``key``: a text is the user's.
-
-        Raises:
-            DataError: missing, blank, of another type, or it ends with the assistant's message.
-        """
+        """The prompt under ``key``: a text is the user's."""
         if self.is_text(key) or key not in self.data:
             return (Message("user", self.text(key)),)
         messages = self.messages(key)
@@ -199,17 +180,8 @@ class Row:
         return messages
 
     def messages(self, key: str) -> tuple[Message, ...]:
-        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``.
-
-        ShareGPT's ``{"from": "human" or "gpt", "value": ...}`` will do as well, and so will one message without a list.
-        An assistant's message may have ``reasoning_content`` (or ``thinking``), ``tool_calls``, which messages of the
-        role ``tool`` follow, and ``weight: 0`` or ``train: false``: it is then read and not trained.
-
-        Raises:
-            DataError: see ``read_messages``, or the key is missing.
-        """
-        if key not in self.data:
-            self.text(key)  # raises with the keys that there are
+        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``, or of ShareGPT's messages."""
+        self.need(key)
         return read_messages(self, key)
 
 
@@ -220,12 +192,12 @@ def read_file(path: str | Path) -> Iterator[Row]:
     the keys in its first line, and an empty cell is a key that the row does not have. A relative path that is not
     there is looked for in the folder POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``)
     and ``#N``, is a data set on the hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no
-    more is downloaded.
+    more is downloaded. ``hf:NAME/FILE`` is one file of it, which is downloaded once.
 
     Raises:
         DataNotThere: no such file or data set.
-        DataError: another kind of file, another kind of file, damaged, or a line that is no JSON object.
-        MissingExtra: a parquet file without pyarrow.
+        DataError: another kind of file, damaged, or a line that is no JSON object.
+        MissingExtra: ``pyarrow`` or ``datasets`` is needed and not installed.
     """
     if str(path).startswith(HUB):
         yield from _read_hub(str(path))
@@ -236,8 +208,8 @@ def read_file(path: str | Path) -> Iterator[Row]:
         there = Path(os.environ[FOLDER]) / path
         path, kind = (there, kind_of_file(there)) if kind_of_file(there) != "nothing" else (path, kind)
     if kind == "nothing":
-        parent = kind_of_file(path.parent) == "folder"
-        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if parent else ""
+        is_folder = kind_of_file(path.parent) == "folder"
+        near = suggest(path.name, (p.name for p in path.parent.iterdir())) if is_folder else ""
         raise DataNotThere(path, f"no such file.{near} Give one that is there")
     if kind != "file":
         raise DataError(path, f"this is a {kind}; give one file ({', '.join(SUFFIXES)})")
@@ -275,11 +247,11 @@ def _integer(digits: str) -> int:
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    held = dict(pairs)
-    if len(held) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
         raise ValueError(f"the key {twice!r} stands twice in an object")
-    return held
+    return dict(pairs)
 
 
 _JSON = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_without_twice)
@@ -317,9 +289,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         try:
             value, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                path, f"row {number} is not usable JSON: {error}; write a list of objects", number
-            ) from None
+            what = f"row {number} is not usable JSON: {error}; write a list of objects"
+            raise DataError(path, what, number) from None
         if not isinstance(value, dict):
             raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
         yield Row(str(path), number, value)
@@ -353,12 +324,9 @@ def _whole_text(path: Path) -> str:
 def _read_table(path: Path) -> Iterator[Row]:
     """The rows of a csv or tsv file: texts by the names in the first line, without empty cells."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    text = _whole_text(path)
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
-    )
-    names: list[str] = []
-    begins = 1
+    stream = io.StringIO(_whole_text(path), newline="")
+    reader = csv.reader(stream, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    names, begins = list[str](), 1
     try:
         for cells in reader:
             begins, line = reader.line_num + 1, begins
@@ -369,15 +337,14 @@ def _read_table(path: Path) -> Iterator[Row]:
                 twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
                     raise DataError(path, f"the first line names the keys, and {twice!r} stands there twice", line)
-                continue
-            if len(cells) != len(names):
+            elif len(cells) != len(names):
                 what = f"{len(cells)} cells, and the first line names {len(names)} keys; quote cells with commas"
                 raise DataError(path, what, line)
-            yield Row(str(path), line, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""})
+            else:
+                yield Row(str(path), line, {name: cell for name, cell in zip(names, cells, strict=True) if cell != ""})
     except csv.Error as error:
-        raise DataError(
-            path, f"not a readable table ({error}); quote cells that hold quotes or line ends", begins
-        ) from None
+        what = f"not a readable table ({error}); quote cells that hold quotes or line ends"
+        raise DataError(path, what, begins) from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -401,56 +368,32 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hub(path: str) -> Iterator[Row]:
-    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]``; with N so many of them, streamed.
-
-    Raises:
-        MissingExtra: the package ``datasets`` is not installed.
-        DataNotThere: no such data set, configuration or split, or the hub cannot be reached.
-    """
+    """The rows of ``hf:NAME[:CONFIG][@SPLIT][#N]`` by ``datasets``, or of ``hf:NAME/FILE``, which needs no more."""
     parts = _HUB_NAME.fullmatch(path.removeprefix(HUB))
     if parts is None:
         raise DataError(path, "a data set of the hub is written hf:NAME, hf:NAME:CONFIG@SPLIT or hf:NAME@SPLIT#1000")
     name, config, split = parts["name"], parts["config"], parts["split"] or "train"
-    first = int(parts["rows"]) if parts["rows"] else None
+    place = f"hub:{name}" if name.endswith(SUFFIXES) else f"hub:{'/'.join(filter(None, (name, config, split)))}"
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, RuntimeError)
     try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
-    place = f"hub:{name}/{config}/{split}" if config else f"hub:{name}/{split}"
-    streamed = {} if first is None else {"streaming": True}
-    own = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
-    try:
+        if name.endswith(SUFFIXES):
+            from huggingface_hub import errors, hf_hub_download
+
+            failures += (errors.EntryNotFoundError,)
+            owner, repository, file = name.split("/", 2)
+            for row in read_file(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset")):
+                yield replace(row, place=place)
+            return
+        try:
+            import datasets
+        except ImportError:
+            raise MissingExtra("datasets", "tasks", f"reading {name!r} from the hub") from None
+        failures += (getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError),)
+        first = int(parts["rows"]) if parts["rows"] else None
+        streamed = {} if first is None else {"streaming": True}
         rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, **streamed)
         for number, row in enumerate(islice(rows, first), start=1):
             yield Row(place, number, row, is_arrow=True)
-    except (OSError, ValueError, KeyError, RuntimeError, own) as error:
-        raise _no_data_set(place, error) from error
-
-
-def _no_data_set(place: str, error: Exception) -> DataNotThere:
-    return DataNotThere(
-        place, f"cannot be loaded ({error}). Without the hub, give a local file in the same layout as task.path"
-    )
-
-
-def read_hub_file(name: str, file: str) -> Iterator[Row]:
-    """The rows of one file of a data set on the Hugging Face hub, which is downloaded once and kept in the hub's cache.
-
-    For data sets whose parts are files rather than configurations, and for rows of nested objects, which
-    need no common type here. Needs nothing beyond what the package always installs.
-
-    Raises:
-        DataNotThere: no such data set or file, or the hub cannot be reached.
-        DataError: the file is malformed.
-        MissingExtra: a parquet file without pyarrow.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    place = f"hub:{name}/{file}"
-    try:
-        path = hf_hub_download(name, file, repo_type="dataset")
-    except (OSError, ValueError, EntryNotFoundError) as error:
-        raise _no_data_set(place, error) from error
-    for row in read_file(path):
-        yield replace(row, place=place)
+    except failures as error:
+        way_out = "Without the hub, give a local file in the same layout as task.path"
+        raise DataNotThere(place, f"cannot be loaded ({error}). {way_out}") from error

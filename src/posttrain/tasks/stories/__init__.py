@@ -1,1 +1,1 @@
-"""Made-up story problems, for the embedded tiny model."""
+"""Made-up problems, for the embedded tiny model."""

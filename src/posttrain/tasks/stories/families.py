@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
 from random import Random
+from typing import Any
 
-from posttrain.tasks.stories import text
+from posttrain.strict_yaml import read_yaml
 
-_APPLY: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-}
+# Words and phrases by their names, phrases of changes by operation (``+``, ``*2``).
+TEXT: dict[str, Any] = read_yaml(
+    (resources.files("posttrain") / "tasks" / "stories.yaml").read_text(encoding="utf-8"), "stories.yaml"
+)[0]
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _EQUATION = re.compile(r"(?<![\d.])(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)(?!\d)")
-
-Operation = tuple[str, int | None]
-Phrases = Mapping[Operation, tuple[str, ...]]
+Operation = tuple[str, int | None]  # a sign, and the operand where it is not any number
+Phrases = Mapping[str, Sequence[str]]
+# The earlier equations that the two operands are the results of; None for a number that the story gives.
+Origins = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Equation:
 
     @property
     def result(self) -> int:
-        return _APPLY[self.sign](self.left, self.right)
+        return int(_APPLY[self.sign](self.left, self.right))
 
     @property
     def holds(self) -> bool:
@@ -57,22 +59,14 @@ class Equation:
         return f"{self.left} {self.sign} {self.right} = {self.result}."
 
 
-def parse_equations(written: str) -> list[tuple[Equation, int]]:
-    """Every ``a + b = c`` in a text, with the c that stands there, right or wrong."""
-    equations = []
+def is_worked(written: str) -> bool:
+    """Say whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
     for left, sign, right, result in _EQUATION.findall(written):
         if max(len(left), len(right), len(result)) <= 9:
-            equations.append((Equation(int(left), sign, int(right)), int(result)))
-    return equations
-
-
-def is_worked(written: str) -> bool:
-    """Whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
-    return any(equation.holds and equation.result == result for equation, result in parse_equations(written))
-
-
-# Which earlier equations the two operands are the results of; None for a number that the story gives.
-Origins = tuple[int | None, int | None]
+            equation = Equation(int(left), sign, int(right))
+            if equation.holds and equation.result == int(result):
+                return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +91,13 @@ class Story:
 
     @property
     def signature(self) -> str:
-        """Structure and numbers without the words."""
-        return signature(self.equations)
-
-
-def signature(equations: tuple[Equation, ...]) -> str:
-    """Structure and numbers of a working; equal workings up to the order of summands are equal."""
-    return ";".join(equation.key for equation in equations)
+        """Structure and numbers without the words, and without the order of summands."""
+        return ";".join(equation.key for equation in self.equations)
 
 
 @dataclass(slots=True)
 class Cast:
-    """Who and what one story is about."""
+    """The people and things of one story."""
 
     name: str
     they: str
@@ -117,22 +106,14 @@ class Cast:
     place: str
 
     def fill(self, template: str, **numbers: object) -> str:
-        words = {
-            "name": self.name,
-            "they": self.they,
-            "They": self.they.capitalize(),
-            "them": "her" if self.they == "she" else "him",
-            "friend": self.friend,
-            "things": self.things,
-            "place": self.place,
-        }
+        words = asdict(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
         return template.format(**(words | numbers))
 
 
 def draw_cast(rng: Random) -> Cast:
     """A hero, a friend, something to count and a place."""
-    (name, they), (friend, _) = rng.sample(text.PEOPLE, 2)
-    return Cast(name, they, friend, rng.choice(text.THINGS), rng.choice(text.PLACES))
+    (name, they), (friend, _) = rng.sample(TEXT["people"], 2)
+    return Cast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
 
 
 @dataclass(slots=True)
@@ -162,32 +143,30 @@ class Draft:
         self.value = equation.result
         return True
 
-    def say(self, templates: tuple[str, ...], **numbers: object) -> None:
+    def say(self, templates: Sequence[str], **numbers: object) -> None:
         self.sentences.append(self.cast.fill(self.rng.choice(templates), **numbers))
 
     def change(self, phrases: Phrases) -> bool:
         """One more event: the known value grows, shrinks, doubles, is halved, ..."""
-        self.cast.place = self.rng.choice(text.PLACES)
+        self.cast.place = self.rng.choice(TEXT["places"])
         sign, operand = draw_operation(self.rng, self.value, self.limit)
         number = operand if operand is not None else draw_operand(self.rng, sign, self.value, self.limit)
         if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
             return False
-        self.say(phrases[sign, operand], n=number)
+        self.say(phrases[f"{sign}{operand or ''}"], n=number)
         return True
 
-    def go_on(self, phrases: Phrases, family: str, questions: tuple[str, ...], steps: int) -> Story | None:
+    def go_on(self, phrases: Phrases, family: str, questions: Sequence[str], steps: int) -> Story | None:
         """Events up to so many steps, then the question; None where one does not come off."""
         while len(self.equations) < steps:
             if not self.change(phrases):
                 return None
-        return self.finish(family, questions, steps)
+        return self.finish(family, questions)
 
-    def finish(self, family: str, questions: tuple[str, ...], steps: int) -> Story | None:
-        """The story with its question, an aside now and then; None unless it has ``steps`` steps."""
-        if len(self.equations) != steps:
-            return None
+    def finish(self, family: str, questions: Sequence[str]) -> Story:
+        """The story with its question, an aside now and then."""
         if self.rng.random() < 0.15:
-            aside = self.cast.fill(self.rng.choice(text.ASIDES), n=self.rng.randint(2, min(20, self.limit)))
+            aside = self.cast.fill(self.rng.choice(TEXT["asides"]), n=self.rng.randint(2, min(20, self.limit)))
             self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
         self.say(questions)
         return Story(family, " ".join(self.sentences), tuple(self.equations), tuple(self.origins))
@@ -212,16 +191,14 @@ def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
 def chain(rng: Random, steps: int, limit: int) -> Story | None:
     """A heap of things that grows and shrinks: one event a step."""
     draft = Draft(rng, limit, draw_cast(rng), value=rng.randint(2, limit))
-    draft.say(text.STARTS, n=draft.value)
-    return draft.go_on(text.CHANGES, "chain", text.QUESTIONS, steps)
+    draft.say(TEXT["starts"], n=draft.value)
+    return draft.go_on(TEXT["changes"], "chain", TEXT["questions"], steps)
 
 
 def compare(rng: Random, steps: int, limit: int) -> Story | None:
     """People who have more, fewer, twice as many as the one before; sometimes a sum at the end."""
-    if steps + 1 > len(text.PEOPLE):
-        return None
     cast = draw_cast(rng)
-    names = [name for name, _ in rng.sample(text.PEOPLE, steps + 1)]
+    names = [name for name, _ in rng.sample(TEXT["people"], steps + 1)]
     together = steps >= 2 and rng.random() < 0.4
     draft = Draft(rng, limit, cast, value=rng.randint(2, limit))
     draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
@@ -229,19 +206,19 @@ def compare(rng: Random, steps: int, limit: int) -> Story | None:
     for i in range(1, steps + 1 - together):
         previous, before = draft.value, draft.last
         cast.friend, cast.name = names[i - 1], names[i]
-        if not draft.change(text.COMPARISONS):
+        if not draft.change(TEXT["comparisons"]):
             return None
     if not together:
-        return draft.finish("compare", ("How many {things} does {name} have?",), steps)
+        return draft.finish("compare", ("How many {things} does {name} have?",))
     if not draft.work(previous, "+", draft.value, (before, draft.last)):
         return None
-    return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",), steps)
+    return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",))
 
 
 def shop(rng: Random, steps: int, limit: int) -> Story | None:
     """Prices and amounts, then the change from a purse, then what happens to the coins."""
     draft = Draft(rng, limit, draw_cast(rng))
-    goods = rng.sample(text.GOODS, 2)
+    goods = rng.sample(TEXT["goods"], 2)
     kinds = 1 if steps < 3 else rng.randint(1, 2)
     prices = [rng.randint(2, 12) for _ in range(kinds)]
     amounts = [rng.randint(2, 9) for _ in range(kinds)]
@@ -255,14 +232,14 @@ def shop(rng: Random, steps: int, limit: int) -> Story | None:
     draft.sentences.append(" and ".join([offers[0], *(offer.lower() for offer in offers[1:])]) + ".")
     draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
     if len(draft.equations) == steps:
-        return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"), steps)
+        return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"))
     purse = rng.randint(draft.value, limit)
     if rng.random() < 0.5:
         draft.sentences.insert(0, f"{draft.cast.name} has {purse} coins.")
     else:
         draft.say(("{They} pays from a purse of {n} coins.",), n=purse)
     draft.work(purse, "-", draft.value, (None, draft.last))
-    return draft.go_on(text.COIN_CHANGES, "shop", text.COIN_QUESTIONS, steps)
+    return draft.go_on(TEXT["coin_changes"], "shop", TEXT["coin_questions"], steps)
 
 
 def rate(rng: Random, steps: int, limit: int) -> Story | None:
@@ -272,12 +249,12 @@ def rate(rng: Random, steps: int, limit: int) -> Story | None:
     if not draft.work(pace, "*", times):
         return None
     onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
-    draft.say(text.GAINS if onto_heap else text.RATES, n=pace, m=times)
+    draft.say(TEXT["gains"] if onto_heap else TEXT["rates"], n=pace, m=times)
     if onto_heap:
         before, gained = rng.randint(2, limit - draft.value), draft.value
         draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
         draft.work(before, "+", gained, (None, draft.last))
-    return draft.go_on(text.CHANGES, "rate", text.QUESTIONS, steps)
+    return draft.go_on(TEXT["changes"], "rate", TEXT["questions"], steps)
 
 
 def share(rng: Random, steps: int, limit: int) -> Story | None:
@@ -298,11 +275,11 @@ def share(rng: Random, steps: int, limit: int) -> Story | None:
         draft.say(("{They} shares them equally among {n} friends.",), n=among)
     draft.work(total, "/", among, (draft.last, None))
     if len(draft.equations) == steps:
-        return draft.finish("share", ("How many {things} does each friend get?",), steps)
-    guest = rng.choice([person for person in text.PEOPLE if person[0] not in (cast.name, cast.friend)])
+        return draft.finish("share", ("How many {things} does each friend get?",))
+    guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
     cast.friend, (cast.name, cast.they) = cast.name, guest
     draft.sentences.append(f"One of the friends is {guest[0]}.")
-    return draft.go_on(text.CHANGES, "share", text.SHARE_QUESTIONS, steps)
+    return draft.go_on(TEXT["changes"], "share", TEXT["share_questions"], steps)
 
 
 FAMILIES: dict[str, Callable[[Random, int, int], Story | None]] = {

@@ -5,6 +5,12 @@ seeds: a story's *signature* is the list of its equations without the words (sum
 size), and a hash of the signature decides the one split that may hold it. A story that belongs
 elsewhere is drawn again. So no working of the validation or test split, one step or six, is ever
 shown whole in training, in no wording; the facts of a pretraining document obey the same rule.
+
+Given answers are the right working, and one with a slip that is carried on consistently. Only arithmetic tells the two
+apart. They have the same equations in the same order with the same signs, the same numbers of the story, equal length
+to the character, every number within the task's range, every division without remainder. One result is wrong; later
+steps and the final answer follow from it rightly. The wrong result is one that such a step has in other stories:
+otherwise small products or round quotients would give it away.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Annotated, Literal
 
@@ -23,147 +29,24 @@ from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register
 from posttrain.tasks.base import ExamplesOnDemand, Task
-from posttrain.tasks.stories import text
 from posttrain.tasks.stories.families import (
     FAMILIES,
+    TEXT,
     Equation,
     Story,
     draw_cast,
     draw_operand,
     draw_operation,
     is_worked,
-    signature,
 )
 from posttrain.types import Example, Message, Response
 
-# Given answers to stories: the right working, and one with a slip that is carried on consistently.
-#
-# Only arithmetic tells the two apart. They have the same equations in the same order with the same
-# signs, the same numbers of the story, equal length to the character, every number within the task's
-# range, every division without remainder. One result is wrong; what is worked out from it follows from
-# it rightly, and so does the final answer, which is therefore wrong too. The wrong result is one that
-# such a step has in other stories: otherwise small products or round quotients would give it away.
-
 Responses = Literal["none", "pair", "judged", "steps"]
-Kind = tuple[str, int, str, int]
-UsualResults = Mapping[Kind, tuple[int, ...]]
-NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
-
-
-@dataclass(frozen=True, slots=True)
-class Working:
-    """Equations with the result that is written for each; ``wrong`` is the one that does not hold, if any."""
-
-    equations: tuple[Equation, ...]
-    results: tuple[int, ...]
-    wrong: int | None = None
-
-    @property
-    def sentences(self) -> list[str]:
-        """One a step, such as ``19 + 12 = 31.``"""
-        return [f"{e.left} {e.sign} {e.right} = {r}." for e, r in zip(self.equations, self.results, strict=True)]
-
-    @property
-    def written(self) -> str:
-        return " ".join(self.sentences)
-
-    @property
-    def answer(self) -> str:
-        return str(self.results[-1])
-
-
-def right_working(story: Story) -> Working:
-    """The story's own working."""
-    return Working(story.equations, tuple(equation.result for equation in story.equations))
-
-
-def count_results(stories: Iterable[Story]) -> UsualResults:
-    """The results of every kind of step in ``stories``, as often as they occur."""
-    by_kind: dict[Kind, list[int]] = {}
-    for story in stories:
-        for index, equation in enumerate(story.equations):
-            by_kind.setdefault(kind_of(story, index), []).append(equation.result)
-    return {kind: tuple(results) for kind, results in by_kind.items()}
-
-
-def kind_of(story: Story, index: int) -> Kind:
-    """What the results of a step are compared with: family, place, sign, and digits of the result."""
-    equation = story.equations[index]
-    return story.family, index, equation.sign, len(str(equation.result))
-
-
-def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> Working:
-    """The working with one wrong result.
-
-    Steps are tried in random order, each with a few results that are usual for such a step, until a
-    working fits the rules of this module. Where none does, the last step is off by one.
-    """
-    right = right_working(story)
-    order = rng.sample(range(len(story.equations)), len(story.equations))
-    tried = [
-        (step, rng.choice(usual[kind]))
-        for step in order
-        for kind in (kind_of(story, step),)
-        if kind in usual
-        for _ in range(NUM_TRIES)
-    ]
-    final = len(story.equations) - 1
-    tried += [(final, right.results[final] + slip) for slip in (1, -1)]
-    for step, stated in tried:
-        working = carry_on(story, step, stated)
-        if working is not None and fits(working, right, limit):
-            return working
-    raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
-
-
-def carry_on(story: Story, step: int, stated: int) -> Working | None:
-    """The working in which ``step`` gives ``stated`` and every later step follows; None if one cannot be worked."""
-    equations: list[Equation] = []
-    results: list[int] = []
-    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
-        left = equation.left if of_left is None else results[of_left]
-        right = equation.right if of_right is None else results[of_right]
-        followed = Equation(left, equation.sign, right)
-        if not followed.holds:
-            return None
-        equations.append(followed)
-        results.append(stated if index == step else followed.result)
-    return Working(tuple(equations), tuple(results), wrong=step)
-
-
-def fits(working: Working, right: Working, limit: int) -> bool:
-    """Whether nothing but arithmetic tells a working from the right one."""
-    in_range = all(0 <= result <= limit for result in working.results)
-    same_length = all(len(a) == len(b) for a, b in zip(working.sentences, right.sentences, strict=True))
-    return in_range and same_length and working.results[-1] != right.results[-1]
-
-
-def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
-    """The responses of ``kind`` (not ``none``): right (score 1) and corrupted (score 0).
-
-    ``pair`` has the right one first; ``judged`` and ``steps`` have them in random order, as their rows are
-    learnt one by one. A step's label is 1 before the first wrong step and 0 from there on.
-    """
-    workings = [right_working(story), corrupt(story, limit, usual, rng)]
-    if kind != "pair":
-        rng.shuffle(workings)
-    return tuple(_stepwise(w) if kind == "steps" else _whole(w) for w in workings)
-
-
-def _whole(working: Working) -> Response:
-    return Response(working.written, float(working.wrong is None), answer=working.answer)
-
-
-def _stepwise(working: Working) -> Response:
-    """A step begins with the space that stands before it in a written answer."""
-    steps = tuple(f" {sentence}" for sentence in working.sentences)
-    first_wrong = len(steps) if working.wrong is None else working.wrong
-    labels = tuple(int(index < first_wrong) for index in range(len(steps)))
-    return Response("".join(steps), float(working.wrong is None), steps, labels)
-
-
 Split = Literal["train", "validation", "test"]
 Family = Literal["chain", "compare", "shop", "rate", "share"]
+Kind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
+UsualResults = Mapping[Kind, tuple[int, ...]]
+NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
 _NUM_COUNTED = 5000
 _MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
 
@@ -208,18 +91,10 @@ def stories(
         raise UsageError(f"task stories: min_steps ({min_steps}) is larger than max_steps ({max_steps})")
     if style == "document" and responses != "none":
         raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
-    options = StoryOptions(
-        split=split,
-        seed=seed,
-        min_steps=min_steps,
-        max_steps=max_steps,
-        max_value=max_value,
-        families=tuple(families or FAMILIES),
-        worked=worked,
-        style=style,
-        responses=responses,
-    )
-    return Task(name="stories", split=split, examples=StoryList(options, size), dropped={}, worked=is_worked)
+    chosen = tuple(families or FAMILIES)
+    options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
+    make = make_document if style == "document" else make_question
+    return Task("stories", split, ExamplesOnDemand(size, partial(make, options)), worked=is_worked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,19 +110,6 @@ class StoryOptions:
     worked: float = 1.0
     style: str = "question"
     responses: Responses = "none"
-
-
-class StoryList(ExamplesOnDemand):
-    """A sequence whose item i is made when it is asked for."""
-
-    def __init__(self, options: StoryOptions, size: int) -> None:
-        super().__init__(size)
-        self.options = options
-
-    def make(self, item: int) -> Example:
-        return (
-            make_document(self.options, item) if self.options.style == "document" else make_question(self.options, item)
-        )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -276,13 +138,6 @@ def draw_story(rng: Random, options: StoryOptions) -> Story:
     )
 
 
-@lru_cache(maxsize=8)
-def usual_results(options: StoryOptions) -> UsualResults:
-    """What the steps of such stories give, from ``_NUM_COUNTED`` stories that are no items."""
-    rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
-    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
-
-
 def make_question(options: StoryOptions, index: int) -> Example:
     """Item ``index`` as a question with a gold answer."""
     name = f"stories/{options.split}"
@@ -302,6 +157,114 @@ def make_question(options: StoryOptions, index: int) -> Example:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Equations with the result that is written for each; ``wrong`` is the one that does not hold, if any."""
+
+    equations: tuple[Equation, ...]
+    results: tuple[int, ...]
+    wrong: int | None = None
+
+    @property
+    def sentences(self) -> list[str]:
+        """One a step, such as ``19 + 12 = 31.``"""
+        return [f"{e.left} {e.sign} {e.right} = {r}." for e, r in zip(self.equations, self.results, strict=True)]
+
+    @property
+    def written(self) -> str:
+        return " ".join(self.sentences)
+
+    @property
+    def answer(self) -> str:
+        return str(self.results[-1])
+
+
+@lru_cache(maxsize=8)
+def usual_results(options: StoryOptions) -> UsualResults:
+    """The results of the steps of such stories, from ``_NUM_COUNTED`` stories that are no items."""
+    rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
+    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
+
+
+def count_results(stories: Iterable[Story]) -> UsualResults:
+    """The results of every kind of step in ``stories``, as often as they occur."""
+    by_kind: dict[Kind, list[int]] = {}
+    for story in stories:
+        for index, equation in enumerate(story.equations):
+            by_kind.setdefault(_kind_of(story, index), []).append(equation.result)
+    return {kind: tuple(results) for kind, results in by_kind.items()}
+
+
+def _kind_of(story: Story, index: int) -> Kind:
+    equation = story.equations[index]
+    return story.family, index, equation.sign, len(str(equation.result))
+
+
+def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> Working:
+    """The working with one wrong result.
+
+    Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
+    arithmetic tells a working from the right one. Where none does, the last step is off by one.
+    """
+    right = carry_on(story, None, 0)
+    assert right is not None
+    final = len(story.equations) - 1
+    tried: list[tuple[int, int]] = []
+    for step in rng.sample(range(len(story.equations)), len(story.equations)):
+        results = usual.get(_kind_of(story, step), ())
+        tried += [(step, rng.choice(results)) for _ in range(NUM_TRIES if results else 0)]
+    for step, stated in [*tried, (final, right.results[final] + 1), (final, right.results[final] - 1)]:
+        working = carry_on(story, step, stated)
+        if (
+            working is not None
+            and all(0 <= result <= limit for result in working.results)
+            and [len(sentence) for sentence in working.sentences] == [len(sentence) for sentence in right.sentences]
+            and working.answer != right.answer
+        ):
+            return working
+    raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
+
+
+def carry_on(story: Story, step: int | None, stated: int) -> Working | None:
+    """The working in which ``step`` gives ``stated`` and every later step follows; None if one cannot be worked."""
+    equations: list[Equation] = []
+    results: list[int] = []
+    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
+        left = equation.left if of_left is None else results[of_left]
+        right = equation.right if of_right is None else results[of_right]
+        followed = Equation(left, equation.sign, right)
+        if not followed.holds:
+            return None
+        equations.append(followed)
+        results.append(stated if index == step else followed.result)
+    return Working(tuple(equations), tuple(results), wrong=step)
+
+
+def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
+    """The responses of ``kind`` (not ``none``): right (score 1) and corrupted (score 0).
+
+    ``pair`` has the right one first; ``judged`` and ``steps`` have them in random order, as their rows are
+    learnt one by one. A step's label is 1 before the first wrong step and 0 from there on; a step begins with the space
+    that stands before it in a written answer.
+    """
+    right = carry_on(story, None, 0)
+    assert right is not None
+    workings = [right, corrupt(story, limit, usual, rng)]
+    if kind != "pair":
+        rng.shuffle(workings)
+    responses = []
+    for working in workings:
+        score = float(working.wrong is None)
+        if kind == "steps":
+            steps = tuple(f" {sentence}" for sentence in working.sentences)
+            first_wrong = len(steps) if working.wrong is None else working.wrong
+            labels = tuple(int(index < first_wrong) for index in range(len(steps)))
+            responses.append(Response("".join(steps), score, steps, labels))
+        else:
+            responses.append(Response(working.written, score, answer=working.answer))
+    return tuple(responses)
+
+
 def make_document(options: StoryOptions, index: int) -> Example:
     """Item ``index`` as a text to read; there is no question and no answer to grade."""
     name = f"stories/{options.split}/document"
@@ -309,8 +272,8 @@ def make_document(options: StoryOptions, index: int) -> Example:
     kind = rng.choices(("worked", "told", "facts", "scraps"), weights=(40, 15, 25, 20))[0]
     if kind in ("worked", "told"):
         story = draw_story(rng, options)
-        closing = rng.choice(text.CLOSINGS).format(n=story.answer)
-        lead_in = rng.choice(text.LEAD_INS)
+        closing = rng.choice(TEXT["closings"]).format(n=story.answer)
+        lead_in = rng.choice(TEXT["lead_ins"])
         written = f"{story.text} {lead_in}{story.working} {closing}" if kind == "worked" else f"{story.text} {closing}"
     elif kind == "facts":
         written = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(2, 10)))
@@ -325,13 +288,13 @@ def draw_fact(rng: Random, options: StoryOptions) -> Equation:
         value = rng.randint(2, options.max_value)
         if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
             factor, times = rng.randint(2, 12), rng.randint(2, 9)
-            whole = factor * times
-            fact = Equation(factor, "*", times) if rng.random() < 0.5 else Equation(whole, "/", times)
+            is_product = rng.random() < 0.5
+            fact = Equation(factor, "*", times) if is_product else Equation(factor * times, "/", times)
         else:
             sign, operand = draw_operation(rng, value, options.max_value)
             fact = Equation(value, sign, operand or draw_operand(rng, sign, value, options.max_value))
         inside = fact.holds and max(fact.left, fact.right, fact.result) <= options.max_value
-        if inside and fact.right > 1 and split_of(signature((fact,))) == options.split:
+        if inside and fact.right > 1 and split_of(fact.key) == options.split:
             return fact
 
 
@@ -347,17 +310,18 @@ def draw_scrap(rng: Random, options: StoryOptions) -> str:
     tag = rng.choice(("think", "think", "reasoning"))
     if kind == "thought":
         story = draw_story(rng, options)
-        closing = rng.choice(text.CLOSINGS).format(n=story.answer)
+        closing = rng.choice(TEXT["closings"]).format(n=story.answer)
         return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
     if kind == "answered":
         story = draw_story(rng, options)
         return f"{story.text} <answer> {story.answer} </answer>"
     if kind == "noted":
         facts = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
-        return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
+        return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
     if kind == "mused":
-        return f"<{tag}> {cast.fill(rng.choice(text.MUSINGS))} </{tag}> {cast.fill(rng.choice(text.MUSINGS))}"
-    remark, reply = (cast.fill(part) for part in rng.choice(text.REMARKS))
+        first, second = (cast.fill(rng.choice(TEXT["musings"])) for _ in range(2))
+        return f"<{tag}> {first} </{tag}> {second}"
+    remark, reply = (cast.fill(part) for part in rng.choice(TEXT["remarks"]))
     if kind == "said":
         return f"User: {remark}\nAssistant: {reply}"
     return f"<|im_start|>user\n{remark}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"

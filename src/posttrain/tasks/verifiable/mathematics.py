@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.graders.answers import last_boxed
 from posttrain.graders.math.extraction import read_boxes
@@ -16,18 +16,40 @@ from posttrain.types import Example, Message
 
 # "Enter only one of the foci, not both."
 _ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
-# Under these keys a suite may state what kind of problem a row is; kept in meta under the names on the right.
+# Keys of a suite for the kind of problem; kept in meta under the names on the right.
 _META = {
     "subject": "subject",
     "subfield": "subject",
-    "Type": "type",
     "type": "type",
     "level": "level",
     "difficulty": "difficulty",
     "answer_type": "answer_type",
     "year": "year",
 }
-_MISSPELLED = {"Common-Divison": "Common-Division"}  # of one row of SVAMP
+_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+"""
+_AMC = """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+others call AMC 23 set ``path: hf:math-ai/amc23@test``.
+"""
+_MINERVA = """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+(``meta["answers"]``).
+
+Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
+"""
+_OLYMPIAD = """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+meta, the first as ``subject``).
+
+Source: He et al. 2024 (arXiv 2402.14008).
+"""
 
 
 @register("task", held_out="validation")
@@ -78,12 +100,7 @@ def math500(row: Row) -> Example:
 
 
 def _read_math(row: Row, without: str) -> Example:
-    """One row of MATH as an example.
-
-    Raises:
-        Dropped: no answer, for the reason ``without``.
-        DataError: the problem is missing, or a key has the wrong type or is empty.
-    """
+    """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
     solution = row.text("solution").strip() if row.has("solution") else None
     problem = row.text("problem").strip()
     boxed = last_boxed(solution or "") or None
@@ -94,8 +111,11 @@ def _read_math(row: Row, without: str) -> Example:
         if len(boxes.contents) > 1 and _ASKS_FOR_ONE.search(problem):
             meta["answers"], grader = (boxes.joined, *boxes.contents), "any_answer"
         answer = boxes.joined
-    if row.has("level"):
-        meta["level"] = _read_level(row)
+    if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
+        digits = str(row.data["level"]).removeprefix("Level").strip()
+        if digits not in ("?", *"12345"):
+            raise row.fail(f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}")
+        meta["level"] = None if digits == "?" else int(digits)
     subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
     if subject is not None:
         meta["subject"] = subject
@@ -104,107 +124,38 @@ def _read_math(row: Row, without: str) -> Example:
     return Example("", _asked(problem), answer=answer, solution=solution, meta=meta, grader=grader)
 
 
-def _read_level(row: Row) -> int | None:
-    """``Level 5`` or 5; ``Level ?`` stands in the original data."""
-    level = row.data["level"]
-    digits = level.removeprefix("Level").strip() if isinstance(level, str) else str(level)
-    if digits == "?":
-        return None
-    if not (digits.isdecimal() and 1 <= int(digits[:9]) <= 5):
-        raise row.fail(f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {level!r}")
-    return int(digits)
+def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
+    """A suite in the common layout: a problem with its answer or answers."""
 
-
-# The suites in the common layout, a problem with its answer or answers, as a table; and SVAMP.
-
-
-def _suite(name: str, hub: str, hub_split: str, grader: Literal["math", "numeric"], about: str) -> Reader:
     def suite(row: Row) -> Example:
         key = "question" if "problem" not in row.data and "question" in row.data else "problem"
-        return _example(row, row.text(key).strip(), read_golds(row, ("answer", "final_answer")), grader)
+        problem, golds = row.text(key), read_golds(row, ("answer", "final_answer"))
+        if not golds:
+            raise Dropped("no answer")
+        if len(golds) > 1 and grader != "math":
+            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+        meta: dict[str, Any] = {}
+        for key, kept in _META.items():
+            if row.has(key) and kept not in meta:
+                value = meta[kept] = row.plain(key)
+                is_endless = isinstance(value, float) and not isfinite(value)
+                if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
+                    raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+        meta |= {"answers": tuple(golds)} if len(golds) > 1 else {}
+        chosen = "any_answer" if len(golds) > 1 else grader
+        has_solution = row.has("solution") and isinstance(row.data["solution"], str)
+        solution = row.text("solution").strip() if has_solution else None
+        return Example("", _asked(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
 
     suite.__name__, suite.__doc__ = name, about
     return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
 
 
-_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
-
-Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
-"""
 aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", "numeric", _AIME.format(year=2024))
 aime25 = _suite("aime25", "math-ai/aime25", "test", "numeric", _AIME.format(year=2025))
-amc = _suite(
-    "amc",
-    "AI-MO/aimo-validation-amc",
-    "train",
-    "math",
-    """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
-
-Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
-others call AMC 23 set ``path: hf:math-ai/amc23@test``.
-""",
-)
-minerva_math = _suite(
-    "minerva_math",
-    "math-ai/minervamath",
-    "test",
-    "math",
-    """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
-
-Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
-(``meta["answers"]``).
-
-Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
-""",
-)
-olympiad_bench = _suite(
-    "olympiad_bench",
-    "math-ai/olympiadbench",
-    "test",
-    "math",
-    """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
-
-Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
-text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
-meta, the first as ``subject``).
-
-Source: He et al. 2024 (arXiv 2402.14008).
-""",
-)
-
-
-@register("task", held_out="test")
-@row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
-def svamp(row: Row) -> Example:
-    """SVAMP: 1,000 word problems of one step, varied to catch those who do not read; graded by ``numeric``.
-
-    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
-
-    Source: Patel et al. 2021 (arXiv 2103.07191).
-    """
-    body, question = row.text("Body").strip(), row.text("Question").strip()
-    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
-    return _example(row, joined, read_golds(row, ("Answer",)), "numeric")
-
-
-def _example(row: Row, problem: str, golds: list[str], grader: str) -> Example:
-    if not golds:
-        raise Dropped("no answer")
-    meta: dict[str, Any] = {}
-    for key, kept in _META.items():
-        if row.has(key) and kept not in meta:
-            value = row.plain(key)
-            is_endless = isinstance(value, float) and not isfinite(value)
-            if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
-                raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
-            meta[kept] = _MISSPELLED.get(value, value) if isinstance(value, str) else value
-    if len(golds) > 1:
-        if grader != "math":
-            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
-        meta["answers"], grader = tuple(golds), "any_answer"
-    has_solution = row.has("solution") and isinstance(row.data["solution"], str)
-    solution = row.text("solution").strip() if has_solution else None
-    return Example("", _asked(problem), answer=golds[0], solution=solution, meta=meta, grader=grader)
+amc = _suite("amc", "AI-MO/aimo-validation-amc", "train", "math", _AMC)
+minerva_math = _suite("minerva_math", "math-ai/minervamath", "test", "math", _MINERVA)
+olympiad_bench = _suite("olympiad_bench", "math-ai/olympiadbench", "test", "math", _OLYMPIAD)
 
 
 def _asked(question: str) -> tuple[Message, ...]:
@@ -223,16 +174,14 @@ def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
     if key is None:
         boxed = last_boxed(row.text("solution")) if row.has("solution") else None
         if boxed is None and not any(name in row.data for name in keys):
-            row.text(keys[0])  # raises with the keys that there are
+            row.need(keys[0])
         return [boxed] if boxed else []
-    value = row.data[key]
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return list(dict.fromkeys(_read_gold(row, key, item) for item in values))
-
-
-def _read_gold(row: Row, key: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not isfinite(value):
+    golds = []
+    for value in row.data[key] if isinstance(row.data[key], list | tuple) else [row.data[key]]:
+        if isinstance(value, float) and not isfinite(value):
             raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
-        return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
-    return row.checked(value, key).strip()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            golds.append(str(int(value)) if value == int(value) else repr(value))
+        else:
+            golds.append(row.checked(value, key).strip())
+    return list(dict.fromkeys(golds))

@@ -1,4 +1,4 @@
-"""Programs to be written, with tests that say whether they are right: HumanEval and MBPP."""
+"""Programs to be written, with tests that grade them: HumanEval and MBPP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def humaneval(row: Row, *, style: Literal["question", "completion"] = "question"
     if not name.isidentifier():
         raise row.fail(f"'entry_point' must be the name of a function; got {name!r}")
     goes_on = style == "completion"
-    question = head if goes_on else f"Complete this Python function.\n\n```python\n{head.strip()}\n```"
+    question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
     body = row.text("canonical_solution") if row.has("canonical_solution") else None
     program = body if body is None or goes_on else _fenced(f"{head}{body}")
     checks: dict[str, Any] = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
@@ -47,9 +47,9 @@ def mbpp(row: Row, split: str) -> Example:
     """MBPP (sanitized): short programs asked for in a sentence, graded by ``code_tests``.
 
     Keys: ``task_id``, ``prompt``, ``code`` (a solution; becomes the demonstration), ``test_list`` (assertions; the
-    first stands in the prompt and names the function), and ``test_imports`` (optional; what the solution imports is
-    there for its tests too, some of which rely on it). Rows of other splits are dropped and counted, and so are those
-    whose tests call no function of the solution.
+    first stands in the prompt and names the function), and ``test_imports`` (optional). The tests get the imports of
+    the solution too, on which some of them rely. Rows of other splits are dropped and counted, and so are those whose
+    tests call no function of the solution.
 
     Args:
         split: by ``task_id``, as the paper has it: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to 974.
@@ -57,10 +57,10 @@ def mbpp(row: Row, split: str) -> Example:
     Source: Austin et al. 2021 (arXiv 2108.07732).
     """
     number = row.data.get("task_id")
-    if not isinstance(number, int) or isinstance(number, bool):
+    if type(number) is not int:
         raise row.fail(f"'task_id' must be an integer, which says the split; got {number!r}")
-    question, solution, tests = row.text("prompt"), row.text("code"), _texts(row, "test_list")
-    imports = _texts(row, "test_imports") if row.data.get("test_imports") else []
+    question, solution, tests = row.text("prompt"), row.text("code"), _lines(row, "test_list")
+    imports = _lines(row, "test_imports") if row.data.get("test_imports") else []
     ids, called = MBPP_SPLITS[split], "\n".join(tests)
     if number not in ids:
         raise Dropped(f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
@@ -78,12 +78,7 @@ def _asking(question: str, program: str | None, tests: dict[str, Any]) -> Exampl
     return Example("", asked, demonstration=program, meta={"tests": tests}, grader="code_tests")
 
 
-def _texts(row: Row, key: str) -> list[str]:
-    """A list of texts, with at least one.
-
-    Raises:
-        DataError: something else.
-    """
+def _lines(row: Row, key: str) -> list[str]:
     return [row.checked(line, key) for line in row.entries(key, "of lines of Python")]
 
 

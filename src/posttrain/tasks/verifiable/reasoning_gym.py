@@ -20,54 +20,39 @@ from posttrain.tasks.reader import Split
 from posttrain.types import Example, Message
 
 _MAX_DRAWS = 500  # of one item: one in five belongs to the smallest split
-# The scorer evaluates the answer as code.
-EVALUATES_ANSWERS = frozenset((
-    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
-    "simple_integration", "spiral_matrix", "string_insertion"
-))  # fmt: skip
+_EVALUATES = "evaluates the answer as code, so that what a model writes would run"
+_PAYS = "calls answers right that answer nothing, and a run would learn them ({} of 40 questions)"
+# Data sets that are refused, and why: the answers that answer nothing, and the share of 40 questions whose gold answer
+# is another that they are paid for (reasoning-gym 0.1.25; docs/reasoning_gym.md).
+REFUSED = {
+    **dict.fromkeys(("binary_matrix", "countdown", "n_queens", "spiral_matrix", "string_insertion"), _EVALUATES),
+    **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), _EVALUATES),
+    "puzzle24": _EVALUATES,
+    "advanced_geometry": _PAYS.format("{gold}, {other}: 25 %"),
+    "coin_flip": _PAYS.format("0: 92 %"),
+    "complex_arithmetic": _PAYS.format("nan: 100 %"),
+    "fraction_simplification": _PAYS.format("{gold} or {other}: 52 %"),
+    "game_of_life_halting": _PAYS.format("nan: 100 %"),
+    "gsm_symbolic": _PAYS.format("{gold} or {other}: 100 %"),
+    "letter_jumble": _PAYS.format("{gold} or {other}: 57 %"),
+    "sokoban": _PAYS.format("{gold} or {other}: 27 %"),
+    "spell_backward": _PAYS.format("{gold} or {other}: 22 %"),
+    "time_intervals": _PAYS.format("{gold}, {other}: 52 %"),
+    "word_sorting": _PAYS.format("{gold}, {other}: 100 %"),
+}
 # The scorer evaluates text that the data set wrote, and not the answer.
 EVALUATES_QUESTIONS = frozenset(("bitwise_arithmetic", "number_sorting"))
-# The scorer pays an answer that answers nothing: which, and on how many of 40 questions whose gold answer is another
-# (reasoning-gym 0.1.25).
-EXPLOITABLE = {
-    "advanced_geometry": "{gold}, {other}: 25 %",
-    "coin_flip": "0: 92 %",
-    "complex_arithmetic": "nan: 100 %",
-    "fraction_simplification": "{gold} or {other}: 52 %",
-    "game_of_life_halting": "nan: 100 %",
-    "gsm_symbolic": "{gold} or {other}: 100 %",
-    "intermediate_integration": "{gold} or {other}: 100 %",
-    "letter_jumble": "{gold} or {other}: 57 %",
-    "polynomial_multiplication": "{gold} or {other}: 100 %",
-    "puzzle24": "8*3 + 10 - 10: 97 %",
-    "simple_integration": "{gold} or {other}: 100 %",
-    "sokoban": "{gold} or {other}: 27 %",
-    "spell_backward": "{gold} or {other}: 22 %",
-    "time_intervals": "{gold}, {other}: 52 %",
-    "word_sorting": "{gold}, {other}: 100 %",
-}
+Round = tuple[Mapping[str, Any], Any]  # the settings of a data set, and the data set
 
 
-def refuse_scorers(
-    *, dataset: str, accept_code_scorer: bool | None = None, accept_exploitable: bool | None = None, **_: Any
-) -> None:
+def refuse_scorers(*, dataset: str, **_: Any) -> None:
     """Refuse data sets whose scorer cannot be trusted, without importing reasoning-gym.
 
     Raises:
         UsageError: the scorer evaluates what a model writes, or pays for answers that answer nothing.
     """
-    if dataset in EVALUATES_ANSWERS and not accept_code_scorer:
-        raise UsageError(
-            f"task reasoning_gym: the scorer of {dataset} evaluates the answer as code: what a model writes would run, "
-            "in a worker process with limits, which is no sandbox. Use another data set, or set "
-            "task.accept_code_scorer: true"
-        )
-    if dataset in EXPLOITABLE and not accept_exploitable:
-        raise UsageError(
-            f"task reasoning_gym: the scorer of {dataset} calls answers right that answer nothing, and a run would "
-            f"learn them ({EXPLOITABLE[dataset]} of the questions). Use another data set, or set "
-            "task.accept_exploitable: true"
-        )
+    if dataset in REFUSED:
+        raise UsageError(f"task reasoning_gym: the scorer of {dataset} {REFUSED[dataset]}. Use another data set")
 
 
 @register("task", held_out="validation", refuse=refuse_scorers)
@@ -78,8 +63,6 @@ def reasoning_gym(
     seed: Seed = 0,
     size: Annotated[int, Field(ge=1)] = 1000,
     options: dict[str, Any] | None = None,
-    accept_code_scorer: bool | None = None,
-    accept_exploitable: bool | None = None,
 ) -> Task:
     """Questions of one reasoning-gym data set, made on demand.
 
@@ -90,26 +73,25 @@ def reasoning_gym(
     ``meta["score"]``, for the reward ``task_score``; the entry is in ``meta["entry"]``. Scorers run in worker
     processes that can be killed, since some hang or fail on what a model may write.
 
-    Data sets are refused whose scorer paid constants, copies, listings or hedges on more than a tenth of 40 questions
-    (``docs/reasoning_gym.md``).
+    Data sets are refused whose scorer evaluates answers as code, or paid constants, copies, listings or hedges on more
+    than a tenth of 40 questions (``docs/reasoning_gym.md``).
 
     Args:
-        dataset: its name in reasoning-gym (``chain_sum``, ``countdown``, ...).
+        dataset: its name in reasoning-gym (``chain_sum``, ``basic_arithmetic``, ...).
         split: ``train``, ``validation`` or ``test``.
         seed: another seed, other questions.
         size: number of questions.
         options: the data set's own settings (``min_terms``, ...).
-        accept_code_scorer: use a data set whose scorer evaluates the answer as code (``eval``); none: refuse it.
-        accept_exploitable: use a data set whose scorer calls answers right that answer nothing; none: refuse it.
 
     Raises:
         MissingExtra: ``reasoning-gym`` is not installed.
         UnknownWord: no data set of that name.
-        UsageError: an option that the data set does not have or does not accept; a scorer that evaluates answers or
-            can be cheated; later, for an item, too few distinct questions to fill the split.
+        UsageError: an option that the data set does not have or does not accept; a scorer that cannot be trusted;
+            later, for an item, too few distinct questions to fill the split.
     """
     gym_options = dict(options or {})
     create_dataset = _load_factory(dataset, gym_options)
+    refuse_scorers(dataset=dataset)
 
     def make_round(number: int) -> Round:
         """The data set that draw ``number`` of every item comes from."""
@@ -121,12 +103,11 @@ def reasoning_gym(
         first = make_round(0)
     except (AssertionError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(f"task reasoning_gym: {dataset} does not accept {gym_options}: {error}") from error
-    refuse_scorers(dataset=dataset, accept_code_scorer=accept_code_scorer, accept_exploitable=accept_exploitable)
     return Task("reasoning_gym", split, GymExamples(dataset, split, size, first, make_round))
 
 
 def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """What makes data sets, once it is sure that there is this one and that it has these options."""
+    """The function that makes data sets, once it is sure that this one exists and has these options."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
@@ -147,30 +128,17 @@ def _load_factory(dataset: str, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def make_scorer(dataset: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> WorkerScorer:
-    """The data set's own scorer of one entry.
-
-    Args:
-        dataset: its name.
-        settings: what the data set was made with: ``seed``, ``size`` and options.
-        entry: the question with all that belongs to it.
-    """
+    """The data set's own scorer of one entry; ``settings`` made the data set (``seed``, ``size`` and options)."""
     from posttrain.tasks.verifiable.reasoning_gym_scoring import TARGET, encode
 
-    limits = Limits(compiles=dataset in EVALUATES_ANSWERS | EVALUATES_QUESTIONS)
+    limits = Limits(compiles=dataset in EVALUATES_QUESTIONS)
     return WorkerScorer(TARGET, [dataset, encode(settings), encode(entry)], limits)
-
-
-def _read_gold(entry: Mapping[str, Any]) -> str | None:
-    return None if entry["answer"] is None else str(entry["answer"])
 
 
 def split_of(question: str) -> Split:
     """The one split that may hold a question: 60 % train, 20 % validation, 20 % test."""
     bucket = hashlib.blake2b(question.encode("utf-8"), digest_size=8).digest()[0] * 5 // 256
     return "train" if bucket < 3 else "validation" if bucket == 3 else "test"
-
-
-Round = tuple[Mapping[str, Any], Any]  # the settings of a data set, and the data set
 
 
 class GymExamples(ExamplesOnDemand):
@@ -181,31 +149,27 @@ class GymExamples(ExamplesOnDemand):
     """
 
     def __init__(self, name: str, split: Split, size: int, first: Round, make_round: Callable[[int], Round]) -> None:
-        super().__init__(size)
+        super().__init__(size, self._make)
         self.name, self.split = name, split
         self.make_round = make_round
         self.rounds = [first]
-        self.round_of: dict[int, int] = {}  # what earlier look-ups found, so that an item is searched for once
+        self.round_of: dict[int, int] = {}  # found by earlier look-ups, so that an item is searched for once
 
-    def make(self, item: int) -> Example:
-        settings, entry = self._find(item)
-        return Example(
-            id=f"reasoning_gym/{self.name}/{self.split}/{item}",
-            messages=(Message("user", str(entry["question"])),),
-            answer=_read_gold(entry),
-            meta={"dataset": self.name, "entry": entry, "score": make_scorer(self.name, settings, entry)},
-            grader="scored",
-        )
-
-    def _find(self, item: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    def _make(self, item: int) -> Example:
         for number in range(self.round_of.get(item, 0), _MAX_DRAWS):
             if number == len(self.rounds):
                 self.rounds.append(self.make_round(number))
             settings, made = self.rounds[number]
-            entry = made[item]
+            entry: dict[str, Any] = made[item]
             if split_of(str(entry["question"])) == self.split:
                 self.round_of[item] = number
-                return settings, entry
+                return Example(
+                    id=f"reasoning_gym/{self.name}/{self.split}/{item}",
+                    messages=(Message("user", str(entry["question"])),),
+                    answer=None if entry["answer"] is None else str(entry["answer"]),
+                    meta={"dataset": self.name, "entry": entry, "score": make_scorer(self.name, settings, entry)},
+                    grader="scored",
+                )
         raise UsageError(
             f"task reasoning_gym: {self.name} asks too few distinct questions with these options to fill "
             f"a {self.split} split of its own; give options that vary more"

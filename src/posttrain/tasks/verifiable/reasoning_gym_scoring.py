@@ -1,4 +1,4 @@
-"""What scores an answer to a reasoning-gym question, in a worker process (``graders.sandbox``).
+"""Scoring of an answer to a reasoning-gym question, in a worker process (``graders.sandbox``).
 
 An entry travels as JSON in which tuples, dates and keys that are no text are marked, and comes back as it was. It is
 not made again in the worker: some data sets walk through sets, so that another process makes other questions.
@@ -15,7 +15,10 @@ from typing import Any
 from reasoning_gym.factory import create_dataset
 
 TARGET = "posttrain.tasks.verifiable.reasoning_gym_scoring:score"
-MAX_DATASETS = 32  # of one worker: a split draws from several seeds
+_MARKS: dict[str, Any] = {
+    "#dict": dict, "#tuple": tuple, "#set": set, "#frozenset": frozenset,
+    "#date": date.fromisoformat, "#datetime": datetime.fromisoformat,
+}  # fmt: skip
 
 
 def score(item: list[Any]) -> float:
@@ -23,7 +26,7 @@ def score(item: list[Any]) -> float:
 
     Raises:
         ValueError: the score is not finite.
-        Exception: whatever the data set's scorer raises.
+        Exception: any error of the data set's scorer.
     """
     (name, settings, entry), answer = item
     value = float(_make(name, settings).score_answer(answer=answer, entry=decode(entry)))
@@ -32,7 +35,7 @@ def score(item: list[Any]) -> float:
     return value
 
 
-@lru_cache(maxsize=MAX_DATASETS)
+@lru_cache(maxsize=32)  # a split draws from several seeds
 def _make(name: str, settings: str) -> Any:
     return create_dataset(name, **decode(settings))
 
@@ -47,7 +50,7 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """What ``encode`` was given."""
+    """The value that ``encode`` was given."""
     return json.loads(text, object_hook=_unmark)
 
 
@@ -60,21 +63,13 @@ def _mark(value: Any) -> Any:
         return [_mark(one) for one in value]
     if isinstance(value, tuple | set | frozenset):
         return {f"#{type(value).__name__}": [_mark(one) for one in value]}
-    if isinstance(value, datetime):
-        return {"#datetime": value.isoformat()}
-    if isinstance(value, date):
-        return {"#date": value.isoformat()}
+    if isinstance(value, date):  # and datetime
+        return {f"#{type(value).__name__}": value.isoformat()}
     if isinstance(value, str | int | float) or value is None:
         return value
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy
         return _mark(value.tolist())
     raise TypeError(f"an entry holds {type(value).__name__}, which JSON has not")
-
-
-_MARKS: dict[str, Any] = {
-    "#dict": dict, "#tuple": tuple, "#set": set, "#frozenset": frozenset,
-    "#date": date.fromisoformat, "#datetime": datetime.fromisoformat,
-}  # fmt: skip
 
 
 def _unmark(value: dict[str, Any]) -> Any:

@@ -19,52 +19,15 @@ from posttrain.tasks.reader import (
     answer_text,
     choose_split,
     collect,
-    opening_hash,
     prompt_hash,
     reads_rows,
 )
-from posttrain.tasks.reading import Row, read_file, read_hub_file
+from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
 
-# Dialogues written as one text: HH-RLHF's ``Human:`` and ``Assistant:`` behind blank lines.
-
-# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of what is said.
+# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of a turn.
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-def parse_turns(text: str) -> tuple[Message, ...]:
-    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
-
-    Raises:
-        Dropped: no turn, or text before the first one.
-    """
-    before, *parts = _TURN.split(text)
-    if not parts or before.strip():
-        raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
-    return tuple(Message(_ROLES[name], said.strip()) for name, said in zip(parts[0::2], parts[1::2], strict=True))
-
-
-def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
-    """Turns of one role that follow one another as one message, a blank line between what they say.
-
-    Chat templates ask for roles that alternate. A blank turn beside one of its own role disappears in it.
-
-    Raises:
-        Dropped: a blank turn that stands alone.
-    """
-    merged: list[Message] = []
-    for turn in turns:
-        if merged and merged[-1].role == turn.role:
-            said = [text for text in (merged.pop().content, turn.content) if text]
-            merged.append(Message(turn.role, "\n\n".join(said)))
-        else:
-            merged.append(turn)
-    if any(not turn.content for turn in merged):
-        raise Dropped("a blank turn")
-    return tuple(merged)
-
-
 Half = Literal["first", "second"]
 Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
 HUB = "Anthropic/hh-rlhf"  # with a folder for each subset
@@ -86,7 +49,6 @@ def hh_rlhf(
 ) -> Task:
     """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
 
-    Bai et al. (2022), "Training a helpful and harmless assistant with reinforcement learning from human feedback".
     Both keys hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer
     (chosen 1, rejected 0) and the others are the prompt, for policies to answer. There is no gold answer.
 
@@ -102,64 +64,88 @@ def hh_rlhf(
         test_path: the test dialogues of a local ``path``; needed with ``test_share``.
         validation_share: share of the first turns that is held out.
         test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
-            test split, which the reward model has not been trained on. These have no responses, so nothing can
-            learn their preferences; but the test split is then no longer unseen. Where one side has too few
-            prompts for the share, the other is thinned by a hash and counted. Test prompts that begin as a held-out
-            dialogue does are left out and counted. Other splits are as without it.
-        half: only the dialogues of one half, told by a hash of their first human turn: so a second reward model can
-            judge what the first has never seen. The others are counted.
+            test split, on which the reward model was not trained, without its responses. The test split is then no
+            longer unseen. Where one side has too few prompts for the share, the other is thinned by a hash. Test
+            prompts that begin as a held-out dialogue does are left out. Both are counted.
+        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model. The
+            others are counted.
 
     Raises:
         UsageError: ``test_share`` with a local file and no ``test_path``.
+
+    Source: Bai et al. 2022 (arXiv 2204.05862).
     """
     source = "test" if split == "test" else "train"
     if test_share > 0 and path is not None and test_path is None:
         raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
     collected = _read(path, source, subset, split, strip_thinking)
     place = path or f"hub:{HUB}/{source}"
-    examples = choose_split(collected.examples, split, validation_share, place, opening_hash)
+    examples = choose_split(collected.examples, split, validation_share, place, by_opening=True)
     if split == "train" and test_share > 0:
         test = _read(test_path, "test", subset, "test", strip_thinking)
-        examples = mix_prompts(examples, _unseen(test, collected, examples), test_share, collected)
+        examples = _mix_prompts(examples, test, test_share, collected)
     if half is not None:
-        # told by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
-        kept = [e for e in examples if int(opening_hash(e) * 2**40) & 1 == {"first": 0, "second": 1}[half]]
+        # by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
+        kept = [e for e in examples if (int(_opening(e) * 2**40) & 1) == (half == "second")]
         collected.dropped["of the other half"] += len(examples) - len(kept)
         examples = kept
     return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
 
 
-def _unseen(test: Collected, whole: Collected, train: Sequence[Example]) -> list[Example]:
-    """Test dialogues that begin as no held-out one does; the others, and what was dropped, are counted in ``whole``."""
-    whole.dropped.update(test.dropped)
-    held_out = {opening_hash(e) for e in whole.examples} - {opening_hash(e) for e in train}
-    unseen = [e for e in test.examples if opening_hash(e) not in held_out]
-    if len(unseen) < len(test.examples):
-        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(test.examples) - len(unseen)
-    return unseen
+_opening = partial(prompt_hash, by_opening=True)
 
 
 def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
     """All dialogues of a file, or of a split on the hub, that can be used."""
-    rows = read_file(path) if path is not None else _read_hub(source, subset)
-    chosen = (row for row in rows if subset == "all" or _subset_of(row) == subset)
+
+    def rows() -> Iterator[Row]:
+        if path is None:
+            for name in SUBSETS if subset == "all" else (subset,):
+                for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
+                    yield Row(row.place, row.line, {**row.data, "subset": name})
+            return
+        for row in read_file(path):
+            if subset != "all" and not row.has("subset"):
+                raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
+            if subset in ("all", row.data.get("subset")):
+                yield row
+
     read = partial(read_example, strip_thinking=strip_thinking)
-    collected = collect(chosen, read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
+    collected = collect(rows(), read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
     if not collected.examples and path is not None and subset != "all":
         raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
     return collected
 
 
-def _read_hub(source: str, subset: Subset) -> Iterator[Row]:
-    for name in SUBSETS if subset == "all" else (subset,):
-        for row in read_hub_file(HUB, f"{name}/{source}.jsonl.gz"):
-            yield Row(row.place, row.line, {**row.data, "subset": name})
+def parse_turns(text: str) -> tuple[Message, ...]:
+    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
+
+    Raises:
+        Dropped: no turn, or text before the first one.
+    """
+    before, *parts = _TURN.split(text)
+    if not parts or before.strip():
+        raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
+    return tuple(Message(_ROLES[name], said.strip()) for name, said in zip(parts[0::2], parts[1::2], strict=True))
 
 
-def _subset_of(row: Row) -> str:
-    if not row.has("subset"):
-        raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
-    return row.text("subset")
+def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
+    """Turns of one role that follow one another as one message, a blank line between their texts.
+
+    Chat templates ask for roles that alternate. A blank turn next to one of its own role disappears in it.
+
+    Raises:
+        Dropped: a blank turn that stands alone.
+    """
+    merged: list[Message] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role:
+            said = [text for text in (merged.pop().content, turn.content) if text]
+            turn = Message(turn.role, "\n\n".join(said))
+        merged.append(turn)
+    if any(not turn.content for turn in merged):
+        raise Dropped("a blank turn")
+    return tuple(merged)
 
 
 def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
@@ -189,25 +175,28 @@ def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
     )
 
 
-def mix_prompts(train: Sequence[Example], test: Sequence[Example], share: float, collected: Collected) -> list[Example]:
+def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole: Collected) -> list[Example]:
     """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
 
-    The side that is too many loses those of the highest hash; they are counted in ``collected``. Meta says of which
-    split a prompt is.
+    Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many
+    loses those of the highest hash. All are counted in ``whole``. Meta says of which split a prompt is.
     """
+    whole.dropped.update(tests.dropped)
+    held_out = {_opening(e) for e in whole.examples} - {_opening(e) for e in train}
+    test = [e for e in tests.examples if _opening(e) not in held_out]
+    if len(test) < len(tests.examples):
+        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
     wanted = len(train) * share / (1 - share)
     if wanted <= len(test):
         num_train, num_test = len(train), round(wanted)
     else:
         num_train, num_test = round(len(test) * (1 - share) / share), len(test)
+    kept: list[Example] = []
     for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
         if n < len(examples):
-            collected.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
-    prompts = [replace(e, responses=(), meta={**e.meta, "source": "test"}) for e in _lowest(test, num_test)]
-    return [*(replace(e, meta={**e.meta, "source": "train"}) for e in _lowest(train, num_train)), *prompts]
-
-
-def _lowest(examples: Sequence[Example], n: int) -> list[Example]:
-    """The ``n`` examples whose prompts have the lowest hash, in their own order."""
-    chosen = sorted(range(len(examples)), key=lambda i: (prompt_hash(examples[i]), i))[:n]
-    return [examples[i] for i in sorted(chosen)]
+            whole.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
+        lowest = sorted(sorted(range(len(examples)), key=lambda i: prompt_hash(examples[i]))[:n])
+        for example in (examples[i] for i in lowest):
+            changed = replace(example, responses=()) if name == "test" else example
+            kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
+    return kept

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -19,7 +18,7 @@ from posttrain.errors import UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import derive_key
 from posttrain.registry import register
-from posttrain.tasks.base import Answered, ExamplesOnDemand, Task
+from posttrain.tasks.base import ExamplesOnDemand, Task
 from posttrain.tasks.stories.families import Equation
 from posttrain.tasks.stories.task import Split, split_of
 from posttrain.types import Call, Example, Message, Turn
@@ -40,6 +39,8 @@ def sums(
 ) -> Task:
     """Sums and differences of two whole numbers, drawn on demand and the same for everyone: ``What is 19 + 12?``
 
+    Evaluation reports the share of answers that ``called`` a tool.
+
     Args:
         split: ``train``, ``validation`` or ``test``; no two share a pair of numbers with its sign, whatever the seeds.
         seed: another seed, other sums.
@@ -48,40 +49,17 @@ def sums(
         called: share of items whose demonstration calls the tool ``calculator`` before it answers; the others write
             ``19 + 12 = 31.``
 
-    Evaluation tells what share ``called`` a tool.
-
     Raises:
         UsageError: ``min_value`` is larger than ``max_value``, or no sum of the split fits the options.
     """
     if min_value > max_value:
         raise UsageError(f"task sums: min_value ({min_value}) is larger than max_value ({max_value})")
-    examples = SumList(split, seed, min_value, max_value, called, size)
-    return Task(name="sums", split=split, examples=examples, dropped={}, shares=_called)
+    name = f"sums/{split}"
 
-
-def _called(items: Sequence[Answered]) -> Mapping[str, Sequence[float]]:
-    """Of each item the share of answers with a call, where calls are counted (reward ``tool_calls``)."""
-    counted = [[s.parts["tool_calls"] for s in item.samples if "tool_calls" in s.parts] for item in items]
-    return {"called": [fmean(float(number > 0) for number in calls) for calls in counted if calls]}
-
-
-@dataclass(frozen=True)
-class SumList(ExamplesOnDemand):
-    """A sequence whose item i is made when it is asked for."""
-
-    split: Split
-    seed: int
-    min_value: int
-    max_value: int
-    called: float
-    size: int
-
-    def make(self, item: int) -> Example:
-        name = f"sums/{self.split}"
-        equation = self._draw(Random(derive_key(self.seed, name, item)))
-        calls = Random(derive_key(self.seed, f"{name}/called", item)).random() < self.called
-        written = f"{equation.left} {equation.sign} {equation.right}"
-        result = str(equation.result)
+    def make(item: int) -> Example:
+        equation = _draw(Random(derive_key(seed, name, item)), split, min_value, max_value)
+        calls = Random(derive_key(seed, f"{name}/called", item)).random() < called
+        written, result = f"{equation.left} {equation.sign} {equation.right}", str(equation.result)
         call = Call("calculator", json.dumps({"expression": written}), result, "ok")
         return Example(
             id=f"{name}/{item}",
@@ -92,17 +70,25 @@ class SumList(ExamplesOnDemand):
             turns=(Turn("", (call,)),) if calls else (),
         )
 
-    def _draw(self, rng: Random) -> Equation:
-        """One of the split, by rejection."""
-        for _ in range(MAX_DRAWS):
-            left, right = (rng.randint(self.min_value, self.max_value) for _ in range(2))
-            sign = rng.choice("+-")
-            equation = Equation(
-                max(left, right) if sign == "-" else left, sign, min(left, right) if sign == "-" else right
-            )
-            if split_of(equation.key) == self.split:
-                return equation
-        raise UsageError(
-            f"task sums: no sum of numbers from {self.min_value} to {self.max_value} belongs to the split "
-            f"{self.split}; raise max_value"
-        )
+    return Task("sums", split, ExamplesOnDemand(size, make), shares=_called)
+
+
+def _called(items: Sequence[Any]) -> Mapping[str, Sequence[float]]:
+    """The share of answers with a call of each item, where calls are counted (reward ``tool_calls``)."""
+    counted = [[s.parts["tool_calls"] for s in item.samples if "tool_calls" in s.parts] for item in items]
+    return {"called": [fmean(float(number > 0) for number in calls) for calls in counted if calls]}
+
+
+def _draw(rng: Random, split: Split, min_value: int, max_value: int) -> Equation:
+    """An equation of the split, by rejection."""
+    for _ in range(MAX_DRAWS):
+        left, right = (rng.randint(min_value, max_value) for _ in range(2))
+        sign = rng.choice("+-")
+        if sign == "-" and left < right:
+            left, right = right, left
+        equation = Equation(left, sign, right)
+        if split_of(equation.key) == split:
+            return equation
+    raise UsageError(
+        f"task sums: no sum of numbers from {min_value} to {max_value} belongs to the split {split}; raise max_value"
+    )

@@ -1,1 +1,0 @@
-"""Tasks of answers that people or models preferred."""

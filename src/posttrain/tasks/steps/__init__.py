@@ -1,1 +1,0 @@
-"""Tasks of solutions whose steps, or whose outcome, someone has judged."""
