@@ -189,7 +189,9 @@ def test_several_processes_train_as_one(case: str, several: World, alone: Callab
     check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
 
 
-@pytest.mark.parametrize("case", ["sft", "grpo", "lora and adamw"])
+@pytest.mark.parametrize(
+    "case", ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("grpo", "lora and adamw"))]
+)
 def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, tmp_path: Path) -> None:
     """As one process computes them, nearer than fp32 is; what is added up and what moves is fp32.
 
@@ -346,7 +348,7 @@ def test_shards_train_as_one_process(
 
 
 @pytest.mark.parametrize(
-    "case", ["grpo", "sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("ppo", "lora", "kto"))]
+    "case", ["grpo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sft", "ppo", "lora", "kto"))]
 )
 def test_answers_of_a_server_leave_each_process_its_part(case: str, several: World, tmp_path: Path) -> None:
     """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model.
@@ -381,7 +383,13 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
     assert [kept[0] for *_, kept in shapes] == [-(-whole[0] // several.size) for whole, *_ in shapes]
 
 
-@pytest.mark.parametrize("case", ["sft", *NO_SAMPLES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=() if c in ("sft", "kto on an adapter") else pytest.mark.slow)
+        for c in ("sft", *NO_SAMPLES)
+    ],
+)
 def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str, several: World) -> None:
     """Where nothing does, what a process has of every tensor is its rows, and what is read of a model is gathered."""
     (shapes, _), plain = shard_case(several, recipe_of(case, "float64", **SHARDED)), recipe_of(case, "float64")
@@ -391,7 +399,7 @@ def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str,
     assert [of[0] for of in shapes] == [of[0] for of in shard_case(ONE, plain)[0]]
 
 
-@pytest.mark.parametrize(("staleness", "scale"), [(1, {}), (2, SHARDED)])
+@pytest.mark.parametrize(("staleness", "scale"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, SHARDED)])
 def test_several_processes_sample_ahead_as_one(
     staleness: int, scale: dict[str, Any], several: World, tmp_path: Path
 ) -> None:

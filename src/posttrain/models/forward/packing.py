@@ -29,51 +29,20 @@ MAX_WASTE = 1.25
 MIN_TOKENS = 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Runs padded to one rectangle.
 
-    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); prefix ``int64 [S * P]``: that
-    of the tokens of each run's prefix, or None where no run has one; prefix_lengths ``int64 [S]``; filled ``int64``:
-    the slots that hold tokens, of the runs in order.
+    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); keys ``int64 [S * (P + W)]``:
+    those of each run's prefix and of itself; allowed ``bool [S, 1, W, P + W]``: the keys that a slot attends to, None
+    where no run has a prefix (causally to its own run); filled ``int64``: the slots that hold tokens.
     """
 
     num_runs: int
     queries: Tensor
-    prefix: Tensor | None
-    prefix_lengths: Tensor
+    keys: Tensor
+    allowed: Tensor | None
     filled: Tensor
-
-    @property
-    def width(self) -> int:
-        """Slots of a run, W."""
-        return len(self.queries) // max(1, self.num_runs)
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """``int64 [S * (P + W)]``: stream index of each prefix and run."""
-        if self.prefix is None:
-            return self.queries
-        before, own = (x.view(self.num_runs, -1) for x in (self.prefix, self.queries))
-        return torch.cat([before, own], dim=1).flatten()
-
-    @cached_property
-    def allowed(self) -> Tensor | None:
-        """``bool [S, 1, W, P + W]``: the keys that a slot attends to; None: causally to its own run."""
-        if self.prefix is None:
-            return None
-        device, shape = self.queries.device, (self.num_runs, 1, self.width, -1)
-        slots = torch.arange(len(self.prefix) // self.num_runs, device=device)
-        is_prefix = slots < self.prefix_lengths[:, None, None, None]
-        causal = torch.ones((self.width, self.width), dtype=torch.bool, device=device).tril()
-        return torch.cat([is_prefix.expand(shape), causal.expand(shape)], dim=3)
-
-    def to(self, device: Any) -> Bucket:
-        """The same plan on another device."""
-        prefix = None if self.prefix is None else self.prefix.to(device)
-        return Bucket(
-            self.num_runs, self.queries.to(device), prefix, self.prefix_lengths.to(device), self.filled.to(device)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +60,7 @@ class Run:
         return self.length * (self.prefix_length + self.length)
 
 
-def plan_buckets(runs: Sequence[Run]) -> tuple[tuple[Bucket, ...], Tensor | None]:
+def plan_buckets(runs: Sequence[Run], device: Any = None) -> tuple[tuple[Bucket, ...], Tensor | None]:
     """The buckets of all runs with tokens, which follow one another in the stream without gaps, and the place of each
     token of the stream in their joined outputs ``int64 [N]``, None where the order is the same."""
     ordered = sorted((r for r in runs if r.length > 0), key=lambda r: (r.prefix_length > 0, -r.work, r.start))
@@ -102,13 +71,13 @@ def plan_buckets(runs: Sequence[Run]) -> tuple[tuple[Bucket, ...], Tensor | None
         pieces[-1].append(run)
     pieces = [sorted(piece, key=lambda r: r.start) for piece in pieces]
     joined = [run for piece in pieces for run in piece]
-    buckets = tuple(map(_bucket, pieces))
+    buckets = tuple(_bucket(piece, device) for piece in pieces)
     if all(a.start < b.start for a, b in pairwise(joined)):
         return buckets, None
     stream = np.concatenate([np.arange(r.start, r.start + r.length) for r in joined])
     order = np.empty_like(stream)
     order[stream] = np.arange(len(stream))
-    return buckets, torch.from_numpy(order)
+    return buckets, torch.from_numpy(order).to(device)
 
 
 @dataclass(frozen=True)
@@ -151,27 +120,24 @@ def _fits(runs: list[Run], run: Run) -> bool:
     return len(together) * width * (prefix + width) <= MAX_WASTE * sum(r.work for r in together)
 
 
-def _bucket(runs: list[Run]) -> Bucket:
+def _bucket(runs: list[Run], device: Any) -> Bucket:
     starts, lengths, prefix_starts, prefix_lengths = (
         np.array([getattr(r, name) for r in runs], dtype=np.int64)
         for name in ("start", "length", "prefix_start", "prefix_length")
     )
-    width, prefix = int(lengths.max()), int(prefix_lengths.max())
-    slots = np.arange(width)
+    width, prefix, allowed = int(lengths.max()), int(prefix_lengths.max()), None
+    slots, before = np.arange(width), np.arange(prefix)
     queries = starts[:, None] + np.minimum(slots, lengths[:, None] - 1)
-    filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
-    behind = None
+    places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
     if prefix:
-        before = np.arange(prefix)
-        places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
-        behind = torch.from_numpy(places.reshape(-1))
-    return Bucket(
-        len(runs),
-        torch.from_numpy(queries.reshape(-1)),
-        behind,
-        torch.from_numpy(prefix_lengths),
-        torch.from_numpy(filled),
-    )
+        is_prefix = torch.from_numpy(before < prefix_lengths[:, None]).to(device)[:, None, None]
+        causal = torch.ones((width, width), dtype=torch.bool, device=device).tril()
+        shape = (len(runs), 1, width, -1)
+        allowed = torch.cat([is_prefix.expand(shape), causal.expand(shape)], dim=3)
+    filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
+    sides = (queries, np.concatenate([places, queries], axis=1))
+    queries_at, keys_at = (torch.from_numpy(x.reshape(-1)).to(device) for x in sides)
+    return Bucket(len(runs), queries_at, keys_at, allowed, torch.from_numpy(filled).to(device))
 
 
 # A head reads for the trained token t the state before it (token t - 1), or at t, or at a row's last trained token.
@@ -210,9 +176,7 @@ class Packing:
 
     @cached_property
     def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
-        buckets, order = plan_buckets(self.runs)
-        device = self.tokens.device
-        return tuple(bucket.to(device) for bucket in buckets), None if order is None else order.to(device)
+        return plan_buckets(self.runs, self.tokens.device)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -9,6 +9,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices, permutation
 from posttrain.tasks.base import Task, TaskPart
@@ -27,6 +29,35 @@ class TrainBatch:
     rollouts: list[Rollout] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
+
+
+class Source:
+    """A source of batches (called with a step), whose state between two steps is empty unless it says otherwise."""
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        """Tensors that updates after ``step`` still need, to be saved."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The state beside the step, as plain data."""
+        return {}
+
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+        """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+
+    def take_notices(self) -> list[str]:
+        """Notices that were not shown yet."""
+        return []
+
+    def wait(self) -> None:
+        """Wait until nothing is being sampled."""
+
+    def close(self) -> None:
+        """End what works beside the trainer."""
 
 
 def num_batches(passes: float, num_examples: int, batch: int) -> int:

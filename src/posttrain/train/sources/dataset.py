@@ -21,7 +21,7 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import TrainBatch, num_batches, row_order
+from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Sample, collate
 
@@ -78,7 +78,7 @@ class Labels:
             )
 
 
-class SupervisedSource:
+class SupervisedSource(Source):
     """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
 
     ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
@@ -158,24 +158,6 @@ class SupervisedSource:
             batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
         return batch if self.streams is None else self.streams.before_step(self.streams(batch))
 
-    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """None: the next batch follows from the step."""
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """Empty: all follows from the step."""
-        return {}
-
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
-        """Restores nothing; what a checkpoint says here is not read."""
-
-    def wait(self) -> None:
-        """Returns at once: nothing is sampled."""
-
-    def take_notices(self) -> list[str]:
-        """None."""
-        return []
-
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
         """Describe the share of the tokens that is trained, and the conversations that became several examples."""
         rows = [row for unit in self.units for row in unit]
@@ -191,9 +173,6 @@ class SupervisedSource:
             what = "examples are single turns of conversations, whose earlier turns the template writes anew"
             share += f"; {apart:,} {what}"
         return share
-
-    def close(self) -> None:
-        """Closes nothing."""
 
     def _collated(self, indices: Sequence[int]) -> Batch:
         samples = [

@@ -27,7 +27,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import TrainBatch, num_batches, row_order
+from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -57,7 +57,7 @@ class Drawn:
     timing: dict[str, float]
 
 
-class RolloutSource:
+class RolloutSource(Source):
     """Samples and grades completions with the current weights; one batch serves ``train.epochs`` ×
     ``train.minibatches`` updates.
 
@@ -143,7 +143,6 @@ class RolloutSource:
         return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """The rollout batches that updates after ``step`` still train on, as tensors to save."""
         held = {} if self.ahead is None else self.ahead.held(step)
         if step % self.updates == 0 or self._batch is None:
             return held or None
@@ -152,17 +151,11 @@ class RolloutSource:
         return held | write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
-        """The state of a resumed run beside the step, as plain data."""
         return {"kl_weight": self.credit.kl_weight}
 
     def restore(
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
     ) -> None:
-        """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
         if self.ahead is not None:
             self.ahead.restore(rollout_buffer or {}, vocabulary)
@@ -177,18 +170,15 @@ class RolloutSource:
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def take_notices(self) -> list[str]:
-        """Notices that were not shown yet."""
         said = [message for message, was_said in self._notices.items() if not was_said]
         self._notices |= dict.fromkeys(said, True)
         return said
 
     def wait(self) -> None:
-        """Wait until nothing is being sampled."""
         if self.ahead is not None:
             self.ahead.wait()
 
     def close(self) -> None:
-        """End the thread that samples, where there is one."""
         if self.ahead is not None:
             self.ahead.close()
 
