@@ -90,6 +90,12 @@ NO_SAMPLES: dict[str, dict[str, Any]] = {
     },
 }
 CASES |= NO_SAMPLES
+
+
+def slow(*cases: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
 
 
@@ -189,9 +195,7 @@ def test_several_processes_train_as_one(case: str, several: World, alone: Callab
     check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
 
 
-@pytest.mark.parametrize(
-    "case", ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("grpo", "lora and adamw"))]
-)
+@pytest.mark.parametrize("case", ["sft", *slow("grpo", "lora and adamw")])
 def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, tmp_path: Path) -> None:
     """As one process computes them, nearer than fp32 is; what is added up and what moves is fp32.
 
@@ -238,7 +242,7 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
     return {**weights, **checkpoint.heads, **{f"optimizer of {name}": t for name, t in checkpoint.optimizer.items()}}
 
 
-@pytest.mark.parametrize("case", ["sft alone", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sft", "ppo"))])
+@pytest.mark.parametrize("case", ["sft alone", *slow("sft", "ppo")])
 def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
     case: str, several: World, alone: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -347,9 +351,7 @@ def test_shards_train_as_one_process(
     check_same(alone(case, dtype), tmp_path, dtype)
 
 
-@pytest.mark.parametrize(
-    "case", ["grpo", *(pytest.param(c, marks=pytest.mark.slow) for c in ("sft", "ppo", "lora", "kto"))]
-)
+@pytest.mark.parametrize("case", ["grpo", *slow("sft", "ppo", "lora", "kto")])
 def test_answers_of_a_server_leave_each_process_its_part(case: str, several: World, tmp_path: Path) -> None:
     """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model.
 

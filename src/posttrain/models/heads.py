@@ -82,7 +82,10 @@ class WithSlopes(torch.autograd.Function):
             states = states.detach().requires_grad_()
             results = run(states, ids)
             last = [x for x in results if x.requires_grad][-1]
-            slopes = [_slopes(x, states, keep=x is not last) for x in results]
+            slopes = [  # of each number by its own state
+                torch.autograd.grad(x.sum(), states, retain_graph=x is not last)[0] if x.requires_grad else None
+                for x in results
+            ]
         outputs = tuple(x.detach() for x in results)
         ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(*(x for x, slope in zip(outputs, slopes, strict=True) if slope is None))
@@ -94,8 +97,3 @@ class WithSlopes(torch.autograd.Function):
         pairs = zip(gradients, ctx.saved_tensors, strict=True)
         parts = [(g[:, None] * slope).to(slope.dtype) for g, slope in pairs if slope is not None]
         return sum(parts[1:], start=parts[0]), None, None
-
-
-def _slopes(numbers: Tensor, states: Tensor, *, keep: bool) -> Tensor | None:
-    """The gradient of each of ``numbers [M]`` by its own row of ``states [M, d]``, or None of what has none."""
-    return torch.autograd.grad(numbers.sum(), states, retain_graph=keep)[0] if numbers.requires_grad else None

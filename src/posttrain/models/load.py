@@ -73,8 +73,9 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
-    if section.dtype == "float64":
-        _keep_norms_exact(model)
+    for module in model.modules() if section.dtype == "float64" else ():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = ExactRMSNorm
     if section.attention != "sdpa":
         _set_attention(model, section.attention)
     return LoadedModel(_placed(model, section), tokenizer, source)
@@ -365,20 +366,13 @@ def _switch_off_dropout(model: Any) -> None:
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; the norms of transformers compute in fp32."""
+    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; transformers computes in fp32, which is 1e-9 of a gradient."""
 
     weight: torch.Tensor
     variance_epsilon: float
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-def _keep_norms_exact(model: Any) -> None:
-    """Let RMS norms of a model in float64 compute in it, too: fp32 changes a gradient by 1e-9."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.__class__ = ExactRMSNorm
 
 
 def _check_architecture(init: InitSection) -> None:

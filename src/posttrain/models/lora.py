@@ -68,7 +68,9 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if ".lora_A." in name:
-                    parameter.copy_(_draw_down(name, parameter, seed))
+                    generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
+                    uniform = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(uniform * (1.0 / sqrt(parameter.shape[1])))
                 elif ".lora_B." in name:
                     parameter.zero_()
     for written in wrapped.peft_config.values():  # a relative path means something else wherever else it is read
@@ -114,12 +116,6 @@ def refuse_whole_weights(model: Any, source: str) -> None:
             "would not keep. Give model.adapter.rank: 16, say: the old adapter is merged into its base then, and a new "
             "one is trained"
         )
-
-
-def _draw_down(name: str, parameter: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
-    bound = 1.0 / sqrt(parameter.shape[1])
-    return (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
 
 
 def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:

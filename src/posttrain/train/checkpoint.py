@@ -187,7 +187,9 @@ def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> No
     for file in sorted(folder.glob("model*.safetensors")):
         stored.update(load_file(file))
     stored.pop(SCORE, None)  # a reward model's head, which is among the heads
-    same_kind = _model_type(folder) == model.config.model_type
+    config = folder / "config.json"
+    stated = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    same_kind = str(stated.get("model_type")) == model.config.model_type
     if same_kind and not stored.keys() <= live.keys():
         # architectures that fuse weights in memory (experts) have names of their own on disk
         with _without_progress_bars():
@@ -299,11 +301,6 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if was_shown:
             transformers_logging.enable_progress_bar()
-
-
-def _model_type(folder: Path) -> str:
-    config = folder / "config.json"
-    return str(json.loads(config.read_text(encoding="utf-8")).get("model_type")) if config.is_file() else ""
 
 
 def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:

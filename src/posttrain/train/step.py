@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -224,27 +224,22 @@ def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batc
 
 @contextmanager
 def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
-    """Dropout and recomputation, which hold where gradients are computed alone."""
+    """An adapter's dropout and recomputation, inside the block alone; sampling and scoring are without dropout."""
+    named = forward.model.named_modules()
+    dropouts = [m for n, m in named if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
     recomputing: AbstractContextManager[None] = nullcontext()
     if options.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 
         both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
         recomputing = gradient_checkpointing(both)
-    with adapter_dropout(forward.model), recomputing:
-        yield
-
-
-@contextmanager
-def adapter_dropout(model: Any) -> Iterator[None]:
-    """Switch LoRA's dropout (``model.adapter.dropout``) on inside the block; sampling and scoring are without it."""
-    layers = [m for n, m in model.named_modules() if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
     try:
-        for layer in layers:
+        for layer in dropouts:
             layer.train()
-        yield
+        with recomputing:
+            yield
     finally:
-        for layer in layers:
+        for layer in dropouts:
             layer.eval()
 
 
