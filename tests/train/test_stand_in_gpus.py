@@ -33,13 +33,11 @@ NVIDIA: dict[str, dict[str, Any]] = {
     "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}},
-    "sft": {"kind": "sft", "eval": {**EVALUATION, "loss": True}},
+    "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
     "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**DRAWN, "drift_prompts": 3}},
     "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
     "lora and muon": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
     "dpo": {"kind": "judged", "objective": "dpo"},
-    "kto": {"kind": "judged", "objective": "kto"},
     "reward model": {"kind": "judged", "eval": {"every": 2, "n": 4, "tasks": ["small_runs:judged_sums"]}},
 }
 
