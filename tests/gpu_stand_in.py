@@ -355,8 +355,8 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, in_any_memory(getattr(torch, name)))
         patch.setattr(torch, "compile", lambda compute, **_: compute)
-        varlen.usable.cache_clear()
+        varlen.kernel_for.cache_clear()
         try:
             yield counts
         finally:
-            varlen.usable.cache_clear()
+            varlen.kernel_for.cache_clear()

@@ -237,9 +237,13 @@ _kept_folders: list[tempfile.TemporaryDirectory[str]] = []  # each is removed wi
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
     """All tensors of a checkpoint: weights or adapter, optimizer, rollout buffer."""
-    found: dict[str, Tensor] = {}
-    for file in sorted((folder / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")):
+    place, found = folder / "checkpoints" / f"step-{step:06d}", dict[str, Tensor]()
+    for file in sorted(place.glob("*.safetensors")):
         found |= {f"{file.name}:{name}": tensor for name, tensor in load_file(file).items()}
+    if (place / "optimizer").is_dir():
+        from posttrain.train.distributed import StoredShards
+
+        found |= {f"optimizer.safetensors:{name}": tensor for name, tensor in StoredShards(place / "optimizer").items()}
     return found
 
 

@@ -89,6 +89,7 @@ GONE = {
     "rollout.partial": "rollout.staleness alone: an answer ends with the weights with which it began",
     "rollout.partial_tokens": "rollout.staleness alone: an answer ends with the weights with which it began",
     "train.compile": "the defaults: layers run as they are",
+    "train.offload": "scale.sharding: fsdp2 over several GPUs, an adapter, or train.gradient_checkpointing",
     "curriculum": "the weights of a mixture's parts; for stages, one run after another (model.name: runs/FIRST)",
     "posttrain chat --colours": "the probabilities of `/v1/chat/completions` (`posttrain serve`, logprobs)",
     "posttrain completion": "`posttrain recipes` and `posttrain explain`, which list the names",

@@ -1,9 +1,9 @@
-"""The processes that train one model together, as each of them sees it; a world of one does nothing and costs nothing.
+"""The processes that train one model together, as each of them sees it; a single process does nothing here.
 
-What is shared by several is the work on a list of items (``share``, and ``gather`` to have all results everywhere) and
-sums (``add``). All else every process computes for itself from the same numbers, so that all hold the same weights.
-Every call is made by all of them, in the same order. ``train/distributed.py`` has the world of several; this module
-imports none of ours, so that any room can be told of one. What a process sees of its machine is here, too.
+The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), and sums are taken
+(``add``). All else every process computes for itself from the same numbers, so that all hold the same weights. Every
+call is made by all processes, in the same order. ``train/distributed.py`` has several processes; this module imports
+none of ours, so that every package can take one.
 """
 
 from __future__ import annotations
@@ -11,28 +11,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Within = Callable[[Callable[[], Any]], Any]  # gathers a model in parts around what is computed
-_MEMORY = "/sys/fs/cgroup"  # what a group of processes (a job, a container) may take, of either version
-_GROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+Within = Callable[[Callable[[], Any]], Any]  # gathers a sharded model around what is computed
 
 
 class World:
-    """A world of one process: rank 0 of 1.
-
-    ``what`` is what an exchange is about, in words that stand in the message if it fails.
-    """
+    """A single process: rank 0 of 1. ``what`` names an exchange in the message of its failure."""
 
     rank = 0
     size = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes records and checkpoints: rank 0."""
+        """Whether this process writes records and checkpoints: rank 0."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
@@ -55,10 +49,7 @@ class World:
         return flag
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Around what takes main memory for a while: so many of a machine's processes are inside at a time as it holds.
-
-        It ends behind the last of all processes; inside there is no exchange.
-        """
+        """Around what takes much main memory: one process of a machine is inside at a time, and all leave together."""
         return nullcontext()
 
 
@@ -66,54 +57,33 @@ ONE = World()
 
 
 def whole(tensor: Any) -> Any:
-    """The tensor itself; of one that lies in parts, one in each process, all of it: then every process asks for it."""
+    """The tensor itself; a sharded one is gathered, which every process has to ask for."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def own_part(tensor: Any) -> Any:
-    """What this process has of a tensor."""
+    """The part of a tensor that this process has."""
     part = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
 
 
 def local_size() -> int:
-    """How many of the processes are on this machine, as who started them says (``LOCAL_WORLD_SIZE``)."""
+    """Number of the processes on this machine (``LOCAL_WORLD_SIZE``)."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(stated)) if stated.isdecimal() else 1
 
 
 def local_rank() -> int | None:
-    """Which of the processes on this machine this is, as who started it says (``LOCAL_RANK``); None: it is alone."""
+    """Rank of this process among those of its machine (``LOCAL_RANK``); None: it is alone."""
     stated = os.environ.get("LOCAL_RANK", "")
     return int(stated) if stated.isdecimal() else None
 
 
 def peak_resident_bytes() -> int:
-    """The most of main memory that this process has held so far."""
+    """The most main memory that this process has held so far; 0 where the system does not say (Windows)."""
     try:
         import resource
-    except ImportError:  # Windows does not say
+    except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def free_memory_bytes() -> int:
-    """What is left of main memory: of the machine's, and of what this process's group may take. 0: nothing tells."""
-    left = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
-    groups = [line.rsplit(":", 1)[1] for line in _lines("/proc/self/cgroup") if ":memory:" in line or "::" in line]
-    for group in ("/", *groups):  # a container's own is mounted as the topmost
-        for root in (_MEMORY, f"{_MEMORY}/memory"):
-            for most, taken in _GROUPS:
-                with suppress(OSError, ValueError):  # no such file, or "max"
-                    place = Path(f"{root}{group}")
-                    limit, used = (int((place / name).read_text(encoding="ascii")) for name in (most, taken))
-                    cached = dict(line.split() for line in _lines(place / "memory.stat"))  # files, let go in need
-                    left.append(limit - used + int(cached.get("total_inactive_file", cached.get("inactive_file", 0))))
-    return max(0, min(left, default=0))
-
-
-def _lines(path: str | Path) -> list[str]:
-    with suppress(OSError):
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    return []

@@ -26,13 +26,6 @@ def test_a_run_with_eager_attention_has_the_numbers_of_sdpa(kind: str, tmp_path:
     assert torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-6)
 
 
-def test_a_named_implementation_is_taken_padded() -> None:
-    model = load_model(ModelSection(attention="eager"), seed=0).model
-    forward = Forward(model)
-    assert (forward.path, model.config._attn_implementation) == ("padded", "eager")
-    assert Forward(load_model(ModelSection(), seed=0).model).path == "packed"
-
-
 def test_an_implementation_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sees what comes later, too."""
     model = load_model(ModelSection(attention="eager"), seed=0).model

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
-from small_models import gradients, ragged_batch, random_model, relative_difference
+from small_models import gradients, random_model, relative_difference
 from torch import Tensor
 
-from posttrain.models.forward import attention
-from posttrain.models.forward.attention import ApartAttention
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.packing import MIN_TOKENS, Run, pack, plan_buckets
 from posttrain.types import Batch, Sample, collate
@@ -39,13 +34,6 @@ def test_every_token_is_in_one_bucket_and_order_leads_back_to_it():
     assert joined.sort().values.tolist() == list(range(total))
     assert order is not None
     assert joined[order].tolist() == list(range(total))
-
-
-def test_runs_of_one_length_stay_one_rectangle_in_the_streams_order():
-    buckets, order = plan_buckets([Run(0, 600), Run(600, 600), Run(1200, 600)])
-    assert order is None
-    assert [b.num_runs for b in buckets] == [3]
-    assert buckets[0].keys is None
 
 
 def test_worked_by_hand():
@@ -95,7 +83,7 @@ def test_attention_in_buckets_is_that_of_each_run():
     buckets, order = plan_buckets(RAGGED)
     parts = []
     for b in buckets:
-        keys = b.queries if b.keys is None else b.keys
+        keys = b.keys
         picked = ((q, b.queries), (k, keys), (v, keys))
         views = [x[at].unflatten(0, (b.num_runs, -1)).transpose(1, 2) for x, at in picked]
         own = F.scaled_dot_product_attention(*views, attn_mask=b.allowed, is_causal=b.allowed is None)
@@ -105,68 +93,6 @@ def test_attention_in_buckets_is_that_of_each_run():
 
 
 LONG = stream_of([3, 40], [(90, 0), (61, 1), (77, 1), (90, 0), (64, 1)])
-
-
-@pytest.mark.parametrize("num_keys", [4, 2])
-def test_a_long_run_attends_to_its_prefix_and_to_itself_as_under_the_mask(
-    num_keys: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Outputs and all gradients, with padded prefixes and runs, and with query heads that share a key head."""
-    total = sum(r.length for r in LONG)
-    found = {}
-    for least in (10**9, 1):
-        monkeypatch.setattr(attention, "APART_FROM", least)
-        calls = []
-        monkeypatch.setattr(attention, "ApartAttention", Counted(calls))
-        rng = torch.Generator().manual_seed(3)
-        q, k, v = (
-            torch.randn(total, heads, 8, dtype=torch.float64, generator=rng).requires_grad_()
-            for heads in (4, num_keys, num_keys)
-        )
-        buckets, _ = plan_buckets(LONG)
-        assert any(b.is_prefix is not None and not b.is_prefix.all() for b in buckets), "some prefix is padded"
-        outputs = [attention._attend(b, q, k, v, 0.3, 0.0).transpose(1, 2).flatten(0, 1)[b.filled] for b in buckets]
-        joined = torch.cat(outputs)
-        (joined * torch.linspace(0.5, 1.5, joined.numel()).view_as(joined)).sum().backward()
-        found[least] = [joined.detach(), q.grad, k.grad, v.grad]
-        assert len(calls) == (least == 1)
-    for masked, apart in zip(*found.values(), strict=True):
-        assert torch.allclose(masked, apart, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_products_in_bfloat16_attend_apart_as_under_the_mask(family: str, monkeypatch: pytest.MonkeyPatch):
-    """Queries and keys that were rotated are in fp32 there, and values in bfloat16."""
-    model, found = random_model(family), []
-    for least in (10**9, 1):
-        monkeypatch.setattr(attention, "APART_FROM", least)
-        model.zero_grad()
-        outputs = Forward(model, precision="bf16")(ragged_batch())
-        outputs.logprobs.sum().backward()
-        found.append((outputs.logprobs.detach(), gradients(model)))
-    assert 0 < float((found[0][0] - found[1][0]).abs().max()) < 0.1
-    assert relative_difference(found[1][1], found[0][1]) < 0.05
-
-
-class Counted:
-    """Notes each use of ``ApartAttention``."""
-
-    def __init__(self, calls: list[bool]) -> None:
-        self.calls = calls
-
-    def apply(self, *arguments: Any) -> Tensor:
-        self.calls.append(True)
-        return ApartAttention.apply(*arguments)
-
-
-def test_the_plan_grows_with_the_tokens_and_not_with_their_square():
-    """64 answers of 512 tokens: a mask per row would be 64 × 512 × 536 entries."""
-    mask = [False] * 24 + [True] * 512
-    batch = collate([Sample([5] * 536, mask, group=b // 8, prefix=24) for b in range(64)])
-    packing = pack(batch)
-    held = [x for b in packing.buckets for x in vars(b).values() if isinstance(x, Tensor)]
-    assert sum(x.numel() for x in held) < 4 * packing.num_tokens
-    assert max(b.width for b in packing.buckets) == 511
 
 
 def very_ragged_batch() -> Batch:
@@ -182,9 +108,7 @@ def very_ragged_batch() -> Batch:
     return collate(samples)
 
 
-@pytest.mark.parametrize("apart_from", [attention.APART_FROM, 1])
-def test_the_forward_pass_and_its_gradients_do_not_notice(apart_from: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "APART_FROM", apart_from)
+def test_the_forward_pass_and_its_gradients_do_not_notice():
     model = random_model("qwen3")
     batch = very_ragged_batch()
     packing = pack(batch)

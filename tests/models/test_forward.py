@@ -24,7 +24,6 @@ from posttrain.models.forward.forward import (
     Forward,
     Precision,
     gpu_memory_of,
-    kept_elements,
     max_logit_elements,
 )
 from posttrain.models.forward.packing import pack
@@ -76,17 +75,6 @@ def test_attention_with_sinks_or_a_cap_stays_the_model_s_own(family: str):
     assert expected.abs().max() > 3, "the model must not be near uniform"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-@torch.no_grad()
-def test_padded_path_agrees(family: str):
-    model = random_model(family)
-    batch = ragged_batch()
-    forward = Forward(model)
-    packed = forward(batch).logprobs
-    forward.path = "padded"
-    assert float((forward(batch).logprobs - packed).abs().max()) < 1e-5
-
-
 def test_a_shared_prompt_is_computed_once():
     batch = ragged_batch()
     packing = pack(batch)
@@ -131,24 +119,6 @@ def test_what_is_read_at_a_token_is_that_token():
         columns = batch.mask.nonzero()[:, 1]
         assert packing.positions[packing.readers[:count]].tolist() == columns.tolist()
         assert packing.positions[packing.predictors[:count]].tolist() == (columns - 1).tolist()
-
-
-def test_which_states_are_read_worked_by_hand():
-    """A prompt of 300 tokens with answers of one and two, of which the stream has the first of the second."""
-    prompt = list(range(300))
-    rows = [Sample([*prompt, *answer], [False] * 300 + [True] * len(answer), 0, 300) for answer in ([7], [8, 9])]
-    packing = pack(collate(rows))
-    assert packing.read is not None
-    assert packing.place is not None
-    assert packing.read.tolist() == [299, 300, *[0] * 126]
-    assert [packing.place[index].item() for index in (299, 300)] == [0, 1]
-    states = torch.arange(384)[:, None]
-    assert packing.predictors[:3].tolist() == [299, 299, 300]
-    for hidden in (states, states.index_select(0, packing.read)):
-        assert packing.pick(hidden, packing.predictors)[:3, 0].tolist() == [299, 299, 300]
-    nearly_all = pack(collate([Sample(prompt, [False] + [True] * 299)]))
-    assert nearly_all.read is None
-    assert pack(collate([Sample(prompt, [False] * 300)])).read is None
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
@@ -256,13 +226,6 @@ def test_of_a_head_that_is_not_trained_gradients_are_formed_in_the_forward_pass(
         assert torch.allclose(formed.entropy, whole.entropy, rtol=0, atol=tolerance)
 
 
-def test_kept_elements_on_a_gpu_are_a_share_of_its_memory():
-    """In fp32 a sixteenth of 80 GiB holds the tables of 8,833 tokens at V = 151,936."""
-    assert kept_elements(None) == 1 << 27
-    assert kept_elements(80 << 30) == (5 << 30) // 4
-    assert kept_elements(80 << 30) // 151_936 == 8_833
-
-
 def test_a_gpu_computes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """16 bytes each, a sixteenth of its memory: 2^28 of 80 GiB, and never fewer than a CPU."""
     sizes = {None: 1 << 24, 80 << 30: 1 << 28, 24 << 30: 24 << 22, 2 << 30: 1 << 24}
@@ -323,18 +286,6 @@ def test_rows_longer_than_the_attention_window_take_the_padded_path():
         assert float((forward(b).logprobs - expected[id(b)]).abs().max()) < 1e-5
 
 
-@torch.no_grad()
-def test_slots_and_tokens_of_the_last_pass():
-    model = random_model("gpt2")
-    batch = collate([Sample([1] * 9, [False] + [True] * 8), Sample([2] * 4, [False] + [True] * 3, group=1)])
-    forward = Forward(model)
-    forward(batch)
-    assert (forward.last_slots, forward.last_tokens) == (2 * 8, 8 + 3)  # the last token of a row predicts nothing
-    forward.path = "padded"
-    forward(batch)
-    assert (forward.last_slots, forward.last_tokens) == (2 * 8, 8 + 4)  # only the last column is left out
-
-
 def with_teacher(batch: Batch, k: int = 5) -> Batch:
     generator = torch.Generator().manual_seed(7)
     batch.streams["teacher_ids"] = torch.randint(0, 97, (*batch.tokens.shape, k), generator=generator)
@@ -385,18 +336,6 @@ def test_candidates_are_of_the_same_distribution(
         assert not logprobs[~batch.mask].any()
 
 
-@torch.no_grad()
-def test_more_candidates_than_the_vocabulary_has():
-    batch = ragged_batch()
-    ids, logprobs = Forward(random_model("gpt2")).top_candidates(batch, 1000)
-    assert ids.shape == logprobs.shape == (*batch.tokens.shape, 97)
-    assert ids.dtype == torch.int64
-    assert logprobs.dtype == torch.float32
-    assert torch.equal(ids[batch.mask].sort(-1).values, torch.arange(97).expand(int(batch.mask.sum()), -1))
-    assert torch.allclose(logprobs[batch.mask].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
-    assert not logprobs.requires_grad
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "granite"])
 def test_gradients_through_candidates(family: str, monkeypatch: pytest.MonkeyPatch):
     """Packed and padded, prompts shared and not, whole and in chunks, against each row alone."""
@@ -445,33 +384,6 @@ def test_large_tables_never_exist_whole(path: str, monkeypatch: pytest.MonkeyPat
     forward.top_candidates(batch, 3)
     assert max(sizes) == 6
     assert sum(sizes) >= 3 * int(batch.mask.sum())  # forward, recomputed in backward, and the teacher's
-
-
-def test_the_attention_window_with_and_without_the_last_token():
-    """Of 7 tokens a row's last one predicts nothing, so 6 are computed; a head that reads at tokens needs all."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=6)).eval()
-    batch = collate([Sample(list(range(7)), [False] + [True] * 6)])
-    head = ScalarHead(32)
-    before, at = Forward(model, head=head), Forward(model, head=head, reads="at", scores_only=True)
-    assert before.packs(batch)
-    assert not at.packs(batch)
-    shorter = collate([Sample(list(range(6)), [False] + [True] * 5)])
-    assert at.packs(shorter)
-    assert at(shorter).scores is not None
-    assert at(batch).scores is not None
-
-
-@torch.no_grad()
-def test_a_row_that_fills_the_context_on_the_padded_path():
-    """The 65th token of a model with 64 positions predicts nothing and needs none."""
-    model = random_model("gpt2")
-    tokens = torch.randint(0, 97, (65,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = collate([Sample(tokens, [False] + [True] * 64)])
-    forward = Forward(model)
-    packed = forward(batch).logprobs
-    forward.path = "padded"
-    assert float((forward(batch).logprobs - packed).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])

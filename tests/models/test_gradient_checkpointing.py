@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from posttrain.models.forward import linear
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.gradient_checkpointing import checkpointed_layers, gradient_checkpointing
 from posttrain.models.forward.linear import ONEDNN_LEAST
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, TrainSection
@@ -77,17 +76,6 @@ def test_an_adapters_dropout_is_drawn_alike_both_times():
     assert relative_difference(found, expected) < 1e-6
     without, _ = accumulate(Method(Forward(model), nll, mean_over_tokens), ragged_batch(), TrainSection(), learns=False)
     assert abs(without - loss) > 1e-4, "dropout acts where gradients are computed"
-
-
-def test_nothing_of_it_is_left_behind():
-    model = random_model("gpt2")
-    layers = checkpointed_layers(model)
-    assert len(layers) == model.config.n_layer
-    with gradient_checkpointing([model]):
-        assert all(layer.training and layer.gradient_checkpointing for layer in layers)
-        assert not any(m.training for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    assert not any(layer.training or layer.gradient_checkpointing for layer in layers)
-    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in layers)
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])

@@ -12,7 +12,7 @@ from small_models import gradients, ragged_batch, random_model, relative_differe
 
 from posttrain.models.forward.forward import ActorCritic, Forward, state_values
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
-from posttrain.models.heads import ScalarHead, hidden_size
+from posttrain.models.heads import ScalarHead
 from posttrain.types import Batch, Sample, collate
 
 PATHS = [("qwen3", "packed"), ("qwen3", "padded"), ("gpt2", "packed"), ("gpt2", "padded"), ("granite", "padded")]
@@ -88,21 +88,6 @@ def test_a_head_worked_by_hand_in_every_type():
     assert single(coarse[:0]).shape == (0,)
 
 
-def test_gradients_of_a_head_by_finite_differences():
-    head = ScalarHead(5, 3, init_std=1.0, bias=True).double()
-    states = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda h, *_: head(h), (states, *head.parameters()))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_hidden_size(family: str):
-    model = random_model(family)
-    assert hidden_size(model) == 32
-    target, transposed = ("c_attn", True) if family == "gpt2" else ("q_proj", False)
-    config = LoraConfig(r=2, target_modules=[target], fan_in_fan_out=transposed, task_type="CAUSAL_LM")
-    assert hidden_size(get_peft_model(model, config)) == 32
-
-
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("reads", ["before", "at"])
 @pytest.mark.parametrize(("family", "path"), PATHS)
@@ -166,26 +151,6 @@ def test_gradients_of_scores_and_of_both_together(family: str, path: str, reads:
             with forward.backward_context():
                 ((outputs.scores * on_scores).sum() + weight * (outputs.logprobs * on_logprobs).sum()).backward()
             assert relative_difference(gradients(model, head), expected) < TOLERANCE[family]
-
-
-@pytest.mark.parametrize(("family", "path"), PATHS)
-def test_a_scorer_computes_no_logits(family: str, path: str):
-    model = random_model(family)
-    forward = Forward(model, head=head_of(), reads="at", scores_only=True)
-    forward.path = path
-    calls = []
-    model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
-    outputs = forward(ragged_batch())
-    assert calls == []
-    assert not outputs.logprobs.requires_grad
-    assert outputs.scores.requires_grad
-    both = Forward(model, head=head_of())  # a shared trunk, whose values alone are asked for
-    both.path = path
-    calls.clear()
-    state_values(both, ragged_batch())
-    assert calls == []
-    both(ragged_batch())
-    assert calls == [1]
 
 
 @pytest.mark.parametrize("path", ["packed", "padded"])
@@ -253,18 +218,6 @@ def test_values_of_states_and_of_the_state_after_the_last_token(family: str, pat
             assert float((final - finals).abs().max()) < 1e-4
             assert not values[~batch.mask].any()
     assert float(finals.std()) > 1
-
-
-@torch.no_grad()
-def test_the_state_after_a_row_that_fills_the_context():
-    model, head = random_model("gpt2"), head_of()
-    tokens = torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = collate([Sample(tokens, [False] + [True] * 63)])
-    expected = hidden_alone(model, batch, 0)[-1] @ head.weight[0] + head.bias[0]
-    for path in ("packed", "padded"):
-        forward = Forward(model, head=head)
-        forward.path = path
-        assert float(state_values(forward, batch)[1] - expected) == pytest.approx(0, abs=1e-4)
 
 
 def actor_critic(family: str, path: str = "packed") -> tuple[torch.nn.Module, ActorCritic, torch.nn.Module]:

@@ -60,14 +60,6 @@ def test_a_folder(folder, tiny_random):
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.skipif(not (TINY / "model.safetensors").is_file(), reason="the embedded model has not been made yet")
-def test_the_embedded_model():
-    loaded = load_model(ModelSection(device="cpu"), seed=0)
-    assert loaded.source == str(TINY)
-    assert loaded.model.config.model_type == "qwen3"
-    assert not loaded.model.training
-
-
 def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
     run = tmp_path / "run"
     for step in ("step-000002", "step-000010"):
@@ -81,11 +73,6 @@ def test_a_run_is_its_best_checkpoint_else_its_newest(tmp_path):
     (run / "checkpoints").mkdir()
     with pytest.raises(UsageError, match="has no checkpoint yet"):
         resolve_model_name(str(run))
-
-
-def test_names():
-    assert resolve_model_name("tiny") == str(TINY)
-    assert resolve_model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 def make_adapter(name, folder, value, small_tokenizer):
@@ -199,12 +186,6 @@ def test_what_a_new_model_cannot_be():
         load_model(init(hidden_size=1_000_000, intermediate_size=10_000_000), seed=0, texts=iter(TEXTS))
     with pytest.raises(UsageError, match="vocab_size: 100, but the tokenizer has"):
         load_model(init(vocab_size=100), seed=0, texts=iter(TEXTS))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(folder):
-    with pytest.raises(UsageError, match="torch sees no GPU"):
-        load_model(ModelSection(name=str(folder), device="cuda"), seed=0)
 
 
 def test_load_model_whose_weights_have_other_sizes_names_them(tiny_random, small_tokenizer, tmp_path):

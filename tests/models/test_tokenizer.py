@@ -46,15 +46,6 @@ def test_special_tokens_have_the_first_ids_and_are_never_made_of_plain_text() ->
     assert TOKENIZER("a")["input_ids"] == TOKENIZER("a", add_special_tokens=False)["input_ids"]  # nothing is added
 
 
-def test_chat_template() -> None:
-    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
-    written = TOKENIZER.apply_chat_template(turns, tokenize=False)
-    assert written == "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"
-    opened = TOKENIZER.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    assert written.startswith(opened)
-    assert opened.endswith("<|im_start|>assistant\n")
-
-
 def test_equal_texts_give_an_equal_tokenizer_and_it_comes_back_from_disk(tmp_path: Path) -> None:
     again = train()
     assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()

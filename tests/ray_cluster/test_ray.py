@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from clusters import Machines, end_of, is_alive, machines, node_of, recipe_of, w
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
-from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from small_runs import same_bits, saved_tensors
@@ -174,31 +172,3 @@ def test_an_address_where_there_is_no_cluster(address: str, message: str, two_no
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "runs").exists()
-
-
-def test_reading_passes_on_what_rank_0_reports() -> None:
-    from queue import Empty
-
-    from posttrain.runs.ray import _Reading
-
-    class Events(list[Any]):
-        def get_nowait(self) -> Any:
-            if not self:
-                raise Empty
-            return self.pop(0)
-
-    recipe, told = recipe_of("fine"), []
-    headline = {field.name: getattr(ACCURACY, field.name) for field in dataclasses.fields(ACCURACY)}
-    events = Events(
-        [
-            ("start", {"steps": 3}),
-            ("evaluation", {"step": 0, "headline": headline}),
-            ("error", {"message": "rank 1 of 2: no", "code": 2}),
-            ("error", {"message": "rank 0 of 2: no", "code": 1}),
-            ("result", {"step": 3}),
-        ]
-    )
-    reading = _Reading(events, recipe, lambda event, facts: told.append((event, facts)))
-    reading.read()
-    assert told == [("start", {"steps": 3, "recipe": recipe}), ("evaluation", {"step": 0, "headline": ACCURACY})]
-    assert (reading.error, reading.result) == (("rank 1 of 2: no", 2), {"step": 3})

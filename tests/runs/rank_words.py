@@ -55,20 +55,20 @@ def dies_in_rank_one(outputs: Outputs, batch: Batch) -> Loss:
 
 
 def dies_while_saving(outputs: Outputs, batch: Batch, *, rank: int = 0, step: int = 2) -> Loss:
-    """An objective whose process of one rank ends while that writes the weights of a step's checkpoint."""
-    from posttrain.train import checkpoint
+    """An objective whose process of one rank ends while that writes its part of a step's checkpoint."""
+    from posttrain.train.distributed import HuggingFaceStorageWriter
 
-    write = checkpoint.save_file
+    write = HuggingFaceStorageWriter.write_data
 
-    def die(tensors: Any, file: Path, *about: Any) -> None:
-        write(tensors, file, *about)
-        if f"step-{step:06d}" in str(file) and os.environ.get("RANK", "0") == str(rank):
-            os.truncate(file, 100)
+    def die(self: Any, *arguments: Any) -> Any:
+        written = write(self, *arguments)
+        if f"step-{step:06d}" in str(self.path) and os.environ.get("RANK", "0") == str(rank):
+            os.truncate(next(Path(self.path).glob("*.safetensors")), 100)
             os.kill(os.getpid(), signal.SIGKILL)
+        return written
 
-    if not hasattr(write, "dies"):
-        die.dies = True  # type: ignore[attr-defined]
-        checkpoint.save_file = die
+    if write.__name__ != "die":
+        HuggingFaceStorageWriter.write_data = die  # type: ignore[method-assign]
     return Loss(-outputs.logprobs)
 
 

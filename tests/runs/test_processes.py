@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from posttrain.errors import PeerFailure, UsageError
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.export import export_run
 from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
@@ -115,11 +111,6 @@ def test_a_process_that_is_killed_among_weights_in_parts_is_named(tmp_path: Path
     assert checkpoint_steps(tmp_path / "runs" / "it" / "checkpoints") == [1]
 
 
-def saved_embedding(folder: Path) -> torch.Tensor:
-    files = (load_file(file) for file in folder.glob("model-*.safetensors"))
-    return next(tensors["model.embed_tokens.weight"] for tensors in files if "model.embed_tokens.weight" in tensors)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_while_it_writes_its_share_leaves_the_checkpoint_before(
@@ -140,18 +131,10 @@ def test_a_process_that_is_killed_while_it_writes_its_share_leaves_the_checkpoin
     code, error = ended(tmp_path, recipe, "--resume", "--accept-changes")
     assert (code, checkpoint_steps(checkpoints)) == (0, [1, 2, 3]), error
     assert [item.name for item in checkpoints.iterdir() if item.name.startswith(".")] == []
-    exported = export_run(tmp_path / "runs", tmp_path / "runs" / "it", tmp_path / "exported", weights="last").target
-    names = {file.name for file in exported.rglob("*.safetensors")}
-    assert names == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
-    index = next(exported.rglob("model.safetensors.index.json"))
-    model, about = AutoModelForCausalLM.from_pretrained(index.parent, output_loading_info=True)
-    assert not about["missing_keys"]
-    assert torch.equal(model.model.embed_tokens.weight, saved_embedding(checkpoints / "step-000003"))
     (tmp_path / "whole").mkdir()
     assert ended(tmp_path / "whole", recipe)[0] == 0
     ours, theirs = (saved_tensors(folder / "runs" / "it", 3) for folder in (tmp_path, tmp_path / "whole"))
     assert same_bits(ours, theirs)
-    assert any(name.startswith("optimizer-00002-of-00002") for name in ours)
 
 
 def _is_alive(process: int) -> bool:

@@ -31,7 +31,7 @@ SECONDS = 600.0  # a bound for the slowest of machines; no test waits for it
 def world_of(size: int) -> Iterator[World]:
     """A world of which this process is rank 0; the others train what ``train_case`` tells them."""
     meeting = Meeting.open(size)
-    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.store.port)}
     place["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     others = [
         subprocess.Popen(

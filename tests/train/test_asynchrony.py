@@ -17,7 +17,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import RecipeError, RunFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
-from posttrain.train import loop, mismatch
+from posttrain.train import loop
 from posttrain.train.build import Parts, prepare
 from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
@@ -103,7 +103,7 @@ def test_every_group_is_sampled_with_the_version_that_the_schedule_says(
     run(tmp_path / "ahead", recipe)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "prepare", by_the_definition(staleness))
-        patch.setattr(mismatch, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
+        patch.setattr(loop, "check_mismatch", lambda *_: None)  # older weights sample there, without a schedule
         run(tmp_path / "defined", stale_recipe(0))
     assert without_staleness(tmp_path / "ahead") == without_staleness(tmp_path / "defined")
     assert recorded(tmp_path / "ahead") == recorded(tmp_path / "defined")
@@ -258,14 +258,6 @@ def test_corrections_see_how_old_the_sampler_was(tmp_path: Path) -> None:
 def test_old_logprobs_of_the_trainer_need_a_correction() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.old_logprobs: .*give 'correction'"):
         words_of(stale_recipe(1, rollout={"old_logprobs": "trainer"}))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("rollout", {"partial": True}), ("eval", {"beside": True}), ("eval", {"device": "cpu"})]
-)
-def test_what_was_removed_is_refused_by_name(key: str, value: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=rf"{key}\.{next(iter(value))}: this key was removed\. Use "):
-        make_recipe("grpo", **{key: value})
 
 
 def test_a_stored_batch_comes_back_bit_for_bit() -> None:

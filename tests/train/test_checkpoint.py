@@ -6,15 +6,13 @@ import json
 import os
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -36,7 +34,8 @@ from posttrain.store.checkpoint_files import (
     seal,
     verify,
 )
-from posttrain.train.checkpoint import Checkpoint, JoinedRows, _deal, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.checkpoint import Checkpoint, load_checkpoint, restore_model, save_checkpoint
+from posttrain.train.distributed import StoredShards, save_shards
 
 SIZES = {
     "vocab_size": 32,
@@ -137,22 +136,6 @@ def test_the_folder_is_what_other_tools_load_and_holds_no_pickle(tmp_path: Path)
     assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == {
         name: digest for name, digest in contents(path).items() if name != "manifest.json"
     }
-
-
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    assert contents(save(tmp_path / "a", 3)) == contents(save(tmp_path / "b", 3))
-    assert contents(save(tmp_path / "a", 4)) != contents(save(tmp_path / "b", 4, seed=5))
-
-
-def test_no_pending_and_shared_or_strided_optimizer_tensors(tmp_path: Path) -> None:
-    table = torch.arange(12.0).reshape(3, 4)
-    save(tmp_path, 1, rollout_buffer=None, optimizer={"all": table, "row": table[1], "turned": table.T})
-    found = load(tmp_path)
-    assert found.rollout_buffer is None
-    assert torch.equal(found.optimizer["row"], table[1])
-    assert torch.equal(found.optimizer["turned"], table.T)
-    save(tmp_path, 2, optimizer={})
-    assert load(tmp_path).optimizer == {}
 
 
 def test_no_checkpoints_is_none(tmp_path: Path) -> None:
@@ -298,18 +281,6 @@ def test_pruning_keeps_the_newest_the_protected_and_the_best(tmp_path: Path) -> 
     assert prune_checkpoints(tmp_path, keep=10) == []
 
 
-def test_best_is_a_relative_link_replaced_in_place(tmp_path: Path) -> None:
-    save(tmp_path / "here", 10)
-    save(tmp_path / "here", 20)
-    mark_best(tmp_path / "here", 10)
-    mark_best(tmp_path / "here", 20)
-    assert os.readlink(tmp_path / "here" / "best") == "step-000020"
-    assert sorted(os.listdir(tmp_path / "here")) == ["best", "step-000010", "step-000020"]
-    os.rename(tmp_path / "here", tmp_path / "moved")
-    assert best_step(tmp_path / "moved") == 20
-    assert json.loads((tmp_path / "moved" / "best" / "state.json").read_text())["step"] == 20
-
-
 @pytest.mark.parametrize("function", ["fsync", "rename", "mkdir"])
 def test_a_write_error_anywhere_leaves_the_older_checkpoint_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
@@ -346,31 +317,6 @@ def test_a_real_write_error_of_the_system(tmp_path: Path, limit: int) -> None:
     assert contents(tmp_path) == before
     assert os.listdir(tmp_path) == ["step-000010"]
     assert load(save(tmp_path, 20, model=model).parent).step == 20
-
-
-def test_a_disk_that_fills_up_while_heads_are_written(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    before = contents(tmp_path)
-    model, large = make_model(3), {"critic.weight": torch.ones(200_000)}
-    limit, old_limit = 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert max(file.stat().st_size for file in (tmp_path / "step-000010").iterdir()) < limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        with pytest.raises(StorageError, match=r"the disk is full.*What had been saved before is untouched"):
-            save(tmp_path, 20, model=model, heads=large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
-    assert contents(tmp_path) == before
-    save(tmp_path, 20, model=model, heads=large)
-    assert torch.equal(load(tmp_path).heads["critic.weight"], large["critic.weight"])
-
-
-def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    model, other = make_model(1), make_model(2)
-    path = save(tmp_path, 1, model=model)
-    restore_model(other, path)
-    assert other.lm_head.weight.data_ptr() == other.model.embed_tokens.weight.data_ptr()
-    assert_same_weights(other, model)
 
 
 def test_restoring_goes_into_the_same_memory(tmp_path: Path) -> None:
@@ -415,12 +361,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_copied(tmp_path: P
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
-def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, model=make_model(1).to(torch.bfloat16))
-    with pytest.raises(CheckpointError, match=r"torch\.bfloat16 .* in the checkpoint and torch\.float32"):
-        restore_model(make_model(1), path)
-
-
 def make_adapter(base_folder: Path, seed: int) -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(base_folder)
     torch.manual_seed(seed)
@@ -444,15 +384,6 @@ def test_an_adapter_is_saved_in_pefts_layout_and_restored_bit_for_bit(tmp_path: 
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), path)
     ids = torch.arange(6)[None]
     assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
-
-
-def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
-    make_model(1).save_pretrained(tmp_path / "base")
-    path = save(tmp_path / "run", 5, model=make_adapter(tmp_path / "base", 1))
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    other = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(CheckpointError, match="this checkpoint is of another model"):
-        restore_model(other, path)
 
 
 def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Path) -> None:
@@ -490,33 +421,6 @@ def test_tied_weights_of_a_critic_are_stored_once_and_stay_tied(tmp_path: Path) 
         restore_heads({"critic": untied}, found)
 
 
-def test_of_an_adapted_critic_only_what_is_trained_is_saved(tmp_path: Path) -> None:
-    make_model(1).save_pretrained(tmp_path / "base")
-    critic, other = make_adapter(tmp_path / "base", 1), make_adapter(tmp_path / "base", 2)
-    heads = head_tensors({"critic": critic, "value": ScalarHead(32)})
-    trained = {f"critic.{name}" for name, p in critic.named_parameters() if p.requires_grad}
-    assert heads.keys() == trained | {"value.weight"}
-    assert 0 < len(trained) < len(list(critic.parameters()))
-    save(tmp_path / "run", 1, heads=heads)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if not parameter.requires_grad:
-                parameter.zero_()  # what is frozen is none of the checkpoint's business
-    restore_heads({"critic": other, "value": ScalarHead(32, seed=9)}, load(tmp_path / "run").heads)
-    theirs = dict(critic.named_parameters())
-    for name, parameter in other.named_parameters():
-        assert torch.equal(parameter, theirs[name]) if parameter.requires_grad else not parameter.any(), name
-
-
-def test_no_heads(tmp_path: Path) -> None:
-    for heads in (None, {}):
-        path = save(tmp_path, 1, heads=heads)
-        assert not (path / "heads.safetensors").exists()
-        assert load(tmp_path).heads == {}
-    restore_heads({}, {})
-    assert contents(save(tmp_path / "a", 1)) == contents(path), "a run without heads writes what it wrote before"
-
-
 @pytest.mark.parametrize(
     ("modules", "what"),
     [
@@ -541,63 +445,26 @@ def test_other_heads_are_refused_and_nothing_copied(
         restore_heads({"value": ScalarHead(32)}, {})
 
 
-SMALL = {
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-}
+def test_tensors_of_a_group_are_read_unsharded_or_refused(tmp_path: Path) -> None:
+    """Files of torch.distributed.checkpoint: safetensors whose headers say where a part begins."""
+    import torch.distributed as dist
 
-
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
-        ("llama", SMALL),
-        ("llama", {**SMALL, "tie_word_embeddings": True}),
-    ],
-)
-def test_weights_are_dealt_out_whole_and_under_the_names_that_they_have_on_disk(
-    architecture: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=64, **options))
-    model.save_pretrained(tmp_path)
-    on_disk = load_file(tmp_path / "model.safetensors")
-    shares = _deal(model, 3)
-    assert shares is not None
-    assert sorted(name for share in shares for name in share) == sorted(on_disk)
-    assert all(torch.equal(tensor, on_disk[name]) for share in shares for name, tensor in share.items())
-    sizes = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
-    assert max(sizes) - min(sizes) <= max(tensor.nbytes for tensor in on_disk.values())
-
-
-def test_an_architecture_whose_weights_are_others_on_disk_is_not_dealt_out() -> None:
-    experts = {**SMALL, "moe_intermediate_size": 16, "num_experts": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", vocab_size=64, **experts))
-    assert _deal(model, 2) is None
-
-
-@pytest.mark.parametrize(
-    "rows", [None, "[]", '{"m": [0]}', '{"m": ["x", 2]}', '{"m": [1e400, 2]}', "[" * 10**5, "no JSON"]
-)
-def test_rows_that_a_header_does_not_say_are_refused(rows: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "optimizer-00001-of-00001.safetensors"
-    save_file({"m": torch.zeros(2)}, file, None if rows is None else {"rows": rows})
-    with pytest.raises(CheckpointError, match="does not say which rows"):
-        JoinedRows([file])
-
-
-@pytest.mark.parametrize(("starts", "total"), [((0, 2), 4), ((0, 3), 5), ((1, 2), 4), ((0, 0), 4)])
-def test_rows_are_joined_in_order_or_refused(starts: tuple[int, int], total: int, tmp_path: Path) -> None:
-    whole = torch.arange(8.0).reshape(4, 2)
-    files = [tmp_path / f"optimizer-0000{i}-of-00002.safetensors" for i in (2, 1)]
-    for start, part, file in zip(starts, whole.split(2), files, strict=True):
-        rest = {"step": torch.tensor(3.0)} if start == 0 and file == files[0] else {}
-        save_file({"m": part, **rest}, file, {"rows": json.dumps({"m": [start, total]})})
-    joined = JoinedRows(sorted(files))
-    if (starts, total) == ((0, 2), 4):
-        assert (list(joined), joined["m"].tolist(), float(joined["step"])) == (["m", "step"], whole.tolist(), 3.0)
-    else:
-        with pytest.raises(CheckpointError, match="rows of m are missing"):
-            joined["m"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_shards({"m": torch.arange(8.0).reshape(4, 2), "step": torch.tensor(3.0)}, tmp_path / "optimizer")
+    finally:
+        dist.destroy_process_group()
+    [file] = (tmp_path / "optimizer").iterdir()
+    stored = StoredShards(tmp_path / "optimizer")
+    assert (list(stored), stored["m"].tolist()[3], float(stored["step"])) == (["m", "step"], [6.0, 7.0], 3.0)
+    for begin in ([2, 0], [0], ["x", 0], None):
+        header = {} if begin is None else {"DCP_SHARDING_INFO": json.dumps({"m": {"saved_offsets": begin}})}
+        save_file({"m": torch.zeros(2, 2)}, file, {"format": "pt", **header})
+        if begin is None:  # a file of whole tensors
+            assert StoredShards(tmp_path / "optimizer")["m"].shape == (2, 2)
+            continue
+        with pytest.raises(CheckpointError, match=r"rows of m are missing|does not hold an optimizer's tensors"):
+            dict(StoredShards(tmp_path / "optimizer"))
+    file.write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match="does not hold an optimizer's tensors"):
+        StoredShards(tmp_path / "optimizer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from small_sources import groups_of
 from transformers import AutoModelForCausalLM
@@ -69,16 +68,6 @@ def test_each_row_is_told_a_right_answer_of_another_sample(tokenizer, template) 
         assert int(batch.prefix[b]) == len(prompt)
         assert rollout.example.messages[0].content == question  # the example itself is as it was
     assert len(set(batch.group.tolist())) == len(rows)  # rows of a group have prompts of their own
-
-
-def test_only_the_rows_asked_for_in_their_order(tokenizer, template) -> None:
-    feedback = Feedback(tokenizer, template, label_above=0.5, context_tokens=1024)
-    given = groups(tokenizer, template)
-    batch, has_feedback = feedback.rewrite(given, [(2, 0), (0, 1)])
-    assert has_feedback.tolist() == [0.0, 1.0]
-    ends = [batch.tokens[b, : int(batch.lengths[b])].tolist() for b in range(2)]
-    for b, rollout in enumerate((given[2][0], given[0][1])):
-        assert ends[b][-len(rollout.completion.ids) :] == list(rollout.completion.ids)
 
 
 def test_a_prompt_that_would_not_fit_is_left_as_it_is(tokenizer, template) -> None:
@@ -173,10 +162,3 @@ def test_the_self_teacher_scores_the_students_tokens_behind_the_rewritten_prompt
             found = batch.streams["teacher_logprobs"][b, batch.mask[b]]
             torch.testing.assert_close(found, expected, atol=3e-5, rtol=0.0)
     assert num_told > 4
-
-
-def test_feedback_needs_the_model_itself_as_its_teacher() -> None:
-    from posttrain.errors import RecipeError
-
-    with pytest.raises(RecipeError, match=r"teacher\.name: objective 'sdpo' learns from feedback.*to self"):
-        prepare(make_recipe("grpo", objective={"name": "sdpo"}, teacher={"name": "tiny"}))

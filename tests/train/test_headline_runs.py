@@ -14,7 +14,7 @@ import torch
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.store.headline import ACCURACY, REWARD, choose_headline
+from posttrain.store.headline import ACCURACY, REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.train import held_out
 from posttrain.train.build import prepare
@@ -99,56 +99,12 @@ def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: 
     assert not any(key.endswith("/accuracy") for row in rows for key in row.metrics)
 
 
-@pytest.mark.parametrize("form", ["response", "messages"])
-def test_a_file_of_prompts_and_responses_is_told_by_its_loss(form: str, tmp_path: Path) -> None:
-    """Rows with a whole response and no gold answer are demonstrations like any other."""
-    path = tmp_path / "rows.jsonl"
-    asked = [f"Tell me of the number {i}." for i in range(12)]
-    rows: list[dict[str, Any]] = [{"prompt": text, "response": RESPONSE} for text in asked]
-    if form == "messages":
-        turns = [(("user", text), ("assistant", RESPONSE)) for text in asked]
-        rows = [{"messages": [{"role": role, "content": said} for role, said in both]} for both in turns]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    task = {"name": "jsonl", "path": str(path), "validation_share": 0.5}
-    evaluator = prepare(validate_recipe(imitation(path).dump() | {"task": task}).resolve()).evaluator
-    assert evaluator is not None
-    (evaluation,) = evaluator(0)
-    assert evaluation.results["loss_rows"] == evaluation.results["n"] > 0
-    headline = choose_headline({"jsonl/validation": evaluation.results}, named=None, samples=False)
-    assert headline is not None
-    assert headline.metric == "loss"
-
-
-def test_lower_is_better_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # steps:                        0    1    2    3    4
-    scripted(monkeypatch, "loss", [0.1, 2.0, 1.0, 3.0, 4.0])
-    recipe = one_layer_recipe("sft", train={"steps": 4, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
-    events = Events()
-    watched(tmp_path, recipe, events)
-    assert best_of(tmp_path) == "step-000002"
-    state = json.loads((tmp_path / "checkpoints" / "step-000004" / "state.json").read_text())
-    assert state["best"] == {"step": 2.0, "loss": 1.0}
-
-
 def test_without_a_headline_nothing_is_the_best(pairs: Path, tmp_path: Path) -> None:
     """What a run does not have must not make its newest weights the best."""
     events = Events()
     watched(tmp_path / "run", imitation(pairs, loss=False), events)
     assert {facts["headline"] for facts in events.of("evaluation")} == {None}
     assert best_of(tmp_path / "run") is None
-
-
-def test_the_best_by_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretend(_: Any, asked: Questions) -> Evaluation:
-        results = {"accuracy": 0.1 * asked.step, "num_tokens": [9.0, 5.0, 3.0, 4.0, 8.0][asked.step], "seconds": 0.0}
-        return Evaluation("made/up", results, [])
-
-    monkeypatch.setattr(held_out, "evaluate", pretend)
-    about = {"train": {"steps": 4, "save_every": 4, "keep": 1}}
-    watched(tmp_path / "a", one_layer_recipe("sft", **about, eval={"every": 1, "n": 1}), Events())
-    named = one_layer_recipe("sft", **about, eval={"every": 1, "n": 1, "best": "num_tokens"})
-    watched(tmp_path / "b", named, Events())
-    assert (best_of(tmp_path / "a"), best_of(tmp_path / "b")) == ("step-000004", "step-000002")
 
 
 def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +150,6 @@ def test_training_accuracy_is_over_what_can_be_graded() -> None:
     assert "accuracy" not in describe_rollouts([[rollout("ungraded", 0.0)]], "xml_format")
 
 
-def test_the_kl_is_measured_where_a_reward_model_pays() -> None:
-    judged = [{"name": "reward_model", "run": "runs/rm"}]
-    assert one_layer_recipe("grpo", eval={"every": 2, "n": 32}).eval.drift_prompts == 0
-    data = one_layer_recipe("grpo", eval={"every": 2, "n": 32}).dump()
-    del data["eval"]["drift_prompts"]
-    assert validate_recipe(data | {"rewards": judged}).resolve().eval.drift_prompts == 32
-    data["eval"]["drift_prompts"] = 0
-    assert validate_recipe(data | {"rewards": judged}).resolve().eval.drift_prompts == 0
-
-
 def test_a_loss_is_of_demonstrations() -> None:
     recipe = one_layer_recipe("grpo", eval={"every": 1, "loss": True})
     with pytest.raises(RecipeError, match=r"eval\.loss: the held-out loss is of demonstrations in 'data'"):
@@ -235,12 +181,3 @@ def test_evaluation_follows_the_task_of_the_command_line(
 ) -> None:
     """None named: the held-out split of the task that is trained on."""
     assert [word.name for word in load_recipe("tiny/grpo", overrides).eval.tasks] == evaluated
-
-
-def test_evaluation_follows_the_task_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: rl/grpo\ntask: gsm8k\neval: {every: 7}\n")
-    recipe = load_recipe(str(path))
-    assert (recipe.eval.tasks, recipe.eval.every, recipe.eval.n) == ([], 7, 500)
-    path.write_text("extends: rl/grpo\ntask: gsm8k\neval: {tasks: [stories, math]}\n")
-    assert [word.name for word in load_recipe(str(path)).eval.tasks] == ["stories", "math"]

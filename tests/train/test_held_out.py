@@ -20,6 +20,7 @@ from posttrain.render.words import r1_zero
 from posttrain.store.metrics import MetricsLog
 from posttrain.tasks.base import Task
 from posttrain.train.build import Parts, prepare
+from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
 from posttrain.train.held_out import HeldOut, choose_held_out, evaluate_objective
 from posttrain.train.loop import train
@@ -202,16 +203,6 @@ def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
     assert again.evaluations["stories/validation"]["margin"] != 0.0
 
 
-def test_demonstrations_and_tasks_without_responses_are_evaluated_by_generation() -> None:
-    recipe = recipe_of("cross_entropy", "none")
-    assert prepare(recipe).evaluator.held_out == {}
-    plain = {"name": "stories", "split": "validation", "size": 8}
-    recipe = recipe_of({"name": "dpo"}, "pair", eval={"tasks": [plain, plain | {"responses": "pair"}]})
-    parts = prepare(recipe)
-    assert set(parts.evaluator.held_out) == {"stories-2/validation"}
-    assert [task.name for task in parts.evaluator.tasks] == ["stories", "stories-2"]
-
-
 def test_a_reward_model_has_nothing_to_generate() -> None:
     plain = {"name": "stories", "split": "validation", "size": 8}
     with pytest.raises(RecipeError, match=r"eval\.tasks: task 'stories' has no responses"):
@@ -232,10 +223,11 @@ def test_what_was_dropped_is_counted() -> None:
         return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair", draws=draws)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
-    chosen = choose_held_out(read, [task], "pair", 10, only_scores=True)["pairs/test"]
+    words = words_of(recipe_of("bradley_terry", "pair", eval={"n": 10}))
+    chosen = choose_held_out(read, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
     with pytest.raises(UsageError, match="no example to evaluate on"):
-        choose_held_out(read, [Task("pairs", "test", [])], "pair", 10, only_scores=True)
+        choose_held_out(read, [Task("pairs", "test", [])], words)
 
 
 def silent(outputs: Outputs, batch: Batch) -> Loss:

@@ -131,20 +131,6 @@ def test_mismatched_answers_by_hand() -> None:
     assert mismatch_answers(collate(samples[:2]), limit=9) is None
 
 
-def test_judged_data_have_a_baseline_too() -> None:
-    recipe = make_recipe("judged", objective={"name": "kto", "undesirable_weight": 0.0}, data={"batch": 6})
-    parts = prepare(recipe)
-    found = []
-    for step in (1, 2, 3, 4):
-        batch = parts.source(step).batch
-        assert batch is not None
-        expected = kl_of_mismatched(batch, parts.model, initial_model(), temperature=1.0)
-        found.append(float(batch.streams["kl_baseline"][0]))
-        assert found[-1] == pytest.approx(max(0.0, expected), abs=1e-3)
-        update(parts, recipe, step, lr=1e-3)
-    assert max(found) > 0.5
-
-
 @pytest.mark.parametrize(("batch", "said"), [(1, True), (4, False)])
 def test_kto_one_prompt_a_batch_is_said_once(tmp_path: Path, batch: int, said: bool) -> None:
     recipe = validate_recipe(

@@ -25,7 +25,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.train.build import Parts, prepare
 from posttrain.train.loop import peak_memory_bytes
-from posttrain.train.memory import Memory, Micro, _logits, counted, memory_of, stated_memory
+from posttrain.train.memory import Memory, Micro, _logits, stated_memory
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs, Sample, collate
 from posttrain.world import peak_resident_bytes
@@ -326,43 +326,12 @@ def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], mo
     assert max(shown) <= said.kv_cache <= 2.3 * max(shown)
 
 
-def test_one_limit_for_a_prompt_and_its_answer(folders: dict[str, str]) -> None:
-    """256 of 320 tokens are the prompt's, as where the answer is given 64."""
-    asked = {"prompt__max_prompt_tokens": "256"}
-    limited = recipe_of("grpo", folders["qwen3"], rollout__max_tokens="64", **asked)
-    shared = recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", rollout__max_total_tokens="320", **asked)
-    assert stated_memory(shared) == stated_memory(limited)
-    assert stated_memory(shared) != stated_memory(
-        recipe_of("grpo", folders["qwen3"], rollout__max_tokens="300", **asked)
-    )
-
-
-def test_an_offloaded_optimizer_has_one_tensor_on_the_gpu(folders: dict[str, str]) -> None:
-    usual, offloaded = (recipe_of("sft", folders["llama"], train__offload=where) for where in ("none", "optimizer"))
-    assert stated_memory(offloaded) == stated_memory(usual), "a CPU's memory is the main memory"
-    on_gpu, all_there = (memory_of(*counted(recipe), 80 << 30) for recipe in (offloaded, usual))
-    largest = max(p.numel() for _, p in prepare(offloaded).parameters)
-    assert on_gpu == replace(all_there, optimizer=8 * largest + 4)
-    assert all_there.optimizer > 2 * on_gpu.optimizer
-
-
 def test_the_cache_of_a_server_is_not_counted(folders: dict[str, str]) -> None:
     own, served = (
         stated_memory(recipe_of("grpo", folders["qwen3"], **engine)) for engine in ({}, {"rollout__engine": "vllm"})
     )
     assert isinstance(own, Memory)
     assert served == replace(own, kv_cache=0)
-
-
-def test_a_batch_of_rollouts(folders: dict[str, str]) -> None:
-    recipe = recipe_of("grpo", folders["qwen3"])
-    drawn = prepare(recipe).source(1).batch
-    assert drawn is not None
-    longest = recipe_of("grpo", folders["qwen3"], prompt__max_prompt_tokens=str(drawn.tokens.shape[1] - ANSWER))
-    said = stated_memory(longest)
-    assert isinstance(said, Memory)
-    tensors = [drawn.tokens, drawn.mask, drawn.mask.float(), *drawn.streams.values()]  # a weight for each token comes
-    assert said.rollouts == pytest.approx(sum(t.numel() * t.element_size() for t in tensors), rel=0.15)
 
 
 def test_logits_of_a_large_vocabulary_worked_by_hand():

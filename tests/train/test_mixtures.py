@@ -114,21 +114,6 @@ def test_given_answers_by_part(objective: str, responses: str, accuracy: str | N
         assert {f"eval/mixture/validation/{name}:{accuracy}" for name in ("one", "two")} <= evaluated.keys()
 
 
-def test_a_held_out_mixture_tells_accuracy_by_part(tmp_path: Path) -> None:
-    recipe = one_layer_recipe(
-        "sft", task=mixed({"one": 1, "two": 1}), train={"steps": 1}, eval={"every": 1, "n": 9, "items": "first"}
-    )
-    run(tmp_path, recipe)
-    label = "eval/mixture/validation"
-    results = MetricsLog(tmp_path / "metrics.jsonl").read()[-1].metrics
-    counted = [results[f"{label}/{name}:accuracy_n"] for name in ("one", "two")]
-    assert counted == [5, 4], "the first nine are of both, in turns"
-    means = [results[f"{label}/{name}:accuracy"] for name in ("one", "two")]
-    assert sum(n * mean for n, mean in zip(counted, means, strict=True)) / 9 == pytest.approx(
-        results[f"{label}/accuracy"]
-    )
-
-
 def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"curriculum: this key was removed\. Use the weights of a mixture's parts"):
         one_layer_recipe("sft", curriculum="stages")

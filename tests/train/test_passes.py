@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.document import merge
 from posttrain.recipes.recipe import load_recipe, validate_recipe
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.launch import launch
 from posttrain.train.sources import num_batches
 from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
 
@@ -59,18 +56,6 @@ def test_passes_over_prompts_count_every_update(tmp_path: Path) -> None:
     assert events.of("start")[0]["length"] == f"1 pass over 7 prompts = {of}"
 
 
-def test_a_run_keeps_its_passes_and_its_status_knows_the_steps(tmp_path: Path) -> None:
-    recipe = passes_over(2)
-    result = launch(recipe, root=tmp_path, name="a")
-    directory = RunDirectory(tmp_path / "a")
-    status = directory.read_status()
-    assert status is not None
-    assert (status.steps, status.step) == (result.step, result.step)
-    assert directory.read_recipe()["train"]["passes"] == 2
-    assert directory.changed_keys(recipe) == {}
-    assert f"2 passes over 7 rows = {result.step} steps" in directory.log_path.read_text()
-
-
 def test_fewer_passes_than_were_made_are_refused(tmp_path: Path) -> None:
     run(tmp_path, passes_over(2))
     with pytest.raises(UsageError, match=r"train.passes 0.1 comes to 1 steps .* the newest checkpoint is of step"):
@@ -84,16 +69,3 @@ def test_exactly_one_of_the_two(tmp_path: Path) -> None:
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
     with pytest.raises(RecipeError, match=r"command line: train.passes: it and train.steps both say how long"):
         load_recipe("tiny/sft", [("train.passes", "1"), ("train.steps", "3")])
-
-
-def test_what_is_said_last_takes_the_others_place(tmp_path: Path) -> None:
-    train = load_recipe("tiny/sft", [("train.passes", "1.5")]).train
-    assert (train.steps, train.passes) == (None, 1.5)
-    file = tmp_path / "mine.yaml"
-    file.write_text("extends: tiny/sft\ntrain: {passes: 2}\n")
-    assert (load_recipe(str(file)).train.steps, load_recipe(str(file)).train.passes) == (None, 2)
-    again = load_recipe(str(file), [("train.steps", "9")]).train
-    assert (again.steps, again.passes) == (9, None)
-    assert merge({"train": {"passes": 2, "lr": 1}}, {"train": {"steps": 9}}) == {"train": {"lr": 1, "steps": 9}}
-    resolved = load_recipe(str(file)).resolve()
-    assert validate_recipe(resolved.dump()).resolve().fingerprint() == resolved.fingerprint()

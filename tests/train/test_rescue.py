@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from posttrain.errors import NonFiniteLoss, StorageError
 from posttrain.recipes.recipe import Recipe
@@ -101,19 +99,6 @@ def test_the_last_completed_step_is_saved_and_the_rest_is_as_if_nothing_had_happ
     assert recorded(cut) == recorded(whole)
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path: Path) -> None:
-    recipe = one_layer_recipe("sft", eval=EVALUATION)
-    run(tmp_path, recipe, stop_after=3)
-    shutil.rmtree(tmp_path / "checkpoints")
-    events = Events()
-    assert watched(tmp_path, recipe, events, resume=True).step == 4
-    dropped = (
-        "5 lines of metrics.jsonl, and the rollouts, were dropped"  # three steps, evaluations before and after two
-    )
-    said = [facts["message"] for facts in events.of("notice")]
-    assert said == [f"no checkpoint to go on from, so the run starts over; {dropped}"]
-
-
 def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller adapts while a batch is made; a weight that had adapted twice would train another run."""
     recipe = one_layer_recipe("grpo", **KL)
@@ -124,25 +109,6 @@ def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: py
     states = [loop.load_checkpoint(tmp_path / name / "checkpoints").state for name in ("whole", "cut")]
     assert states[0] == states[1]
     assert states[0]["source"]["kl_weight"] != 0.1
-
-
-def test_an_observer_that_fails_costs_nothing(undisturbed: Callable[..., Path], tmp_path: Path) -> None:
-    """Such as a terminal that is gone."""
-    recipe = one_layer_recipe("sft", eval=EVALUATION)
-
-    class Deaf(Events):
-        def __call__(self, event: str, facts: dict[str, Any]) -> None:
-            super().__call__(event, facts)
-            if event == "step" and facts["step"] == 2:
-                raise BrokenPipeError("the reader is gone")
-
-    whole, cut = undisturbed(recipe), tmp_path / "cut"
-    with pytest.raises(BrokenPipeError):
-        watched(cut, recipe, Deaf())
-    assert checkpoint_steps(cut / "checkpoints") == [2]
-    run(cut, recipe, resume=True)
-    assert untimed(cut) == untimed(whole)
-    assert recorded(cut) == recorded(whole)
 
 
 def diverging(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -181,15 +147,3 @@ def test_a_checkpoint_that_cannot_be_saved_does_not_hide_the_first_error(
     with pytest.raises(Failure, match="call 2") as caught:
         run(tmp_path, one_layer_recipe("sft"))
     assert caught.value.__notes__ == ["step 1 could not be saved: the disk is full"]
-
-
-def test_a_stop_at_once_is_no_rescue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second Ctrl-C may come anywhere, and whoever presses it does not want to wait."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise SystemExit(130)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", stop)
-    with pytest.raises(SystemExit):
-        run(tmp_path, one_layer_recipe("sft", train={"steps": 2, "max_grad_norm": 1.0}))
-    assert checkpoint_steps(tmp_path / "checkpoints") == []

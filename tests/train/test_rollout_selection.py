@@ -14,21 +14,18 @@ from safetensors.torch import load, load_file, save
 from small_sources import (
     groups_of,
     mostly_uniform,
-    prompts_drawn,
     rows_of,
     same_batch,
     sampled,
     sums,
-    uniform,
 )
 from transformers import AutoModelForCausalLM
 
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.render import encode_prompt
 from posttrain.train.build import prepare
-from posttrain.train.sources.rollouts import NO_GOLD, NOTHING_SELECTED, RolloutSource
+from posttrain.train.sources.rollouts import NO_GOLD, NOTHING_SELECTED
 from posttrain.types import Batch, Loss, Outputs, Rollout
 from small_runs import Events, one_layer_recipe, run, saved_tensors, steps_of, watched
 
@@ -101,33 +98,6 @@ def test_rows_of_pairs_alternate_and_share_their_prompt(tokenizer, template) -> 
     assert draw.metrics["selected"] == 2 * len(expected) / 30
     assert "advantage_mean" not in draw.metrics
     assert all(r.advantage is None for r in draw.rollouts)
-
-
-def test_an_objective_over_pairs_gets_the_best_and_the_worst_by_default(tokenizer, template) -> None:
-    source = sampled(tokenizer, template, sums(20), objective={"name": "dpo"}, rollout={"prompts": 6, "group": 3})
-    draw = source(1)
-    expected = []
-    for group in groups_of(draw.rollouts, 3):
-        rewards = [r.reward for r in group]
-        if max(rewards) > min(rewards):
-            expected += [ids_of(group[rewards.index(max(rewards))]), ids_of(group[rewards.index(min(rewards))])]
-    assert rows_of(draw.batch) == expected
-    assert set(draw.batch.streams) == {"sampler_logprobs"}  # dpo reads none of the data's streams
-
-
-def test_balanced_rows_are_as_many_right_as_wrong_and_no_pairs(tokenizer, template) -> None:
-    select = {"name": "balanced", "threshold": 4.5, "keep": 2}
-    rollout = {"prompts": 5, "group": 6, "select": select, "label_above": 4.5}
-    source = sampled(tokenizer, template, sums(20), objective={"name": ROWS}, rollout=rollout)
-    draw = source(1)
-    batch = draw.batch
-    groups = groups_of(draw.rollouts, 6)
-    expected = [r for g in groups for pair in right_and_wrong_by_hand(list(g), 4.5, 2) for r in pair]
-    assert rows_of(batch) == [ids_of(r) for r in expected]
-    assert batch.rows_per_unit == 1
-    assert batch.streams["labels"].tolist() == [1.0, 0.0] * (len(expected) // 2)
-    assert batch.streams["rewards"].tolist() == [r.reward for r in expected]
-    assert batch.streams["margins"].tolist() == [0.0] * len(expected)  # a row alone has no difference
 
 
 def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) -> None:
@@ -268,58 +238,11 @@ def pairs_of(batch: Batch) -> Counter[tuple[tuple[int, ...], ...]]:
     return Counter((rows[u], rows[u + 1]) for u in range(0, len(rows), 2))
 
 
-def test_groups_are_drawn_until_enough_of_them_give_something(tokenizer, template) -> None:
-    """A group that differs is not enough: one of its answers must be above the threshold."""
-    threshold = 7.5
-    rollout = {
-        "prompts": 4,
-        "group": 3,
-        "drop_uniform_groups": True,
-        "max_rounds": 9,
-        "select": {"name": "above", "threshold": threshold},
-    }
-    source = sampled(tokenizer, template, sums(50), objective={"name": "cross_entropy"}, rollout=rollout)
-    draw = source(1)
-    groups = groups_of(draw.rollouts, 3)
-    gives = [not uniform(g) and any(r.reward > threshold for r in g) for g in groups]
-    assert any(not uniform(g) and not given for g, given in zip(groups, gives, strict=True))  # else no news
-    assert 4 < len(groups) < 36
-    accepted = [g for g, given in zip(groups, gives, strict=True) if given][:4]
-    assert len(accepted) == 4
-    assert not all(gives[:-4])
-    assert rows_of(draw.batch) == [ids_of(r) for g in accepted for r in g if r.reward > threshold]
-    assert draw.metrics["accepted_groups"] == sum(gives) / len(groups)
-    assert draw.metrics["selected"] == draw.batch.num_rows / 12
-    assert [g[0].prompt_index for g in groups] == prompts_drawn(source, 0, len(groups) // 4)
-
-
 # --- a rollout buffer ---
 
 
 def through_a_file(rollout_buffer: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
     return None if rollout_buffer is None else load(save({name: x.clone() for name, x in rollout_buffer.items()}))
-
-
-def test_pending_pairs_come_back_bit_for_bit(tokenizer, template) -> None:
-    def make() -> RolloutSource:
-        return sampled(
-            tokenizer,
-            template,
-            sums(30),
-            objective={"name": PAIRS},
-            rollout={"prompts": 4, "group": 6, "select": {"name": "right_and_wrong", "threshold": 4.5, "num_pairs": 3}},
-            train={"epochs": 2, "minibatches": 2},
-        )
-
-    source, resumed = make(), make()
-    for step in (1, 2):
-        source(step)
-    resumed.restore(through_a_file(source.rollout_buffer(2)), source.state())
-    for step in (3, 4, 5):
-        left, right = source(step).batch, resumed(step).batch
-        assert same_batch(left, right), step
-        assert right.rows_per_unit == 2
-    assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
 
 
 def test_streams_of_every_type_come_back_bit_for_bit() -> None:
@@ -366,12 +289,3 @@ def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
     assert right.metrics["kl_weight"] == left.metrics["kl_weight"] == pytest.approx(adapted, rel=1e-12)
     assert resumed.state() == source.state()
     assert resumed.state()["kl_weight"] == pytest.approx(adapted * (1 - 0.2 * 16 / 40), rel=1e-12)
-
-
-def test_every_option_of_a_selection_is_in_the_resolved_recipe() -> None:
-    recipe: Recipe = one_layer_recipe("grpo", objective={"name": "dpo"})
-    assert recipe.rollout is not None
-    assert recipe.rollout.select is not None
-    assert recipe.dump()["rollout"]["select"] == {"name": "best_and_worst"}
-    chosen = one_layer_recipe("grpo", objective={"name": "dpo"}, rollout={"select": "right_and_wrong"})
-    assert chosen.dump()["rollout"]["select"] == {"name": "right_and_wrong", "threshold": 0.5, "num_pairs": 1}

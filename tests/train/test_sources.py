@@ -25,7 +25,6 @@ from posttrain.randomness import draw_indices
 from posttrain.render import encode_plain, encode_prompt, encode_response
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task
-from posttrain.train.checks import words_of
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Example, Message, Response
 from small_runs import make_recipe
@@ -256,18 +255,6 @@ def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
     return (*prompt, *steps, tokenizer.eos_token_id)
 
 
-def test_demonstrations_carry_no_streams(tokenizer, template) -> None:
-    batch = given(tokenizer, template, pairs_task(3), "demonstration", data={"batch": 3})(1).batch
-    assert batch.streams == {}
-    assert batch.rows_per_unit == 1
-
-
-@pytest.mark.parametrize("objective", ["bradley_terry", "outcome", "process"])
-def test_training_on_prompts_is_for_demonstrations(objective: str) -> None:
-    with pytest.raises(RecipeError, match=rf"data\.train_on: 'all' is for demonstrations; objective '{objective}'"):
-        words_of(make_recipe("judged", objective=objective, data={"train_on": "all"}))
-
-
 def test_data_without_answers_say_so(tokenizer, template) -> None:
     with pytest.raises(UsageError, match=r"task 'sums': no row is left to train on; .*'no given responses': 3"):
         given(tokenizer, template, sums(3), "pair")
@@ -299,22 +286,6 @@ def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
     assert draw.metrics["reward"] == pytest.approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
 
 
-def test_rollouts_are_a_function_of_seed_and_step(tokenizer, template) -> None:
-    task = sums(9)
-    first, second = (sampled(tokenizer, template, task, rollout={"prompts": 4, "group": 2}) for _ in range(2))
-    draws = [first(step) for step in (1, 2, 3)]
-    later = second(3)
-    assert same_batch(later.batch, draws[2].batch)
-    assert later.rollouts == draws[2].rollouts
-    stream = [r.prompt_index for draw in draws for r in draw.rollouts if r.rollout_index == 0]
-    assert stream == prompts_at(first, 0, 12)
-    assert sorted(stream[:9]) == list(range(9))
-    epochs = [r.epoch for draw in draws for r in draw.rollouts if r.rollout_index == 0]
-    assert epochs == [0] * 9 + [1] * 3  # the third batch reaches into the next epoch
-    keys = [key for call in first.engine.calls for row in call[1] for key in row]  # type: ignore[attr-defined]
-    assert len(set(keys)) == len(keys) == 24
-
-
 def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> None:
     task = sums(9, long=(1, 4))
     limit = len(encode_prompt(tokenizer, template, task.examples[0].messages))
@@ -323,20 +294,6 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, template) 
     assert sorted({r.prompt_index for r in source(1).rollouts}) == [0, 2, 3, 5, 6, 7, 8]
     with pytest.raises(UsageError, match=r"task 'sums': no prompt is left to sample from; dropped: .*: 9"):
         sampled(tokenizer, template, task, prompt={"max_prompt_tokens": 3})
-
-
-def test_one_limit_for_a_prompt_and_its_answer(tokenizer, template) -> None:
-    """A prompt that leaves no room is dropped, and what is left of the limit is the answer's."""
-    task = sums(9, long=(1, 4))
-    lengths = [len(encode_prompt(tokenizer, template, example.messages)) for example in task.examples]
-    limit = max(lengths[0], lengths[2]) + 1
-    source = sampled(tokenizer, template, task, rollout={"prompts": 7, "max_total_tokens": limit})
-    assert source.dropped == {"blank": 2, f"prompt longer than {limit - 1} tokens": 2}
-    rollouts = source(1).rollouts
-    assert {r.prompt_index for r in rollouts} == {0, 2, 3, 5, 6, 7, 8}
-    assert max(len(r.prompt_ids) + len(r.completion.ids) for r in rollouts) == limit
-    with pytest.raises(UsageError, match=r"task 'sums': no prompt is left to sample from; dropped: .*: 9"):
-        sampled(tokenizer, template, task, rollout={"max_total_tokens": 3})
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 3), (2, 3), (3, 1)])
@@ -434,14 +391,6 @@ def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> N
     assert draw.batch.num_rows == 21
     assert draw.batch.streams["advantages"].abs().max() == 0.0  # they add no gradient
     assert draw.metrics["advantage_std"] == 0.0
-
-
-def test_without_dynamic_sampling_one_round_is_drawn(tokenizer, template) -> None:
-    source = sampled(tokenizer, template, sums(50), reward="always_the_same", rollout={"prompts": 3, "group": 2})
-    draw = source(1)
-    assert len(draw.rollouts) == 6
-    assert "accepted_groups" not in draw.metrics
-    assert draw.metrics["uniform_groups"] == 1.0
 
 
 def flattening(rewards: torch.Tensor) -> torch.Tensor:

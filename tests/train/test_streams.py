@@ -96,18 +96,6 @@ def test_the_reference_is_the_initial_model_also_after_updates() -> None:
     assert not any(p is q for p in parts.model.parameters() for _, q in parts.parameters if not q.requires_grad)
 
 
-def test_the_reference_of_a_fresh_adapter_is_the_base() -> None:
-    recipe = reference_recipe(model=LORA)
-    parts = prepare(recipe)
-    batch = update(parts, recipe, 1)
-    assert difference(batch.streams["ref_logprobs"], batch.streams["old_logprobs"]) < CLOSE
-    batch = update(parts, recipe, 2)
-    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE
-    with_adapter = plain_logprobs(parts.model, batch)
-    assert difference(batch.streams["ref_logprobs"], with_adapter) > 0.05
-    assert difference(plain_logprobs(parts.model, batch), with_adapter) == 0.0  # it is on again
-
-
 def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_path: Path) -> None:
     first = make_recipe("sft", model=LORA, train={"steps": 3, "lr": 1e-2})
     run(tmp_path / "first", first)
@@ -122,22 +110,6 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
     assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) > 0.05
     assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch)) > 0.05
     assert all(p.grad is None and p.requires_grad for _, p in parts.parameters)
-
-
-def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> None:
-    """The loop's own resume: the checkpoint is restored into the model, not into the reference."""
-    from posttrain.train.checkpoint import load_checkpoint, restore_model
-
-    recipe = reference_recipe(train={"steps": 2, "lr": 1e-2})
-    run(tmp_path, recipe)
-    parts = prepare(recipe)
-    found = load_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
-    restore_model(parts.model, found.path)
-    batch = parts.source(3).batch
-    assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch)) < CLOSE
-    assert difference(batch.streams["old_logprobs"], plain_logprobs(parts.model, batch)) < CLOSE
-    assert difference(batch.streams["ref_logprobs"], batch.streams["old_logprobs"]) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -305,18 +277,6 @@ def test_what_a_teacher_saw_is_not_known_before_each_step(monkeypatch: pytest.Mo
 def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
     """An objective for the tests above, whose stream cannot work."""
     raise AssertionError("never called")
-
-
-def test_the_reference_is_asked_once_for_the_penalty_and_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    original = Scorer.logprobs
-    monkeypatch.setattr(Scorer, "logprobs", lambda self, batch: asked.append(batch.num_rows) or original(self, batch))
-    for regularize in ({}, {"kl": 0.1}):
-        parts = prepare(make_recipe("grpo", objective="grpo", regularize=regularize, kl_in_reward={"weight": 0.1}))
-        batch = parts.source(1).batch
-        assert batch is not None
-        assert asked == [batch.num_rows]
-        asked.clear()
 
 
 @pytest.mark.parametrize("rows_per_micro", [1, 3])

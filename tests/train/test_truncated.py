@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from small_sources import groups_of, rows_of, same_batch, sampled, sums
-from test_turns import game_recipe
 
 from posttrain import registry
 from posttrain.engines.scripted import ScriptedEngine
@@ -20,7 +18,7 @@ from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate
 from posttrain.types import TRUNCATED, Batch, Completion, Finish
 from posttrain.untrusted import declare_code
-from small_runs import one_layer_recipe, recorded, run, saved_tensors, steps_of
+from small_runs import one_layer_recipe
 
 # Answers of a group of four, whose reward is the last digit: of three tokens at most, so that the third is cut off.
 GROUP = ("7.", "3.", "9999", "11.")
@@ -72,16 +70,6 @@ def name_of(word: Any) -> str:
 
 def options_of(word: Any) -> dict[str, Any]:
     return {} if isinstance(word, str) else {k: v for k, v in word.items() if k != "name"}
-
-
-def test_nothing_is_masked_unless_it_is_asked_for(tokenizer, template) -> None:
-    plain = sampled(
-        tokenizer, template, sums(1), engine=in_order(tokenizer, GROUP), rollout=FOUR | {"mask_truncated": False}
-    )
-    draw = plain(1)
-    assert draw.batch is not None
-    assert draw.batch.num_rows == 4
-    assert "masked" not in draw.metrics
 
 
 # --- the gradient ---
@@ -169,20 +157,6 @@ def test_the_gradient_is_worked_by_hand() -> None:
 # --- nothing left ---
 
 
-@pytest.mark.parametrize("words", ["reinforce", "with a penalty", "ppo"])
-def test_a_step_of_which_all_is_masked_updates_nothing(tmp_path: Path, words: str) -> None:
-    """At ten tokens the embedded model never comes to an end."""
-    rollout = {"prompts": 2, "group": 2, "max_tokens": 3, "mask_truncated": True}
-    recipe = one_layer_recipe("grpo", rollout=rollout, train={"steps": 2, "save_every": 1, "keep": 9}, **WORDS[words])
-    run(tmp_path, recipe)
-    for row in steps_of(tmp_path):
-        assert (row["masked"], row["truncated"], row["selected"]) == (1.0, 1.0, 0.0)
-        assert (row["tokens"], row["loss"], row["grad_norm"]) == (0.0, 0.0, 0.0)
-    assert all(r.advantage is not None for r in recorded(tmp_path)[0])
-    one, two = (saved_tensors(tmp_path, step) for step in (1, 2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_groups_are_drawn_until_something_is_left_of_them(tokenizer, template) -> None:
     """A group whose rewards differ is as good as uniform when all of it was cut off."""
     rollout = FOUR | {"prompts": 2, "group": 2, "drop_uniform_groups": True}
@@ -240,22 +214,3 @@ def test_every_way_to_end_is_cut_off_or_not() -> None:
     for finish, is_cut in WAYS.items():
         assert Completion((1,), (0.0,), finish).is_truncated == is_cut  # type: ignore[arg-type]
         assert truncated(finish) == (-1.0 if is_cut else 0.0)
-
-
-def test_episodes_that_came_to_the_limit_of_turns_are_masked_and_counted() -> None:
-    rewards = ["environment", {"name": "truncated", "weight": 0.5}]
-    recipe = game_recipe(rollout={"max_turns": 2, "mask_truncated": True, "prompts": 8})
-    recipe.rewards[:] = one_layer_recipe("grpo", rewards=rewards).rewards
-    draw = prepare(recipe).source(1)
-    finishes = [r.completion.finish for r in draw.rollouts]
-    assert {"stop", "out_of_turns"} <= set(finishes)
-    assert draw.batch is not None
-    kept = [r for r in draw.rollouts if r.completion.finish in ("stop", "ended")]
-    assert rows_of(draw.batch) == [r.prompt_ids + r.completion.ids for r in kept]
-    share = finishes.count("out_of_turns") / len(finishes)
-    assert draw.metrics["out_of_turns"] == draw.metrics["truncated"] == draw.metrics["masked"] == share
-    assert draw.metrics["tool_failed"] == 0.0
-    assert draw.metrics["reward/truncated"] == -share
-    for rollout in draw.rollouts:
-        paid = rollout.parts["environment"] - 0.5 * (rollout.completion.finish == "out_of_turns")
-        assert rollout.reward == paid

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_turns import TEXTS, game_recipe
+from test_turns import game_recipe
 
 from posttrain import registry
 from posttrain.algorithms.advantages import normalized, turn_normalized
-from posttrain.cli import main
-from posttrain.commands.summary import write_summary
-from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.sections import KLInRewardSection
-from posttrain.runs.launch import launch
-from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.train.build import prepare
 from posttrain.train.credit import Credit, number_turns
 from posttrain.train.sources.rollouts import pay_turns
@@ -194,32 +187,6 @@ def test_an_environment_pays_turns_and_the_credit_is_that_of_the_recipe(tmp_path
     assert [r.turns for r in rows if r.step == 1] == [r.turns for r in draw.rollouts]
 
 
-def test_what_was_paid_for_a_turn_is_shown_below_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In ``runs show`` and in the report of the run."""
-    guessing = {"engine": {"name": "choosing_engine:choosing", "texts": TEXTS[:3]}}
-    recipe = paying_recipe(train={"steps": 1}, eval={"every": 1, "n": 3, "max_tokens": 200}, rollout=guessing)
-    folder = launch(recipe, root=tmp_path, name="paid").folder
-    with RolloutStore(folder / "rollouts.db", read_only=True) as store:
-        trained, held_out = store.training(), store.evaluations()
-    assert sum(turn.reward is not None for row in trained for turn in row.turns) > 3
-    assert main(["runs", "show", "paid", "--runs-dir", str(tmp_path)]) == 0
-    assert paid_in(capsys.readouterr().out) == rewards_of(trained[-1:])
-    page = write_summary(folder).read_text()
-    cards = re.findall(r'<div class="card transcript">(.*?)</div></div>', page, re.DOTALL)
-    assert len(cards) == 3
-    shown = [number for card in cards for number in paid_in(unescape(re.sub("<[^>]*>", "", card)))]
-    assert sorted(shown) == sorted(rewards_of(held_out))
-    assert rewards_of(held_out), "something was paid there, too"
-
-
-def paid_in(text: str) -> list[float]:
-    return [float(number) for number in re.findall(r"^-> paid (\S+)$", text, re.MULTILINE)]
-
-
-def rewards_of(rows: list[RecordedRollout]) -> list[float]:
-    return [turn.reward for row in rows for turn in row.turns if turn.reward is not None]
-
-
 def group_of(rollouts: list[Rollout], one: Rollout) -> list[Rollout]:
     return [r for r in rollouts if r.prompt_index == one.prompt_index]
 
@@ -237,17 +204,3 @@ def test_a_reward_of_a_turn_that_is_no_number_is_a_failure_of_the_environment(wr
     assert failed
     for rollout in failed:
         assert rollout.failures == (f"get_turn_reward returned {wrong!r}, which is no finite number",)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    recipe = game_recipe()
-    recipe.rewards[:] = paying_recipe().rewards
-    with pytest.raises(UsageError, match="'number_guess' has no get_turn_reward, which the reward turn_rewards asks"):
-        prepare(recipe)
-    with pytest.raises(RecipeError, match=r"rollout.group=1: advantage 'turn_normalized' compares"):
-        prepare(game_recipe(advantage="turn_normalized", rollout={"group": 1}))
-    chosen = game_recipe(advantage="turn_normalized", rollout={"select": "best_of"})
-    with pytest.raises(
-        RecipeError, match="kl_in_reward are computed over every completion, and advantages per turn are too"
-    ):
-        prepare(chosen)

@@ -10,9 +10,8 @@ import torch
 
 from posttrain.commands.runs.show import _last_episode
 from posttrain.environments.contract import EnvironmentFailed
-from posttrain.errors import RecipeError, RunFailure, UsageError
+from posttrain.errors import RunFailure, UsageError
 from posttrain.train.build import prepare
-from posttrain.train.credit import Credit
 from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.train.step import accumulate
 from posttrain.types import Rollout
@@ -189,20 +188,6 @@ def test_an_environment_that_never_works_stops_the_run_with_its_reason() -> None
         prepare(recipe).source(1)
 
 
-def test_groups_of_one_size_are_computed_together() -> None:
-    seen = []
-
-    def word(rewards: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(rewards.shape))
-        return rewards - rewards.mean(dim=1, keepdim=True)
-
-    groups = [torch.tensor(x, dtype=torch.float64) for x in ([1.0, 3.0], [0.0, 3.0, 6.0], [5.0, 5.0])]
-    advantages = Credit(word).from_groups(groups)
-    assert advantages is not None
-    assert [x.tolist() for x in advantages] == [[-1.0, 1.0], [-3.0, 0.0, 3.0], [0.0, 0.0]]
-    assert seen == [(2, 2), (1, 3)]
-
-
 def test_a_drawn_batch_comes_back_whole_from_another_process() -> None:
     Unsure.broken = {"6"}
     source = prepare(game_recipe("test_turns:Unsure")).source
@@ -210,19 +195,6 @@ def test_a_drawn_batch_comes_back_whole_from_another_process() -> None:
     again = read_drawn(write_drawn(drawn), source)
     assert [r for g in again.sampled for r in g] == [r for g in drawn.sampled for r in g]
     assert any(r.failures for g in again.sampled for r in g)
-
-
-def test_evaluations_are_played_too(tmp_path: Path) -> None:
-    rollout = {"engine": {"name": "choosing_engine:choosing", "texts": TEXTS[:3]}}
-    watched = {"every": 1, "n": 6, "drift_prompts": 4}
-    run(tmp_path, game_recipe(train={"steps": 1, "lr": 1e-4}, eval=watched, rollout=rollout))
-    rows = recorded(tmp_path)[1]
-    assert {row.step for row in rows} == {0, 1}
-    assert any(len(row.turns) > 1 for row in rows)
-    first, second = ([row.prompt for row in rows if row.step == step] for step in (0, 1))
-    assert first == second
-    tokens = [[row.token_ids[: len(row.token_ids) - row.num_tokens] for row in rows if row.step == s] for s in (0, 1)]
-    assert tokens[0] == tokens[1], "the same games are asked at every evaluation"
 
 
 @pytest.mark.parametrize(
@@ -236,19 +208,3 @@ def test_words_that_are_wrong_are_named(changes: dict[str, Any], says: str) -> N
     with pytest.raises(UsageError) as refused:
         one_layer_recipe("grpo", **changes)
     assert says in str(refused.value)
-
-
-def test_limits_of_turns_want_something_that_answers() -> None:
-    with pytest.raises(RecipeError, match=r"rollout\.max_turns: max_turns is for completions of several turns"):
-        one_layer_recipe("grpo", rollout={"max_turns": 3})
-    with pytest.raises(RecipeError, match=r"environment: 'environment' answers a model that samples"):
-        one_layer_recipe("sft", environment="calculator")
-    for kind, says in (("grpo", "give 'environment'"), ("sft", "in a recipe with 'data' nothing answers")):
-        for key, changes in (("task", {"task": "episodes"}), ("eval.tasks.0", {"eval": {"tasks": ["episodes"]}})):
-            with pytest.raises(RecipeError, match=f"{key}: 'episodes' asks nothing by itself; {says}"):
-                prepare(one_layer_recipe(kind, **changes))
-    recipe = one_layer_recipe("grpo", environment="calculator")
-    assert recipe.rollout is not None
-    turns = (recipe.rollout.max_turns, recipe.rollout.tool_seconds, recipe.rollout.retries, recipe.rollout.show_tools)
-    assert turns == (8, 30.0, 2, True)
-    assert "max_turns" not in one_layer_recipe("grpo").to_yaml()

@@ -1,4 +1,4 @@
-"""LoRA adapters from disk: attached to their base with every tensor accounted for, or merged into it."""
+"""LoRA adapters from disk: attached to their base with every tensor in use, or merged into it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _ADAPTER = "default"
 def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
     """Return ``base`` with the adapter in the folder ``source`` on it; of a reward model, without its head.
 
-    Whole weights in its file (embeddings of a resized vocabulary, say) replace those of the base, which gets as many
-    rows as they have.
+    Whole weights in its file (embeddings of a resized vocabulary) replace those of the base.
 
     Raises:
         UsageError: a tensor of the file has no place in the model, or one that the configuration names is not in it.
@@ -71,10 +70,9 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
 
 
 def merge_adapter(model: Any) -> Any:
-    """Return the base of a peft model with its active adapter added by peft's own rules.
+    """Return the base of a peft model with its active adapter merged by peft's own rules.
 
-    A matrix that has two places in the model (a tied head), and an adapter at one of them, becomes two matrices first:
-    they are no longer equal.
+    A tied matrix with an adapter at one of its places becomes two matrices first.
     """
     base = model.get_base_model()
     tied = tied_adapters(base)
@@ -82,20 +80,17 @@ def merge_adapter(model: Any) -> Any:
         module = base.get_submodule(name.rpartition(".")[0])
         module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*tie_word_embeddings"
-        )  # what the lines around this one take care of
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # see below
         merged = model.merge_and_unload()
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if head is None:
         return merged
     if tied and head.weight.shape == embedding.weight.shape and head.weight.equal(embedding.weight):
         head.weight = embedding.weight
-        for config in (merged.config, merged.config.get_text_config()):
-            config.tie_word_embeddings = True  # peft has just seen two
-    elif head.weight is not embedding.weight:
-        for config in (merged.config, merged.config.get_text_config()):
-            config.tie_word_embeddings = False
+    is_tied = head.weight is embedding.weight
+    for config in (merged.config, merged.config.get_text_config()) if tied or not is_tied else ():
+        config.tie_word_embeddings = is_tied
+    if not is_tied:
         merged.all_tied_weights_keys = {}
     return merged
 
@@ -125,7 +120,7 @@ def _check_settings(place: Path, config_type: Any) -> None:
 def _read_whole_weights(base: Any, path: Path) -> set[str]:
     """Name the weights of ``base`` that an adapter's file holds whole with other values.
 
-    The embeddings of ``base`` get as many rows as those in the file have, where all of them are in it.
+    The embeddings of ``base`` get as many rows as those in the file, where all of them are in it.
 
     Raises:
         UsageError: there is no such file, or it is damaged.

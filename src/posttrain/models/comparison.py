@@ -1,4 +1,4 @@
-"""The same model or not: an export is compared with the trained model on a probe before it is called done."""
+"""Comparison of an export with the trained model on a probe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_probe(model: Any, chosen: Sequence[int] = ()) -> Tensor:
 
 
 def check_same(trained: Tensor, exported: Tensor, what: str, *, exact: bool = True) -> float:
-    """Compare what ``read_probe`` gave of two models; returns the largest gap in nats.
+    """Compare the probes of two models (``read_probe``); returns the largest gap in nats.
 
     Args:
         exact: the weights are in fp32; of half precision, merging rounds.

@@ -1,4 +1,4 @@
-"""What is read from the last hidden states: numbers (values, rewards, classes of steps) and log-probabilities."""
+"""Heads on the last hidden states: numbers (values, rewards, classes of steps) and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ def hidden_size(model: Any) -> int:
 
 
 class ScalarHead(nn.Module):
-    """One linear layer from a hidden state to ``outputs`` numbers: ``W h (+ b)``.
-
-    ``weight`` is ``float32 [outputs, hidden]`` whatever the model's type is, so that small updates
-    are not rounded away (float64 beside a model in float64); ``bias`` is ``float32 [outputs]`` or None.
+    """One linear layer from a hidden state to ``outputs`` numbers: ``W h (+ b)``, in fp32 at least.
 
     Args:
         hidden: the width of the hidden states, d.
         outputs: 1 for a value or a reward, C for classes.
         seed: the weights are a function of ``seed`` alone, the same on every device.
-        init_std: they are drawn from N(0, init_std²); 0 gives zeros. A bias begins at 0.
-        bias: whether to add one.
+        init_std: they are drawn from N(0, init_std²). A bias begins at 0.
     """
 
     def __init__(
@@ -43,19 +39,11 @@ class ScalarHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[M]`` for one output, else ``[M, C]``, from ``hidden [M, d]`` of any type.
-
-        In fp32, or in float64 where the hidden states are.
-        """
+        """``[M]`` for one output, else ``[M, C]``, from ``hidden [M, d]``, in fp32 or float64."""
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         numbers = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         return numbers[:, 0] if self.weight.shape[0] == 1 else numbers
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def score_logits(
@@ -65,12 +53,10 @@ def score_logits(
     entropy: str,
     candidates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and
-    log-probabilities ``[M, K]`` of ``candidates [M, K]``; None where not asked for.
-
-    fp32, or float64 where the logits are.
-    """
-    scaled = _scaled(logits, temperature)
+    """Log-probabilities ``[M]`` of ``targets`` under ``logits [M, V]``, entropies ``[M]``, and log-probabilities
+    ``[M, K]`` of ``candidates [M, K]``, or None; in fp32 or float64."""
+    scaled = logits if logits.dtype == torch.float64 else logits.float()
+    scaled = scaled if temperature == 1.0 else scaled / temperature
     if entropy != "differentiable":
         ids = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], dim=1)
         logprobs, entropies = TokenScores.apply(scaled, ids, entropy == "detached")
@@ -83,13 +69,11 @@ def score_logits(
 
 
 class WithSlopes(torch.autograd.Function):
-    """What ``run(states, ids)`` gives of hidden states ``[M, d]``: tensors ``[M]``, each number of one state alone and
-    by a head that is not trained; with gradients by the states.
+    """The tensors ``[M]`` of ``run(states, ids)`` for hidden states ``[M, d]`` under a head that is not trained.
 
-    The gradient of a token's log-probability by its state, ``u = W^T (e_y - p) / temperature``, is the same whatever
-    the objective is. So it is formed in the forward pass, where the token's distribution is at hand, and the backward
-    pass is ``g u``: two products with the vocabulary, where logits computed again cost a third, and only ``[M, d]`` is
-    kept. What needs no gradient (a detached entropy) stays without one; what does has a product of its own.
+    The gradient of a token's log-probability by its state, ``u = W^T (e_y - p) / temperature``, does not depend on the
+    objective. So it is formed in the forward pass, and the backward pass is ``g u``: two products with the vocabulary,
+    where logits computed again cost a third, and only ``[M, d]`` is kept.
     """
 
     @staticmethod
@@ -98,7 +82,10 @@ class WithSlopes(torch.autograd.Function):
             states = states.detach().requires_grad_()
             results = run(states, ids)
             last = [x for x in results if x.requires_grad][-1]
-            slopes = [_slopes(x, states, keep=x is not last) for x in results]
+            slopes = [  # of each number by its own state
+                torch.autograd.grad(x.sum(), states, retain_graph=x is not last)[0] if x.requires_grad else None
+                for x in results
+            ]
         outputs = tuple(x.detach() for x in results)
         ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(*(x for x, slope in zip(outputs, slopes, strict=True) if slope is None))
@@ -110,8 +97,3 @@ class WithSlopes(torch.autograd.Function):
         pairs = zip(gradients, ctx.saved_tensors, strict=True)
         parts = [(g[:, None] * slope).to(slope.dtype) for g, slope in pairs if slope is not None]
         return sum(parts[1:], start=parts[0]), None, None
-
-
-def _slopes(numbers: Tensor, states: Tensor, *, keep: bool) -> Tensor | None:
-    """The gradient of each of ``numbers [M]`` by its own row of ``states [M, d]``, or None of what has none."""
-    return torch.autograd.grad(numbers.sum(), states, retain_graph=keep)[0] if numbers.requires_grad else None

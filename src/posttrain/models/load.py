@@ -54,14 +54,12 @@ class LoadedModel:
 
 
 def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None = None) -> LoadedModel:
-    """Load (or make, with ``section.init``) a model and its tokenizer.
+    """Load (or make, with ``section.init``) a model and its tokenizer, in eval mode and without dropout.
 
-    The model is in eval mode, in ``section.dtype``, on ``section.device``, and none of its own
-    dropouts is active in training mode either: sampler and trainer must see the same model. An
-    adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for
-    a new adapter, the old one becomes part of the base (in memory) first. ``texts`` train the
-    tokenizer of a new model. A folder with quantized weights is loaded as it is; ``section.load_bits``
-    quantizes one in full precision, and an adapter finds its base in the bits that it was trained on.
+    An adapter folder loads its base and the adapter, ready to be trained on; where the recipe asks for a new adapter,
+    the old one is merged into the base first. ``texts`` train the tokenizer of a new model. A folder with quantized
+    weights is loaded as it is; ``section.load_bits`` quantizes one in full precision, and an adapter gets its base in
+    the bits that it was trained on.
 
     Raises:
         UsageError: no such model, a hub that cannot be reached, or not a causal language model.
@@ -75,8 +73,9 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
-    if section.dtype == "float64":
-        _keep_norms_exact(model)
+    for module in model.modules() if section.dtype == "float64" else ():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.__class__ = ExactRMSNorm
     if section.attention != "sdpa":
         _set_attention(model, section.attention)
     return LoadedModel(_placed(model, section), tokenizer, source)
@@ -97,10 +96,10 @@ def _set_attention(model: Any, name: str) -> None:
 
 
 def stated_config(section: ModelSection) -> Any | None:
-    """The configuration of the model that a section names, if it is at hand: of an adapter, that of its base.
+    """The configuration of the model (or the base of the adapter) that a section names; None: it is not at hand.
 
-    Nothing is built, no code of a model's runs and no network is asked: of a hub name, what its cache holds. A new
-    model's has the largest vocabulary that its tokenizer may get. None: it is not at hand.
+    Nothing is built, no code of a model runs and no network is used. A new model's has the largest vocabulary that its
+    tokenizer may get.
 
     Raises:
         UsageError: no such model, or a configuration that cannot be read.
@@ -124,22 +123,19 @@ def stated_config(section: ModelSection) -> Any | None:
 
 
 def quantized_bits(model: Any) -> Literal[4, 8] | None:
-    """In how many bits bitsandbytes keeps the linear layers of ``model`` (plain, or a base under an adapter)."""
+    """Bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return _bits_in(base.config)
 
 
 def num_parameters(model: Any) -> int:
-    """How many numbers a model's weights are, however they are packed; tied ones once."""
+    """Number of a model's weights, tied ones once."""
     shapes = (getattr(p, "quant_state", p).shape for p in model.parameters())
     return sum(math.prod(shape) for shape in shapes)
 
 
 def note_base_bits(model: Any, folder: Path) -> None:
-    """Write beside an adapter in how many bits its base was while it was trained, if it was quantized.
-
-    An adapter also makes up for what its base lost, so on another base it is another model.
-    """
+    """Write the bits of a quantized base beside its adapter, which on another base is another model."""
     bits = quantized_bits(model)
     if bits is not None:
         (folder / BASE_BITS).write_text(json.dumps({"load_bits": bits}) + "\n", encoding="utf-8")
@@ -159,10 +155,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 @contextmanager
 def reading_model(name: str, source: str) -> Iterator[None]:
-    """Around what the libraries read of a model: any file may be damaged, and they raise anything then.
+    """Around what libraries read of a model: they raise anything where a file is damaged.
 
     Raises:
-        UsageError: with the model's name and the reason; the cause is kept.
+        UsageError: with the model's name and the reason.
     """
     if kind_of_file(source) == "nothing":
         refuse_out_of_reach(source)
@@ -179,30 +175,22 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = base_of(source)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
-    if not isinstance(tokenizer.model_max_length, int | float):  # compared with lengths later, outside of all care
-        raise TypeError(
-            f"tokenizer_config.json: model_max_length is {shorten(repr(tokenizer.model_max_length))}, no number"
-        )
-    if source != str(TINY) and tokenizer.chat_template:
-        _check_template(tokenizer.chat_template, source)
+    length, template = tokenizer.model_max_length, tokenizer.chat_template
+    if not isinstance(length, int | float):  # it is compared with lengths later
+        raise TypeError(f"tokenizer_config.json: model_max_length is {shorten(repr(length))}, no number")
+    if source != str(TINY) and template:
+        from posttrain.models.patterns import check_chat_template
+        from posttrain.models.tokenizer import CHAT_TEMPLATE
+
+        for one in template.values() if isinstance(template, dict) else (template,):
+            if one != CHAT_TEMPLATE:  # our own
+                check_chat_template(one, f"model.name: {source}: ")
     tokenizer.generation_end_ids = _end_ids(source, tokenizer)
     return tokenizer
 
 
-def _check_template(template: Any, source: str) -> None:
-    from posttrain.models.patterns import check_chat_template
-    from posttrain.models.tokenizer import CHAT_TEMPLATE
-
-    for one in template.values() if isinstance(template, dict) else (template,):
-        if one != CHAT_TEMPLATE:  # our own
-            check_chat_template(one, f"model.name: {source}: ")
-
-
 def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
-    """The end tokens of a model's ``generation_config.json``, of which some models have several.
-
-    An id that is an ordinary token of the tokenizer comes from a default of the architecture, and is none.
-    """
+    """The end tokens of a model's ``generation_config.json``; an ordinary token comes from a default, and is none."""
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
     stated = None
@@ -241,11 +229,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
-    """A model without an adapter; that of an adapter folder has the adapter added to its weights.
-
-    Such a model keeps the folder's name, so an adapter trained on top of it names the folder as its
-    base and finds the same weights again.
-    """
+    """A model without an adapter; that of an adapter folder has the adapter merged, and keeps the folder's name."""
     if is_adapter(source):
         merged = _merge_adapter(source, section)
         if section.load_bits is None:
@@ -273,10 +257,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
         from posttrain.models.quantize import load_quantized
 
         if section.device == "mps":
-            bits = stored or section.load_bits
-            raise UsageError(
-                f"model.device: mps cannot multiply weights in {bits} bits; use cpu, or leave load_bits out"
-            )
+            raise UsageError("model.device: mps cannot multiply quantized weights; use cpu, or leave load_bits out")
         model, loading_info = load_quantized(
             source,
             bits=section.load_bits if stored is None else None,
@@ -291,7 +272,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
 
 
 def load_merged(section: ModelSection) -> LoadedModel:
-    """Load an adapter folder as one model in full precision, its base with the adapter added to it.
+    """Load an adapter folder as one model in full precision, the adapter merged.
 
     Raises:
         UsageError: as ``load_model``.
@@ -314,7 +295,7 @@ def _placed(model: Any, section: ModelSection) -> Any:
 
 
 def _merge_adapter(source: str, section: ModelSection) -> Any:
-    """The base of an adapter folder with the adapter added to its weights, none of them quantized (any more)."""
+    """The base of an adapter folder in full precision, with the adapter merged."""
     base = _load_weights(base_of(source), _section_of_base(source, section, load_bits=None))
     if quantized_bits(base) is not None:
         from posttrain.models.quantize import dequantize
@@ -328,7 +309,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
 
 
 def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
-    """How the base of an adapter folder is loaded: in the bits that are asked for, else those noted there."""
+    """The section of an adapter's base: in the bits that are asked for, else those noted beside the adapter."""
     asked = section.model_copy(update=changes)
     note = Path(adapter) / BASE_BITS
     if asked.load_bits is not None or not note.is_file():
@@ -337,7 +318,7 @@ def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> Mod
 
 
 def _bits_in(config: Any) -> Literal[4, 8] | None:
-    """What a configuration says about quantization by bitsandbytes; other ways are transformers' business."""
+    """Bits of bitsandbytes in a configuration."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -374,7 +355,7 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
 
 
 def _switch_off_dropout(model: Any) -> None:
-    """Set every dropout probability of a model's own modules to zero; an adapter's stay as asked for."""
+    """Set every dropout probability of a model's own modules to zero, not an adapter's."""
     for name, module in model.named_modules():
         if ".lora_dropout." in name:
             continue
@@ -385,20 +366,13 @@ def _switch_off_dropout(model: Any) -> None:
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; the norms of transformers compute in fp32 whatever that is."""
+    """``w · x / sqrt(mean(x²) + ε)`` in the type of x; transformers computes in fp32, which is 1e-9 of a gradient."""
 
     weight: torch.Tensor
     variance_epsilon: float
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-def _keep_norms_exact(model: Any) -> None:
-    """Of a model in float64, let RMS norms of the Llama kind compute in it, too: their fp32 is 1e-9 of a gradient."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.__class__ = ExactRMSNorm
 
 
 def _check_architecture(init: InitSection) -> None:
@@ -428,7 +402,7 @@ def _new_model(init: InitSection, seed: int, texts: Iterator[str]) -> tuple[Any,
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except PosttrainError:
         raise
-    except Exception as error:  # whatever settings that do not fit make of the libraries; the cause is kept
+    except Exception as error:  # libraries raise anything for settings that do not fit
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"model.init: {init.architecture!r} cannot be built: {reason}") from error
     if config.vocab_size < len(tokenizer):
@@ -453,16 +427,16 @@ def _check_room(init: InitSection, config: Any) -> None:
 def choose_device(name: str) -> torch.device:
     """The device of ``model.device``; of several processes on a machine, each has a GPU of its own.
 
-    ``auto`` takes a GPU of NVIDIA's where there is one; an Apple GPU (``mps``) is asked for by name.
+    ``auto`` takes a GPU of NVIDIA's where there is one; an Apple GPU (``mps``) is used by name.
 
     Raises:
         UsageError: there is no such GPU.
     """
-    if name == "mps":
-        if not torch.backends.mps.is_available():
-            why = "sees no Apple GPU" if torch.backends.mps.is_built() else "was built without it (it is for Macs)"
-            raise UsageError(f"model.device: mps was asked for, but this torch {why}; use model.device auto or cpu")
+    if name == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
+    if name == "mps":
+        why = "sees no Apple GPU" if torch.backends.mps.is_built() else "was built without it (it is for Macs)"
+        raise UsageError(f"model.device: mps was asked for, but this torch {why}; use model.device auto or cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("model.device: cuda was asked for, but torch sees no GPU; use model.device auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():

@@ -1,7 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) through peft: attach, switch off for the reference, take apart.
-
-The only module that imports peft, besides ``models.adapter_files`` which reads adapters from disk.
-"""
+"""LoRA adapters (Hu et al. 2021) through peft: attach, switch off for the reference, merge."""
 
 from __future__ import annotations
 
@@ -32,11 +29,10 @@ class LowRank:
 
 
 def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
-    """``model`` with a fresh LoRA adapter: W + (alpha / rank) B A on every target, B = 0.
+    """``model`` with a new LoRA adapter: W + (alpha / rank) B A on every target, B = 0, the base frozen.
 
-    The base is frozen. A is uniform in ±1/sqrt(in) (peft's Kaiming initialization) and a function
-    of ``seed`` and the projection's name alone, the same on every device. ``alpha`` defaults to the
-    rank, which makes the scale 1.
+    A is uniform in ±1/sqrt(in) (peft's Kaiming initialization) and a function of ``seed`` and the projection's name,
+    the same on every device. ``alpha`` defaults to the rank, which makes the scale 1.
 
     Raises:
         RecipeError: a target that no linear layer of the model is called, or a model that has an
@@ -72,7 +68,9 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
         with torch.no_grad():
             for name, parameter in wrapped.named_parameters():
                 if ".lora_A." in name:
-                    parameter.copy_(_draw_down(name, parameter, seed))
+                    generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
+                    uniform = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(uniform * (1.0 / sqrt(parameter.shape[1])))
                 elif ".lora_B." in name:
                     parameter.zero_()
     for written in wrapped.peft_config.values():  # a relative path means something else wherever else it is read
@@ -83,7 +81,7 @@ def apply_adapter(model: Any, section: AdapterSection, seed: int) -> Any:
 
 
 def describe_reach(model: Any) -> list[str]:
-    """A line about the matrices of its base that an adapter reaches and leaves out, by the ends of their names."""
+    """A line about the matrices of its base that an adapter reaches and leaves out."""
     if not has_adapter(model):
         return []
     base, reached, left = model.get_base_model(), dict[str, int](), dict[str, int]()
@@ -107,7 +105,7 @@ def describe_reach(model: Any) -> list[str]:
 
 
 def refuse_whole_weights(model: Any, source: str) -> None:
-    """Refuse to train on an adapter that came with whole weights of its base: a checkpoint would not keep them.
+    """Refuse to train on an adapter with whole weights of its base, which a checkpoint would not keep.
 
     Raises:
         RecipeError: with the first name.
@@ -118,12 +116,6 @@ def refuse_whole_weights(model: Any, source: str) -> None:
             "would not keep. Give model.adapter.rank: 16, say: the old adapter is merged into its base then, and a new "
             "one is trained"
         )
-
-
-def _draw_down(name: str, parameter: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derive_key(seed, f"adapter {name}") >> 1)
-    bound = 1.0 / sqrt(parameter.shape[1])
-    return (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
 
 
 def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
@@ -167,11 +159,8 @@ def reference_mode(model: Any) -> Iterator[Any]:
 
 
 def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
-    """The linear layer inside ``module`` and its active adapters; None for anything but plain LoRA.
-
-    ``module`` is an ``nn.Linear`` or peft's LoRA wrapper of one. Tensors are the parameters' own
-    storage. Merged adapters are part of the weight and give no term.
-    """
+    """The linear layer inside ``module`` (an ``nn.Linear`` or peft's wrapper of one) and its active adapters; None for
+    anything but plain LoRA. Merged adapters give no term."""
     if type(module) is nn.Linear:
         return module, []
     base = getattr(module, "base_layer", None)
@@ -194,9 +183,7 @@ def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name that it has in the base's own checkpoint, the active adapters added by peft's rules.
-
-    A weight with an adapter is a new tensor, made when its turn comes; all others are the base's own.
+    """Every weight under its name in the base's own checkpoint, the active adapters merged by peft's rules, one by one.
 
     Raises:
         UsageError: an adapter at one of two places of a tied matrix, which would no longer be one.
@@ -247,14 +234,14 @@ def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(wrapper: Any) -> bool:
-    """Whether all that a wrapper adds to its layer is low-rank terms of the weight."""
+    """Whether a wrapper adds nothing but low-rank terms of the weight."""
     if not hasattr(wrapper, "lora_A") or hasattr(wrapper, "parameter_name") or any(wrapper.lora_variant.values()):
         return False
     return not any(wrapper.lora_bias.values())
 
 
 def tied_adapters(base: Any) -> list[str]:
-    """Name the parameters under an adapter, or replaced by a copy, that are also a parameter of another module.
+    """Name the parameters under an adapter that are also a parameter of another module.
 
     Trained rows of an embedding and its tied head are one adapter, and stay tied.
     """

@@ -5,10 +5,9 @@ the row. 4 bits: NF4 with double quantization (Dettmers et al. 2023, QLoRA), ``W
 for each weight and one a, itself in 8 bits, for each 64 of them. Linear layers are quantized (GPT-2's transposed ones,
 too); embeddings, norms, biases and the LM head keep their type.
 
-Departure: every product is ``x W^T`` with W dequantized to the type of x, whatever the processor and the mode. The
-library's own 8-bit layer rounds x as well when it is not being trained, and takes columns of x with a number above 6
-apart, which depends on all rows of the batch: a token's log-probability would follow from its neighbours in the batch.
-Its own 4-bit layer computes in bf16 on some processors, and changes the weights' layout in place when it first does.
+Departure: every product is ``x W^T`` with W dequantized to the type of x. The library's own 8-bit layer rounds x as
+well, and takes columns of x with a number above 6 apart, which depends on all rows of the batch. Its own 4-bit layer
+computes in bf16 on some processors, and changes the weights' layout in place.
 
 The only module that imports bitsandbytes.
 """

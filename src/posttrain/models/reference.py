@@ -1,4 +1,4 @@
-"""The reference: the model as it was when training began, without a second copy where possible."""
+"""The reference: the model when training began, without a second copy where possible."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from posttrain.world import own_part, whole
 
 
 class Reference:
-    """The model as this object finds it, which is before training began.
+    """The model when this object is made, which is before training (and before a checkpoint is restored).
 
-    So it is also where a run is resumed (checkpoints are restored later). With a fresh adapter it is
-    the base with the adapter off, with an adapter that was loaded a copy of the adapter alone;
+    With a new adapter it is the base with the adapter off, with a loaded adapter a copy of the adapter alone;
     otherwise one frozen copy of the model in memory.
     """
 
@@ -43,7 +42,7 @@ class Reference:
         self._initial = [(p, own_part(p.detach()).clone()) for p in trained]
 
     def shard(self, part: Callable[[Forward], object]) -> None:
-        """The live model lies in parts now: so does a copy of it, by ``part``."""
+        """Shard a copy of the model by ``part``, as the live one was."""
         if self._frozen is not None:
             part(self._frozen)
         elif self._initial:
@@ -51,7 +50,7 @@ class Reference:
 
     @torch.no_grad()
     def fingerprint(self) -> str:
-        """Tells this reference from others: a hash of the sums of its weights (of all, an adapter's included)."""
+        """A hash of the sums of its weights, an adapter's included."""
         with self.open() as reference:
             sums = [float(with_float64(whole(p)).sum(dtype=torch.float64)) for p in reference.model.parameters()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """A reward model in the layout of transformers' sequence classification, so that other programs load it.
 
-There a model has a linear layer ``score`` without bias, and no other head; its score of a text is read at the last
-token that is no padding, which here is the end token of the answer.
+There a model has a linear layer ``score`` without bias; its score of a text is read at the last token that is no
+padding, which here is the end token of the answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def save_scorer(
         path: the folder.
         model: a causal language model.
         weight: ``float32 [1, d]`` of the head; one with more outputs does not fit.
-        end_id: the token at which scores are read. If padding is the same token, the configuration names no padding:
-            batches are then refused by transformers, which would otherwise read the score one token early.
+        end_id: the token at which scores are read. If padding is the same token, the configuration names no padding,
+            with which transformers would read the score one token early.
         weights: of the model, what is written here in one file; by default all.
     """
     name = classifier_class(model)

@@ -1,4 +1,4 @@
-"""Where a model is, what its folder holds before any library opens it, and what a failure to load it means."""
+"""Names of models and their places, checks of a model's files before any library opens them, and loading errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HUB_PATIENCE_SECONDS = 1.0
 def resolve_model_name(name: str) -> str:
     """The folder or hub name that ``name`` stands for.
 
-    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. Whoever reads the weights
-    of a run comes through here, so this is where a checkpoint is compared with its manifest.
+    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. A checkpoint is compared
+    with its manifest.
 
     Raises:
         UsageError: a run without a checkpoint, or a path that does not exist.
@@ -51,9 +51,6 @@ def resolve_model_name(name: str) -> str:
         raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
     if kind == "folder":
         check_folder(path)
-        from posttrain.models.patterns import check_tokenizer
-
-        check_tokenizer(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
@@ -69,12 +66,12 @@ def resolve_model_name(name: str) -> str:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be that of a folder: the hub has none like it."""
+    """Whether a name can only be that of a folder, not of the hub."""
     return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
 
 
 def is_missing(name: str) -> bool:
-    """Whether a name can only be that of a folder, and there is none: of a run that was not made yet, perhaps."""
+    """Whether a name can only be that of a folder, and there is none."""
     try:
         return looks_local(name) and kind_of_file(Path(name).expanduser()) == "nothing"
     except RuntimeError:  # the home of a user that there is not
@@ -82,10 +79,10 @@ def is_missing(name: str) -> bool:
 
 
 def refuse_out_of_reach(name: str) -> None:
-    """Refuse a name of the hub that is not in its cache while the hub does not answer: libraries would try for minutes.
+    """Refuse a name of the hub that is not in its cache while the hub does not answer; libraries would try for minutes.
 
     Raises:
-        UsageError: with the reason; within a second or so.
+        UsageError: with the reason.
     """
     from huggingface_hub import constants
 
@@ -102,18 +99,13 @@ def refuse_out_of_reach(name: str) -> None:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether somebody listens where the hub is, or at the proxy that leads there; asked once in a process.
-
-    In a thread, for looking up a name can take longer than connecting may.
-    """
-    url = urlsplit(endpoint)
-    proxy = "" if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme, "")
-    where = urlsplit(proxy if "://" in proxy or not proxy else f"http://{proxy}") if proxy else url
-    answered: list[bool] = []
+    """Whether the hub accepts connections; True behind a proxy. In a thread, since looking up a name may hang."""
+    url, answered = urlsplit(endpoint), list[bool]()
+    if getproxies().get(url.scheme) and not proxy_bypass(url.hostname or ""):
+        return True
 
     def ask() -> None:
-        port = where.port or (443 if where.scheme == "https" else 80)
-        with suppress(OSError), socket.create_connection((where.hostname or "", port), HUB_PATIENCE_SECONDS):
+        with suppress(OSError), socket.create_connection((url.hostname or "", url.port or 443), HUB_PATIENCE_SECONDS):
             answered.append(True)
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -135,7 +127,7 @@ def _checkpoint_of(run: Path) -> Path:
 
 
 def adapter_base(source: str) -> str | None:
-    """The model that an adapter folder stands on, as a folder or hub name; None for a model of its own."""
+    """The base of an adapter folder, as a folder or hub name; None for a model."""
     if not is_adapter(source):
         return None
     check_files(source)
@@ -145,10 +137,10 @@ def adapter_base(source: str) -> str | None:
 def check_files(source: str) -> None:
     """Refuse a folder whose files could run code when they are loaded: pickles, and adapters that name modules.
 
-    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA bring loaders of their own.
+    peft imports what an adapter's ``megatron_core`` names, and other kinds than LoRA have loaders of their own.
 
     Raises:
-        UsageError: such a folder, or adapters that stand on one another in a circle.
+        UsageError: such a folder, or adapters that are their own base.
     """
     seen: list[str] = []
     while is_adapter(source):
@@ -161,10 +153,6 @@ def check_files(source: str) -> None:
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
                 "could run code of its choice; merge it into its base with what made it, and give the merged model"
             )
-        from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
-
-        check_adapter_patterns(settings, f"model.name: {source}: {ADAPTER_CONFIG}: ")
-        check_tokenizer(Path(source))
         patterns = settings.get("alpha_pattern")
         for alpha in (settings.get("lora_alpha"), *(patterns.values() if isinstance(patterns, dict) else ())):
             if isinstance(alpha, int | float) and not abs(alpha) <= MAX_ALPHA:  # peft takes any; sampling cannot
@@ -186,18 +174,18 @@ def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
 
 
 def is_adapter(source: str) -> bool:
-    """Whether a folder holds an adapter, which stands on a base."""
+    """Whether a folder holds an adapter."""
     return kind_of_file(Path(source) / ADAPTER_CONFIG) == "file"
 
 
 def base_of(adapter: str) -> str:
-    """What an adapter folder names as its base.
+    """The base that an adapter folder names.
 
-    The embedded model is found again where another installation of this package wrote its path. A relative path is
-    read from here, else from the folders above the adapter: ``runs/sft`` is beside the ``runs`` that the adapter is in.
+    The embedded model is found where another installation of this package wrote its path. A relative path is read from
+    here, else from the folders above the adapter.
 
     Raises:
-        UsageError: it names none, or one that is not there; with the adapter and the key.
+        UsageError: it names none, or one that is not there.
     """
     place = Path(adapter) / ADAPTER_CONFIG
     base = read_object(place).get("base_model_name_or_path")
@@ -218,7 +206,7 @@ def base_of(adapter: str) -> str:
 
 
 def explain_loading(name: str, source: str, error: Exception) -> str:
-    """What an error of transformers or peft means for the model called ``name``, which is ``source``."""
+    """The message for an error of transformers or peft with the model ``name``, which is ``source``."""
     first = first_line(error)
     if "trust_remote_code" in str(error):
         return (

@@ -1,4 +1,4 @@
-"""What the configuration of a model says, which may come from elsewhere: read before anything is built by it."""
+"""Sizes in a model's configuration, which may be untrusted, read before anything is built by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.errors import UsageError
 from posttrain.option_types import shorten
 
-# The largest that a model of today could have, and room; the names are those of transformers' configurations.
+# More than any model of today has; the names are those of transformers' configurations.
 LARGEST: dict[str, int] = {
     **dict.fromkeys(("vocab_size",), 10**8),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim"), 10**6),
@@ -20,17 +20,12 @@ LARGEST: dict[str, int] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 10**5),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**9),
 }
-OF_EACH_LAYER = (
-    "intermediate_size",
-    "ffn_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-)  # a list in some families
+# A list in some families, of each layer.
+OF_EACH_LAYER = ("intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a model folder whose config.json is no JSON object or states sizes that no model has, or whose index of
-    several files of weights names one that does not lie beside it.
+    """Refuse a model folder with a config.json of impossible sizes, or with an index of weights outside of it.
 
     Raises:
         UsageError: with the file and the key.
@@ -80,7 +75,7 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
 
 
 def context_length(config: Any) -> int:
-    """The longest sequence that positions reach, in tokens, by a model's configuration."""
+    """The longest sequence of a model, in tokens, by its configuration."""
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last of MPT, whose biases end there
     return int(next((length for name in names if (length := getattr(text, name, None))), 1 << 20))
@@ -91,22 +86,19 @@ def context_length(config: Any) -> int:
 _LENGTHS = re.compile(
     r"window(?!_layers)|chunk|original_max_position|max_position_embeddings|floor_scale|block_size|index_topk|local_attention"
 )
-
-
 # Those of them up to which every token attends to all before it.
 _WINDOWS = re.compile(r"sliding_window|attention_window|window_size|attention_chunk_size|index_topk|local_attention")
 
 
 def shortest_window(config: Any) -> int | None:
-    """Return how long a row may be of which every token attends to all before it; None: as long as it likes."""
+    """The longest row in which every token attends to all before it; None: there is no limit."""
     return min((n for n in _lengths_in(config.get_text_config().to_dict(), _WINDOWS) if n > 0), default=None)
 
 
 def find_switches(config: Any, reach: int) -> tuple[int, ...]:
-    """Return the positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
-    return tuple(
-        sorted({length for length in _lengths_in(config.get_text_config().to_dict(), _LENGTHS) if 1 < length < reach})
-    )
+    """The positions below ``reach`` at which the model of a configuration begins to compute otherwise."""
+    lengths = _lengths_in(config.get_text_config().to_dict(), _LENGTHS)
+    return tuple(sorted({length for length in lengths if 1 < length < reach}))
 
 
 def _lengths_in(settings: Mapping[str, Any], keys: re.Pattern[str], is_length: bool = False) -> Iterator[int]:

@@ -1,8 +1,6 @@
-"""A small byte-level tokenizer, trained on a recipe's own texts.
+"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on a recipe's own texts.
 
-Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2): any text survives the round trip, and
-the training is deterministic. Every digit is a token of its own, so that a number is spelt the
-same way wherever it stands; arithmetic is learnt many times faster so.
+Every digit is a token of its own, with which arithmetic is learnt many times faster.
 """
 
 from __future__ import annotations
@@ -41,10 +39,8 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer on ``texts``; equal texts give an equal tokenizer.
 
-    The vocabulary holds the nine ``SPECIAL_TOKENS`` (ids 0 to 8), all 256 bytes, and the most
-    frequent merges up to ``vocab_size`` (fewer, if the texts do not offer as many). Padding, end
-    and beginning are ``<|endoftext|>``; the chat template writes ChatML turns. The result is
-    saved and loaded in the Hugging Face layout (``save_pretrained``, ``AutoTokenizer``).
+    The vocabulary holds the ``SPECIAL_TOKENS``, all 256 bytes, and the most frequent merges up to ``vocab_size``.
+    Padding, end and beginning are ``<|endoftext|>``; the chat template writes ChatML turns.
 
     Raises:
         UsageError: ``vocab_size`` leaves no room for the bytes and the special tokens.

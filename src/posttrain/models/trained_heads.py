@@ -1,4 +1,4 @@
-"""Heads and critics that stand beside a model: built for what an objective reads, stored with it, restored."""
+"""Heads and critics beside a model: built for an objective, stored and restored."""
 
 from __future__ import annotations
 
@@ -54,11 +54,7 @@ def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Fo
 
 
 def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
-    """The trained parameters of heads and critics as ``<module>.<parameter>``, in the modules' own memory.
-
-    Frozen ones are left out: they are as the recipe makes them (the base under a critic's adapter).
-    A parameter with several names (tied weights) is there once, under its first name.
-    """
+    """The trained parameters of heads and critics as ``<module>.<parameter>``, tied ones under their first name."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for module_name, module in modules.items():
@@ -70,13 +66,10 @@ def head_tensors(modules: Mapping[str, Module]) -> dict[str, Tensor]:
 
 
 def restore_heads(modules: Mapping[str, Module], tensors: Mapping[str, Tensor], fill: Fill = Tensor.copy_) -> None:
-    """Copy a checkpoint's ``heads`` into live modules of the same shape, bit for bit, in place.
-
-    ``fill`` copies one tensor into a live one, which may lie in parts.
+    """Copy a checkpoint's ``heads`` into live modules, bit for bit, in place, each tensor by ``fill``.
 
     Raises:
-        CheckpointError: they are not what ``head_tensors(modules)`` would save (names, shapes,
-            types); nothing was copied.
+        CheckpointError: they are not those of ``head_tensors(modules)``; nothing was copied.
     """
     copy_tensors(tensors, head_tensors(modules), Path("heads.safetensors"), fill)
 
@@ -106,6 +99,6 @@ def copy_tensors(
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
-    """Where it, or what this process has of it, begins: tied weights are at one place."""
+    """Where a tensor, or this process's part of it, begins: tied weights are at one place."""
     own = own_part(tensor)
     return own.untyped_storage().data_ptr(), own.storage_offset()

@@ -390,9 +390,6 @@ class TrainSection(Section):
     LM head's products are fp32 always (``tf32``, and the LM head beside ``bf16`` on a GPU: TF32). The native engine
     samples in the weights' own type.
 
-    ``offload``: ``optimizer`` keeps a GPU's optimizer state in the machine's main memory; for each update it goes to
-    the GPU and back, a tensor at a time. The same numbers with 8 bytes per trained weight less, and slower updates.
-
     ``deterministic``: a GPU takes kernels that add up in one order, so that a resumed run equals the undisturbed one
     bit for bit there too; they are slower. A CPU's always do.
     """
@@ -408,7 +405,6 @@ class TrainSection(Section):
     rows_per_micro: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    offload: Literal["none", "optimizer"] = "none"
     deterministic: bool = False
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)

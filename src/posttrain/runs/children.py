@@ -1,9 +1,7 @@
-"""Processes that a comparison, a study or a run starts. None of them outlives it, however it ends.
+"""Processes that a sweep or a run starts. None of them outlives it, however it ends.
 
 A child holds the reading end of a pipe whose only writing end is its parent's. When the parent ends, ``kill -9``
-included, the system closes that end; a thread of the child waits for nothing else, and ends the child with all of its
-process group at once. What it had saved is what the same command goes on from. (Linux could send a signal at the
-parent's death, but counts that of the thread which started the child; a pipe is the same everywhere.)
+included, the system closes that end, and a thread of the child ends the child with all of its process group.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.errors import PeerFailure, RunFailure
+from posttrain.errors import RunFailure
 from posttrain.store import posix
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
@@ -30,15 +28,14 @@ if TYPE_CHECKING:
     from posttrain.train.distributed import Meeting
 
 LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: the descriptor of its end of the pipe
-FOLLOW = "__follow"  # the word of the command line that makes a process one of a run's
+FOLLOW = "__follow"  # the command of a process that trains with others
 PATIENCE_SECONDS = 10.0
-NOTICE_SECONDS = 5.0  # for a thread to come upon the closed connection of a process that ended
-LAST_SECONDS = 40.0  # for one that has been told to end, and does not return from where it waits
+LAST_SECONDS = 40.0  # for this process to notice that another one ended, where it waits for that one
 
 
 @dataclass
 class Child:
-    """A process at work; what it says is in ``log`` from byte ``log_start`` on. ``started``: monotonic seconds."""
+    """A running process; its output is in ``log`` from byte ``log_start`` on. ``started``: monotonic seconds."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -57,14 +54,6 @@ class Child:
     def interrupt(self) -> None:
         """Ask it to save and end."""
         self.process.send_signal(signal.SIGINT)
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a process ended: its exit code, negative for a signal, None where its machine is gone; and in words."""
-
-    code: int | None
-    how: str
 
 
 def start_child(
@@ -135,24 +124,23 @@ def _watch(descriptor: int) -> None:
 
 
 def threads_per_child(default: int) -> int:
-    """How many threads a child computes with: what OMP_NUM_THREADS of the environment says, else ``default``."""
+    """Number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isascii() and asked.isdigit() and int(asked) > 0 else default
 
 
 def thread_settings(default: int) -> dict[str, str]:
-    """OMP_NUM_THREADS and MKL_NUM_THREADS of a child. What the environment says is obeyed; MKL goes with OMP."""
+    """OMP_NUM_THREADS and MKL_NUM_THREADS of a child. The environment decides; MKL goes with OMP."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(default)
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
 
 
 @contextmanager
 def following(meeting: Meeting, folder: Path) -> Iterator[None]:
-    """Ranks 1 and up of a run, as processes of this machine, inside the block; this one is rank 0.
+    """Start ranks 1 and up of a run on this machine, for the time of the block; this process is rank 0.
 
-    They keep nothing, so they are ended at once behind the block. If one ends before, the reason is left in the
-    ``meeting`` and the thread that entered the block is made to fail. What they print is in ``log-RANK.txt`` of the
-    ``folder``.
+    They keep nothing, so they are killed behind the block. A rank that ends before leaves its record in the
+    ``meeting``. Its output is in ``log-RANK.txt`` of the ``folder``.
     """
     import torch
 
@@ -161,35 +149,32 @@ def following(meeting: Meeting, folder: Path) -> Iterator[None]:
     shared = {"LOCAL_WORLD_SIZE": str(meeting.size)}
     if "lo" in (name for _, name in socket.if_nameindex()):
         shared["GLOO_SOCKET_IFNAME"] = "lo"  # they talk within this machine alone
-    settings = shared | {"WORLD_SIZE": str(meeting.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.port)}
     before = {name: os.environ.get(name) for name in shared}
+    place = {"WORLD_SIZE": str(meeting.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.store.port)}
     children: dict[int, Child] = {}
     ended = threading.Event()
     try:
         os.environ.update(shared)
         torch.set_num_threads(own)
         for rank in range(1, meeting.size):
+            settings = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "posttrain", FOLLOW]
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            log = folder / f"log-{rank}.txt"
-            children[rank] = start_child(command, log, f"rank {rank}", own, settings | place)
-        watch = threading.Thread(
-            target=_watch_children, args=(meeting, children, ended, threading.get_ident()), name="ranks", daemon=True
-        )
+            children[rank] = start_child(command, folder / f"log-{rank}.txt", f"rank {rank}", own, settings)
+        watch = threading.Thread(target=_watch_ranks, args=(meeting, children, ended), name="ranks", daemon=True)
         watch.start()
         yield
     finally:
         ended.set()
         for child in children.values():
-            end_at_once(child)
+            _end_at_once(child)
         torch.set_num_threads(num_threads)
         for name, value in before.items():
             os.environ.pop(name)
             os.environ.update({} if value is None else {name: value})
 
 
-def end_at_once(child: Child) -> None:
-    """Kill what is still at work, with what it has started itself; remove a log in which nothing stands."""
+def _end_at_once(child: Child) -> None:
+    """Kill a child with what it has started itself; remove an empty log."""
     if child.poll() is None:
         posix.kill_group(child.process.pid)
         child.process.wait()
@@ -199,27 +184,21 @@ def end_at_once(child: Child) -> None:
             child.log.unlink()
 
 
-def _watch_children(meeting: Meeting, children: Mapping[int, Child], ended: threading.Event, thread: int) -> None:
-    """Until a process ends that should not have: say so where all look, and see to it that ``thread`` ends, too."""
-    from posttrain.train.distributed import fail_thread
-
+def _watch_ranks(meeting: Meeting, children: Mapping[int, Child], ended: threading.Event) -> None:
+    """Leave a record of the first rank that ends with an error; end this process if it hangs for that reason."""
     while not ended.wait(0.1):
         codes = {rank: child.process.poll() for rank, child in children.items()}
-        rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
-        if not code:
-            continue
-        meeting.fail(rank, how_it_ended(code, children[rank]), RunFailure.exit_code)  # unless it has left why itself
-        failure = meeting.failure() or PeerFailure(f"rank {rank} ended")
-        if not ended.wait(NOTICE_SECONDS) and not meeting.noticed:
-            fail_thread(thread, failure)
-        if not ended.wait(LAST_SECONDS) and not meeting.noticed:
-            os.write(2, f"posttrain: {failure}\n".encode())
-            os._exit(failure.exit_code)
-        return
+        for rank, code in codes.items():
+            if code:
+                meeting.fail(rank, _how_it_ended(code, children[rank]), RunFailure.exit_code)
+                if not ended.wait(LAST_SECONDS) and not meeting.noticed and (failure := meeting.failure()):
+                    os.write(2, f"posttrain: {failure}\n".encode())
+                    os._exit(failure.exit_code)
+                return
 
 
-def how_it_ended(code: int, child: Child) -> str:
-    """In words, from its exit code and the last line that it said."""
+def _how_it_ended(code: int, child: Child) -> str:
+    """The end of a process in words, from its exit code and the last line of its log."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""The one door to Ray: a run's processes are the workers of Ray Train, which places, watches and restarts them."""
+"""The only user of Ray: a run's processes are the workers of Ray Train, which places, watches and restarts them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Queue
+from ray.util.queue import Empty, Queue
 
 from posttrain import __version__
 from posttrain.errors import PeerFailure, PosttrainError, UsageError, first_line
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.launch import train_as_told
-from posttrain.store.headline import Headline
 from posttrain.train.distributed import Meeting, join
 from posttrain.train.files import Observer
 from posttrain.train.loop import TrainResult
 
 ADDRESS = "RAY_ADDRESS"
 CONNECT_SECONDS = 20.0
-LOOK_SECONDS = 0.2
 RESTARTS = 3
 STOP = "stop"  # a file of the run's folder: rank 0 is to save and end
-# What of this process's environment the others get; keys and passwords stay where they are.
+# Variables of this process's environment that the others get, but for keys and passwords.
 _PASSED = ("POSTTRAIN_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "TOKENIZERS_", "VLLM_")
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 
@@ -41,17 +38,18 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 def train_on_cluster(
     task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
-    """Train as ``task`` (``runs/launch.py``) says, in ``scale.processes`` workers; again from the last checkpoint where
+    """Train a task (``runs/launch.py``) in ``scale.processes`` workers; again from the last checkpoint where
     one of them is lost, ``scale.restarts`` times at most.
 
     Args:
-        observer: is told what rank 0 reports, as if the loop were in this process.
+        observer: gets the events of rank 0, as if the loop were in this process.
 
     Raises:
         UsageError: no cluster, no room in it, or an error of a worker about the recipe.
         PeerFailure: a process failed, or one was lost once too often.
     """
     folder, scale = Path(task["folder"]), recipe.scale
+    ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
         on_gpus = _takes_gpus(recipe)
@@ -67,30 +65,43 @@ def train_on_cluster(
                 worker_runtime_env={"env_vars": _passed_on(), "working_dir": None},
             ),
         )
-        failures: list[Exception] = []
 
         def fit() -> None:
             try:
                 trainer.fit()
             except (TrainingFailedError, RayError, RuntimeError) as error:
-                failures.append(error)
+                ends["failure"] = error
 
-        reading = _Reading(events, recipe, observer)
+        def read() -> None:
+            for event, facts in _waiting(events):
+                if event in ("result", "error"):
+                    ends.setdefault(event, facts)
+                else:
+                    observer(event, {**facts, "recipe": recipe} if event == "start" else facts)
+
         thread = threading.Thread(target=fit, name="ray", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(LOOK_SECONDS)
-            reading.read()
+            thread.join(0.2)
+            read()
             if should_stop():
                 (folder / STOP).touch()
         (folder / STOP).unlink(missing_ok=True)
-        reading.read()
-    if reading.error is not None:
-        message, code = reading.error
+        read()
+    if "error" in ends:
+        message, code = ends["error"]
         raise UsageError(message) if code == UsageError.exit_code else PeerFailure(message, code)
-    if reading.result is None:
-        raise PeerFailure(_cause(failures, scale.processes))
-    return TrainResult(**reading.result)
+    if "result" not in ends:
+        raise PeerFailure(_cause(ends.get("failure"), scale.processes))
+    return TrainResult(**ends["result"])
+
+
+def _waiting(events: Any) -> Iterator[tuple[str, Any]]:
+    while True:
+        try:
+            yield events.get_nowait()
+        except Empty:
+            return
 
 
 def _work(told: dict[str, Any]) -> None:
@@ -107,13 +118,10 @@ def _work(told: dict[str, Any]) -> None:
             )
 
         def report(event: str, facts: Mapping[str, Any]) -> None:
-            plain = {key: value for key, value in facts.items() if key != "recipe"}
-            if plain.get("headline") is not None:
-                plain["headline"] = asdict(plain["headline"])
-            events.put((event, plain))
+            events.put((event, {key: value for key, value in facts.items() if key != "recipe"}))
 
-        with join(Meeting.of_group(), *task["scale"]) as world:
-            has_begun = world.tell((folder / "metrics.jsonl").is_file(), "what was done before")
+        with join(Meeting.attend(), *task["scale"]) as world:
+            has_begun = world.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
             observed: dict[str, Any] = {"observer": report} if world.is_main else {}
             if world.is_main and has_begun and not task["resume"]:
                 again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
@@ -126,51 +134,23 @@ def _work(told: dict[str, Any]) -> None:
         raise  # another worker was lost, or reports why
     except PosttrainError as error:
         rank = f"rank {context.get_world_rank()} of {context.get_world_size()}"
-        events.put(("error", {"message": f"{rank}: {error}", "code": error.exit_code}))
+        events.put(("error", (f"{rank}: {error}", error.exit_code)))
 
 
-class _Reading:
-    """Passes on what rank 0 reports. ``result``: fields of ``TrainResult``. ``error``: the first of the run's own."""
-
-    def __init__(self, events: Any, recipe: Recipe, observer: Observer) -> None:
-        self._events, self._recipe, self._observer = events, recipe, observer
-        self.result: dict[str, Any] | None = None
-        self.error: tuple[str, int] | None = None
-
-    def read(self) -> None:
-        """Pass on what was reported since."""
-        while True:
-            try:
-                event, facts = self._events.get_nowait()
-            except Empty:
-                return
-            if event == "result":
-                self.result = facts
-            elif event == "error":
-                self.error = self.error or (facts["message"], facts["code"])
-            else:
-                if event == "start":
-                    facts["recipe"] = self._recipe
-                elif event == "evaluation" and facts["headline"] is not None:
-                    headline = facts["headline"]
-                    facts["headline"] = Headline(**headline | {"beside": tuple(headline["beside"])})
-                self._observer(event, facts)
-
-
-def _cause(failures: list[Exception], size: int) -> str:
+def _cause(failure: Any, size: int) -> str:
     """The first worker's error that is not about another one's end."""
-    if not failures:
+    if failure is None:
         return "the workers of Ray ended without a result"
-    by_rank: dict[int, BaseException] = getattr(failures[0], "worker_failures", {})
-    causes = {rank: getattr(error, "_base_exc", error) for rank, error in by_rank.items()}
-    own = [(rank, error) for rank, error in sorted(causes.items()) if not isinstance(error, PeerFailure)]
-    for rank, error in own or sorted(causes.items()):
+    by_rank: dict[int, BaseException] = getattr(failure, "worker_failures", {})
+    causes = [(rank, getattr(error, "_base_exc", error)) for rank, error in sorted(by_rank.items())]
+    own = [(rank, error) for rank, error in causes if not isinstance(error, PeerFailure)]
+    for rank, error in own or causes:
         return f"rank {rank} of {size}: {first_line(error)}"
-    return first_line(failures[0])
+    return first_line(failure)
 
 
 def _takes_gpus(recipe: Recipe) -> bool:
-    """Whether workers have a GPU each; refuses more of them than the cluster has room for."""
+    """Decide whether workers have a GPU each; refuse more of them than the cluster has room for."""
     resources, size = ray.cluster_resources(), recipe.scale.processes
     device = recipe.model.device
     on_gpus = device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
 
 @dataclass(slots=True)
 class Parts:
-    """Everything that one run's loop turns."""
+    """The components of one run's loop."""
 
     model: Any
     tokenizer: Any
@@ -78,11 +78,11 @@ class Parts:
         return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
 
     def take_notices(self) -> list[str]:
-        """What engines and the source have to say to the user."""
+        """Notices of the engines and of the source."""
         return [message for teller in (*self.engines, self.source) for message in teller.take_notices()]
 
     def close(self) -> None:
-        """Give back what the engines hold."""
+        """Close the engines."""
         for engine in self.engines:
             engine.close()
 
@@ -105,7 +105,7 @@ class Parts:
         return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
 
     def whole_parameters(self) -> list[Tensor]:
-        """What is trained, whole, as this process has it."""
+        """The trained parameters that this process has unsharded."""
         if self.shards is not None and not self.shards.keeps_whole:
             return []  # each has another part
         return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
@@ -127,104 +127,70 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
     choose_kernels(recipe)
-    base = _build_base(words, task, EngineSite(folder, world), folder, eval_tasks)
-    model, heads, shards = base.loaded.model, base.heads, base.shards
-    source: SupervisedSource | RolloutSource
-    if base.read is not None:
-        source = base.read(task, cache=folder)
-    else:
-        source = build_rollout_source(
-            words, task, base.grader, base.loaded.tokenizer, base.engine, base.context, base.streams, base.stage
-        )
-        source.ahead = _build_ahead(words, source, world)
-    evaluator, notices = _build_evaluator(base, eval_tasks) if eval_tasks else (None, [])
-    named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    return Parts(
-        model=model,
-        tokenizer=base.loaded.tokenizer,
-        policy=base.policy,
-        method=base.method,
-        heads=heads,
-        parameters=named,
-        optimizer=optimizer,
-        source=source,
-        grader=base.grader,
-        engine=base.engine,
-        origins=_origins(recipe, base.loaded),
-        shards=shards,
-        reference=base.reference,
-        evaluator=evaluator,
-        guarantee=guarantee_on(base.policy.device, words),
-        notices=[
-            *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
-            *unread_margins(words, task.keys),
-            *further_ends(base.loaded.tokenizer, base.grader.template),
-            *notices,
-            *slow_paths(base.policy, recipe),
-            *(shards.notices if shards else ()),
-        ],
-    )
-
-
-@dataclass(frozen=True)
-class Models:
-    """The model as it was loaded, its pass and that of the objective, heads, reference, and parts that are trained."""
-
-    loaded: LoadedModel
-    policy: Forward
-    forward: Forward | ActorCritic
-    heads: dict[str, torch.nn.Module]
-    reference: Reference | None
-    shards: Shards | None
-
-
-@dataclass(frozen=True)
-class Base(Models):
-    """What training and evaluation both stand on; ``read``: of a recipe with ``data``, its source over a task."""
-
-    words: Words
-    method: Method
-    grader: Grader
-    stage: Stage | None
-    site: EngineSite
-    engine: Engine
-    context: int
-    streams: Streams
-    read: Callable[..., SupervisedSource] | None
-
-
-def _build_base(
-    words: Words, task: Task, site: EngineSite, folder: Path | None, eval_tasks: Sequence[Task] = ()
-) -> Base:
-    """``folder``: of the run, where rewards keep something in it. ``eval_tasks``: what the trainer is evaluated on."""
-    recipe, models = words.recipe, _build_models(words, task, site.world, eval_tasks)
-    loaded, shards = models.loaded, models.shards
-    method = _build_method(words, models.forward)
-    grader, stage = _build_grader(recipe, loaded.tokenizer, folder)
-    context = context_length(loaded.model.config)
-    site = replace(site, within=shards.within if shards else None)
+    loaded, policy, forward, heads, reference, shards = _build_models(words, task, world, eval_tasks)
+    model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
+    method = _build_method(words, forward)
+    grader, stage = _build_grader(recipe, tokenizer, folder)
+    site = EngineSite(folder, world, shards.within if shards else None)
     engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
-    streams = _build_streams(words, method, models.policy, models.reference, loaded.tokenizer, context, site.world)
-    read = _reader(words, grader, loaded.tokenizer, context, streams) if recipe.rollout is None else None
-    parts = (models.loaded, models.policy, models.forward, models.heads, models.reference, models.shards)
-    return Base(*parts, words, method, grader, stage, site, engine, context, streams, read)
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
+    source: SupervisedSource | RolloutSource
+    read: Callable[..., SupervisedSource] | None = None
+    if recipe.rollout is None:
+        from posttrain.train.sources.dataset import SupervisedSource
+
+        about: dict[str, Any] = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
+        supervised: Callable[..., SupervisedSource] = SupervisedSource
+        read = partial(supervised, recipe, shape=words.shape, streams=streams, **about)
+        source = read(task, cache=folder)
+    else:
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
+        source.ahead = _build_ahead(words, source, world)
+    evaluator, notices = None, list[str]()
+    if eval_tasks:
+        from posttrain.train.held_out import Evaluator, choose_held_out
+
+        held_out = {} if read is None else choose_held_out(read, eval_tasks, words)
+        eval_engine, notices = _eval_engine(words, loaded, engine, site)
+        sampler = Sampler(eval_engine, tokenizer, grader, recipe.within(context), world=world, stage=stage)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
+    notices = [
+        *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
+        *unread_margins(words, task.keys),
+        *further_ends(tokenizer, grader.template),
+        *notices,
+        *slow_paths(policy, recipe),
+        *(shards.notices if shards else ()),
+    ]
+    named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
+    origins, guarantee = _origins(recipe, loaded), guarantee_on(policy.device, words)
+    trained = (policy, method, heads, named, optimizer)
+    beside = (shards, reference, evaluator, guarantee, notices)
+    return Parts(model, tokenizer, *trained, source, grader, engine, origins, *beside)
 
 
-def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> Models:
-    """Where no whole model is to stay in main memory, processes load as many at a time as a machine's holds."""
+def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
+    """(loaded model, its pass, the objective's pass, heads, reference, shards).
+
+    Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
+    """
     recipe, shards, loads_onto, digest = words.recipe, None, None, list[int]()
     device = choose_device(recipe.model.device if world.size > 1 else "cpu")  # alone, loading asks for it
     if recipe.scale.sharding == "fsdp2" and world.size > 1:
         from posttrain.train.distributed import Shards
 
         shards = Shards(world, device, keeps_whole=_samples(words, eval_tasks))
-        loads_onto = None if shards.keeps_whole else "cpu"  # from where it is cut into parts
+        loads_onto = None if shards.keeps_whole else "cpu"  # from where it is sharded
     leaves = loads_onto is not None or device.type == "cuda"
     with world.in_turn() if leaves else nullcontext():
         loaded = _load_trained(recipe, task, loads_onto)
         policy = _build_policy(words, loaded)
         forward, heads = forward_with_head(recipe, words.objective, policy)
-        reference = _build_reference(words, policy)
+        reference: Reference | None = None
+        if "reference" in words.parts or recipe.eval.drift_prompts:
+            from posttrain.models.reference import Reference
+
+            reference = Reference(policy)
         if shards is not None:
             modules = () if shards.keeps_whole else (forward.model, *heads.values())
             digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
@@ -234,7 +200,7 @@ def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[T
     if shards is not None:
         same_digest(digest, world, "before training")
         shards.choose_paths(policy)
-    return Models(loaded, policy, forward, heads, reference, shards)
+    return loaded, policy, forward, heads, reference, shards
 
 
 def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
@@ -266,32 +232,22 @@ def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     return Forward(model, temperature, precision=precision)
 
 
-def _build_evaluator(base: Base, tasks: Sequence[Task]) -> tuple[Evaluator, list[str]]:
-    """What evaluates, and a line where ``eval.engine`` cannot be had: then the rollouts' answers."""
-    from posttrain.train.held_out import Evaluator, choose_held_out
-
-    words, recipe, engine, notices = base.words, base.words.recipe, base.engine, list[str]()
-    asked = (tasks, words.shape, recipe.eval.n)
-    held_out = {}
-    if base.read is not None:
-        held_out = choose_held_out(base.read, *asked, only_scores=words.only_scores, loss=recipe.eval.loss)
-    word = recipe.eval.engine
-    if word is not None and (word.name, word.options) != (words.engine.name, words.engine_options):
-        try:
-            entry = registry.find("engine", word.name, "eval.engine")
-            engine = base.site.build(base.loaded, entry, word.options, "eval.engine")
-        except UsageError as error:
-            if base.site.within is not None and not words.engine.traits.get("takes_weights"):
-                raise
-            notices.append(f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead")
-    limit, world = recipe.within(base.context), base.site.world
-    sampler = Sampler(engine, base.loaded.tokenizer, base.grader, limit, world=world, stage=base.stage)
-    evaluator = Evaluator(recipe, tasks, held_out, base.method, sampler, base.policy, base.reference, words.shape)
-    return evaluator, notices
+def _eval_engine(words: Words, loaded: LoadedModel, engine: Engine, site: EngineSite) -> tuple[Engine, list[str]]:
+    """The engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it."""
+    word = words.recipe.eval.engine
+    if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
+        return engine, []
+    try:
+        entry = registry.find("engine", word.name, "eval.engine")
+        return site.build(loaded, entry, word.options, "eval.engine"), []
+    except UsageError as error:
+        if site.within is not None and not words.engine.traits.get("takes_weights"):
+            raise
+        return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
 
 
 def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
-    """Who grades, and what answers between turns, under one template; ``folder``: of the run."""
+    """The grader and the environment's side of an episode, under one template; ``folder``: of the run."""
     template = build_template(recipe.prompt.template)
     if recipe.environment is None and not recipe.tools:
         return build_grader(recipe.rewards, template, folder), None
@@ -302,48 +258,16 @@ def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[
 
 
 def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
-    recipe = words.recipe
+    """The objective with its options, and with the regularizers where it has a policy term."""
+    recipe, regularizers = words.recipe, words.recipe.regularize
+    objective: Objective = words.objective.bind(recipe.objective.options, "objective")
     return Method(
         forward,
-        _bind_objective(words),
+        objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump()),
         words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
         level=words.level,
-        entropy="differentiable" if recipe.regularize and recipe.regularize.entropy_bonus else "detached",
+        entropy="differentiable" if regularizers and regularizers.entropy_bonus else "detached",
         derive=words.objective.traits.get("derive", dict),
-    )
-
-
-def _bind_objective(words: Words) -> Objective:
-    """The objective with its options, and with the regularizers where it has a policy term."""
-    objective: Objective = words.objective.bind(words.recipe.objective.options, "objective")
-    regularizers = words.recipe.regularize
-    return objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump())
-
-
-def _build_reference(words: Words, policy: Forward) -> Reference | None:
-    """The model as it is now, where a stream or an evaluation reads it."""
-    options = words.recipe.eval
-    if "reference" not in words.parts and not options.drift_prompts:
-        return None
-    from posttrain.models.reference import Reference
-
-    return Reference(policy)
-
-
-def _reader(
-    words: Words, grader: Grader, tokenizer: Any, context_tokens: int, streams: Streams
-) -> Callable[..., SupervisedSource]:
-    """The recipe's supervised source over whatever task it is given."""
-    from posttrain.train.sources.dataset import SupervisedSource
-
-    return partial(
-        SupervisedSource,
-        words.recipe,
-        template=grader.template,
-        tokenizer=tokenizer,
-        context_tokens=context_tokens,
-        streams=streams,
-        shape=words.shape,
     )
 
 
@@ -372,6 +296,15 @@ def build_rollout_source(
         from posttrain.train.sources.feedback import Feedback
 
         feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
+    word, credit = words.recipe.advantage, Credit(None)
+    if word is not None and words.advantage is not None:
+        credit = Credit(
+            words.advantage.bind(word.options, "advantage"),
+            per_token=words.per_token,
+            per_turn=words.per_turn,
+            bootstrap=bool(word.options.get("bootstrap", False)),
+            kl=words.recipe.kl_in_reward,
+        )
     return RolloutSource(
         words.recipe,
         task,
@@ -381,7 +314,7 @@ def build_rollout_source(
         context_tokens,
         select=selection.bind(options.select.options, "rollout.select"),
         rows_per_unit=2 if words.unit == "pair" else 1,
-        credit=_build_credit(words),
+        credit=credit,
         streams=streams,
         feedback=feedback,
         stage=stage,
@@ -404,19 +337,6 @@ def _build_ahead(words: Words, source: RolloutSource, world: World) -> Ahead | N
     return Ahead(source, recipe.rollout.staleness, num_batches, world=world, in_thread=elsewhere)
 
 
-def _build_credit(words: Words) -> Credit:
-    word = words.recipe.advantage
-    if word is None or words.advantage is None:
-        return Credit(None)
-    return Credit(
-        words.advantage.bind(word.options, "advantage"),
-        per_token=words.per_token,
-        per_turn=words.per_turn,
-        bootstrap=bool(word.options.get("bootstrap", False)),
-        kl=words.recipe.kl_in_reward,
-    )
-
-
 def _build_streams(
     words: Words,
     method: Method,
@@ -426,7 +346,7 @@ def _build_streams(
     context_tokens: int,
     world: World,
 ) -> Streams:
-    """What fills the streams; loads the teacher where another model teaches."""
+    """The filler of batch fields; loads the teacher where another model teaches."""
     recipe, correct = words.recipe, None
     if recipe.correction is not None:
         entry = registry.find("correction", recipe.correction.name, "correction")

@@ -1,8 +1,8 @@
-"""What fits what: every rule about words and sections of a recipe that stand beside one another, in one table.
+"""Rules about components and sections of a recipe that go together.
 
-A row is: when the rule is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
-Rules that no word has a part in hold as soon as a recipe is read (``Recipe.rules``); those about one section alone
-stand with that section (``recipes/sections``), those about a loaded model in ``build``.
+A rule is: whether it is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
+Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
+loaded model in ``build``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain import registry
 from posttrain.errors import RecipeError
 from posttrain.recipes.document import Rule
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import RolloutSection, Word
 from posttrain.registry import Entry
 from posttrain.tasks.base import eval_words
 from posttrain.train.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
@@ -53,7 +53,7 @@ class Words:
 
     @property
     def shape(self) -> Shape:
-        """What a unit of the data is for the objective."""
+        """The kind of unit of the data that the objective reads."""
         if "step_labels" in self.needs:
             return "steps"
         if self.level == "pair":
@@ -62,7 +62,7 @@ class Words:
 
     @property
     def parts(self) -> frozenset[str]:
-        """What of the machine the streams are filled by: ``reference``, ``teacher``, ``critic``, ..."""
+        """The components that fill the streams: ``reference``, ``teacher``, ``critic``, ..."""
         return parts_asked(self.needs)
 
     @property
@@ -73,8 +73,7 @@ class Words:
     def samples(self, reads: bool | None = None) -> bool:
         """Whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
 
-        ``reads``: whether evaluations read responses instead; by default as the recipe alone says (a task may have no
-        responses to read).
+        ``reads``: whether evaluations read responses instead; by default by the recipe alone.
         """
         rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
         if reads is None:
@@ -87,7 +86,7 @@ class Words:
 
     @property
     def guarantee(self) -> str:
-        """What a killed and resumed run is to the undisturbed one, as the engine can keep it.
+        """Guarantee of the engine for a killed and resumed run.
 
         L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
         the same bit for bit, on a CPU or a GPU with ``train.deterministic``.
@@ -134,8 +133,8 @@ def words_of(recipe: Recipe) -> Words:
     )
     if recipe.eval.every:
         eval_words(recipe)
-    tables = (_of_objective, _of_engines, _of_rollouts, _of_advantages, _of_groups)
-    for broken, key, says in chain(*(table(words) for table in (*tables, _of_scale, _of_rewards))):
+    tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
+    for broken, key, says in chain(*(table(words) for table in tables)):
         if broken:
             raise RecipeError(f"{key}{says}")
     return words
@@ -151,17 +150,16 @@ def unread_margins(words: Words, keys: Mapping[tuple[str, str], int]) -> list[st
 
 def _of_objective(w: Words) -> Iterator[Rule]:
     r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
+    head, chosen = w.objective.traits.get("head"), r.data.train_on if r.data else None
     weighs = "token" if w.level == "token" else "unit"
     weighed = w.aggregation.traits.get("level", weighs)
-    one = f"but {objective} gives one value per {w.level}"
+    one, blind = f"but {objective} gives one value per {w.level}", "advantages" not in needs
     yield weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"
-    blind = "advantages" not in needs
     yield r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"
     penalty = f": {objective} reads no advantages, so it would see no penalty"
     yield r.kl_in_reward and blind, "kl_in_reward", penalty
     yield r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"
-    headless = w.objective.traits.get("head") is None
-    yield r.head and headless, "head", f": {objective} reads no scores or values; leave 'head' out"
+    yield r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
     yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
     mute = ": a reward model writes no answers; leave it out"
@@ -171,40 +169,40 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     taught = bool(w.parts & {"teacher", "seen"})
     yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
     yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
-    headed = "critic" in w.parts and w.objective.traits.get("head") != "value"
-    yield headed, "objective", f': {objective} reads a critic\'s values; register it with head="value"'
+    valued = f': {objective} reads a critic\'s values; register it with head="value"'
+    yield "critic" in w.parts and head != "value", "objective", valued
     yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
-    credited = "advantages" in needs and not r.advantage
-    yield credited, "advantage", f": a stream of {objective} needs advantages; give 'advantage'"
+    credited = f": a stream of {objective} needs advantages; give 'advantage'"
+    yield not blind and not r.advantage, "advantage", credited
     samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
     yield w.teaches_itself and r.rollout is None, "teacher.name", samples
     base = ": a new model (model.init) has no base on disk that an adapter could name"
     yield r.model.adapter and r.model.init, "model.adapter", base
     stands = ": a reward head always stands on the model that is trained; leave it out"
     yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
-    chosen = r.data.train_on if r.data else None
-    judges = f": {chosen!r} is for demonstrations; objective {r.objective.name!r} judges answers, so leave it out"
+    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
     yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
-    unread = f": objective {r.objective.name!r} reads no labels that a threshold could make; leave it out"
+    unread = f": {objective} reads no labels that a threshold could make; leave it out"
     yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
 
 
 def _of_engines(w: Words) -> Iterator[Rule]:
-    elsewhere = (
-        ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
-        "`posttrain evaluate`"
+    evaluating, elsewhere = (
+        w.recipe.eval.engine,
+        (
+            ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
+            "`posttrain evaluate`"
+        ),
     )
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     unplayed = w.recipe.environment is None and not w.recipe.tools
+    gives = "give 'environment'"
+    if w.recipe.rollout is None:
+        gives = "in a recipe with 'data' nothing answers; take another task"
     words = {"task": w.recipe.task, **{f"eval.tasks.{i}": word for i, word in enumerate(w.recipe.eval.tasks)}}
     for key, word in words.items():
         played = (registry.traits_of("task", word.name) or {}).get("played")
-        alone = f": {word.name!r} asks nothing by itself; "
-        gives = (
-            "give 'environment'" if w.recipe.rollout else "in a recipe with 'data' nothing answers; take another task"
-        )
-        yield played and unplayed, key, alone + gives
-    evaluating = w.recipe.eval.engine
+        yield played and unplayed, key, f": {word.name!r} asks nothing by itself; {gives}"
     if evaluating is not None:
         head = ": a reward model writes no answers that an engine could sample; leave it out"
         yield w.only_scores, "eval.engine", head
@@ -213,40 +211,65 @@ def _of_engines(w: Words) -> Iterator[Rule]:
 
 
 def _of_rollouts(w: Words) -> Iterator[Rule]:
-    if w.recipe.rollout is None or w.selection is None:
+    """Rules about rollouts, their groups and their advantages."""
+    rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
+    if rollout is None or rollout.select is None or w.selection is None:
         return
+    weighs = any(comes_from_rollouts(name) for name in w.needs)
     fresh = (
         ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
         "objective; give 'correction', or set rollout.old_logprobs to sampler"
     )
-    stale = w.recipe.rollout.staleness and w.recipe.rollout.old_logprobs == "trainer"
+    stale = rollout.staleness and rollout.old_logprobs == "trainer"
     yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
     rounded = (
         ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
         "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
     )
-    apart = w.recipe.train.precision == "bf16" and w.recipe.rollout.old_logprobs == "sampler"
-    yield apart and any(comes_from_rollouts(name) for name in w.needs), "train.precision", rounded
+    apart = w.recipe.train.precision == "bf16" and rollout.old_logprobs == "sampler"
+    yield apart and weighs, "train.precision", rounded
     steps = ": labels of steps come with data, not from rollouts; give 'data'"
     yield "step_labels" in w.needs, "objective", steps
-    cut = "top_k" if w.recipe.rollout.top_k is not None else "top_p"
+    cut = "top_k" if rollout.top_k is not None else "top_p"
     biased = (
-        f": objective {w.recipe.objective.name!r} weighs tokens by how likely the sampler drew them from the whole "
-        f"distribution, and {cut} draws from a part of it, so that every ratio would be off; leave {cut} out (a lower "
-        "rollout.temperature is followed), or choose an objective that learns from given answers"
+        f": {objective} weighs tokens by how likely the sampler drew them from the whole distribution, and {cut} draws "
+        f"from a part of it, so that every ratio would be off; leave {cut} out (a lower rollout.temperature is "
+        "followed), or choose an objective that learns from given answers"
     )
-    truncates = w.recipe.rollout.top_k is not None or w.recipe.rollout.top_p < 1
-    yield truncates and any(comes_from_rollouts(name) for name in w.needs), f"rollout.{cut}", biased
+    yield (rollout.top_k is not None or rollout.top_p < 1) and weighs, f"rollout.{cut}", biased
     wanted = "pairs of answers" if w.level == "pair" else "single answers"
-    units = f": {w.selection.name!r} gives {w.unit}s, but objective {w.recipe.objective.name!r} wants {wanted}"
+    units = f": {w.selection.name!r} gives {w.unit}s, but {objective} wants {wanted}"
     yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
+    if w.advantage is not None:
+        yield from _of_advantage(w, w.advantage, rollout)
+    every = (
+        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
+        "leave rollout.select out"
+    )
+    over_all = (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all")
+    yield over_all, "rollout.select", every
+    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
+    both = (
+        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
+        "labelled as right; give both the same number"
+    )
+    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
+    yield differ, "rollout.select.threshold", both
+    alone = rollout.group < 2
+    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group"
+    uniform = ": a group of one completion is always uniform; give rollout.group"
+    yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
+    shown = (
+        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
+    )
+    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
+    parts = w.recipe.train.minibatches
+    yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
 
 
-def _of_advantages(w: Words) -> Iterator[Rule]:
-    rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
-    if rollout is None or w.advantage is None:
-        return
-    name, traits = w.advantage.name, w.advantage.traits
+def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
+    name, traits, kl = advantage.name, advantage.traits, w.recipe.kl_in_reward
+    objective = f"objective {w.recipe.objective.name!r}"
     smallest, batch = traits.get("min_group", 1), rollout.prompts * rollout.group
     few = f"={rollout.group}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
     yield rollout.group < smallest, "rollout.group", few
@@ -255,8 +278,10 @@ def _of_advantages(w: Words) -> Iterator[Rule]:
         "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
     )
     yield "old_values" in traits.get("needs", ()) and "old_values" not in w.needs, "advantage", values
-    divides = f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; "
-    negative = divides + "use the objective's kl instead"
+    negative = (
+        f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; use the objective's kl "
+        "instead"
+    )
     yield traits.get("wants_positive") and kl, "kl_in_reward", negative
     returns = f": {objective} learns returns, and {name!r} gives none; use gae"
     yield "returns" in w.needs and not w.per_token, "advantage", returns
@@ -270,61 +295,28 @@ def _of_advantages(w: Words) -> Iterator[Rule]:
         yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
 
 
-def _of_groups(w: Words) -> Iterator[Rule]:
-    rollout = w.recipe.rollout
-    if rollout is None or rollout.select is None or w.selection is None:
-        return
-    every = (
-        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
-        "leave rollout.select out"
-    )
-    yield (
-        (w.per_token or w.per_turn or w.recipe.kl_in_reward) and not w.selection.traits.get("takes_all"),
-        "rollout.select",
-        every,
-    )
-    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
-    both = (
-        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
-        "labelled as right; give both the same number"
-    )
-    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
-    yield differ, "rollout.select.threshold", both
-    alone = rollout.group < 2
-    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group"
-    uniform = ": a group of one completion is always uniform; give rollout.group"
-    yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
-    shown = (
-        f": objective {w.recipe.objective.name!r} learns from feedback, which only the model itself is shown; "
-        f"set teacher.name to {OWN_TEACHER}"
-    )
-    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
-    parts = w.recipe.train.minibatches
-    yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
-
-
 def _of_rewards(w: Words) -> Iterator[Rule]:
-    """Rules about rewards: tags of the prompt template, and parts of the reward that are named elsewhere."""
+    """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.render.template import build_template
     from posttrain.rewards.calling import reward_parts
 
     template = build_template(w.recipe.prompt.template)
-    parts = reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags))
+    known = ("reward", *reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags)))
     name = w.recipe.rollout.uniform_by if w.recipe.rollout else "reward"
-    known = ("reward", *parts)
     unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
     yield name not in known, "rollout.uniform_by", unknown
 
 
 def _of_scale(w: Words) -> Iterator[Rule]:
-    if w.recipe.scale.sharding == "none":
+    model, scale, optimizer = w.recipe.model, w.recipe.scale, w.recipe.optimizer.name
+    if scale.sharding == "none":
         alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
-        yield w.recipe.scale.checkpoint == "sharded", "scale.checkpoint", alike
+        yield scale.checkpoint == "sharded", "scale.checkpoint", alike
         return
-    known = w.recipe.optimizer.name in SHARDED_OPTIMIZERS
-    parts = f": nobody has said whether optimizer {w.recipe.optimizer.name!r} works on tensors in parts"
-    yield not known, "scale.sharding", f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
+    parts = f": nobody has said whether optimizer {optimizer!r} works on tensors in parts"
+    known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
+    yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
-    yield w.recipe.model.load_bits, "scale.sharding", bits
+    yield model.load_bits, "scale.sharding", bits
     types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
-    yield w.recipe.model.adapter and w.recipe.model.dtype == "bfloat16", "scale.sharding", types
+    yield model.adapter and model.dtype == "bfloat16", "scale.sharding", types

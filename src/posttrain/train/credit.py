@@ -1,4 +1,4 @@
-"""Credit: from the rewards of completions, and the KL that they cost, to an advantage at each token."""
+"""Advantages per token from the rewards of completions and their KL penalty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.types import Batch
 
 
 def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num_results: int, *inputs: Tensor) -> Any:
-    """What an advantage word returns, checked: one tensor of the expected shape, or a tuple of ``num_results``.
+    """Call an advantage and check its result: one tensor of the expected shape, or a tuple of ``num_results``.
 
     Raises:
         RunFailure: the function raised.
@@ -37,13 +37,12 @@ def call_advantage(advantage: Callable[..., Any], expected: tuple[int, ...], num
 
 @dataclass(slots=True)
 class Credit:
-    """How a recipe turns rewards into advantages.
+    """Computes advantages from rewards.
 
-    advantage: the word, or None where the objective reads no advantages. per_token: it takes rewards and values per
-    token; per_turn: rewards per turn. bootstrap: an answer that was cut off is worth the value behind it instead of its
-    score (what was paid for its turns it keeps); never both, for that would count the future twice, and returns would
-    grow without bound. kl: the penalty in the reward; ``kl_weight`` is its weight now, which adapts where there is a
-    target.
+    advantage: the function, or None where the objective reads no advantages. per_token: it takes rewards and values per
+    token; per_turn: rewards per turn. bootstrap: an answer that was cut off has the value of its last state in place of
+    its score (it keeps the rewards of its turns); both would count the future twice. kl: the penalty in the reward;
+    ``kl_weight`` is its current weight, which adapts where there is a target.
     """
 
     advantage: Callable[..., Any] | None
@@ -58,7 +57,7 @@ class Credit:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether advantages follow only from a batch with its streams, not from the rewards alone."""
+        """Whether advantages need a batch with its streams, beside the rewards."""
         return self.per_token or self.per_turn or self.kl is not None
 
     def from_groups(self, groups: Sequence[Tensor]) -> list[Tensor] | None:
@@ -84,12 +83,12 @@ class Credit:
         needs: Collection[str],
         of_turns: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Per-token advantages ``float64 [B, T]`` of all rows, and facts to report.
+        """Per-token advantages ``float64 [B, T]`` of all rows, and metrics.
 
-        groups: the rewards of each, ``float64 [G]``, rows of the batch in that order; truncated ``bool [B]``. of_turns:
-        what of these rewards was paid for turns, ``float64 [B, T]``, at their last tokens; None: nothing. Reads the
-        streams ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``,
-        and ``returns`` where that is in ``needs``.
+        groups: the rewards of each, ``float64 [G]``, in the order of the rows; truncated ``bool [B]``. of_turns: the
+        part of these rewards that is of turns, ``float64 [B, T]``, at their last tokens. Reads the streams
+        ``old_values`` with ``final_values``, and ``ref_logprobs``, where there are any; sets ``advantages``, and
+        ``returns`` where that is in ``needs``.
         """
         assert self.advantage is not None
         penalty, metrics = self._penalty(batch)
@@ -124,7 +123,7 @@ class Credit:
         return advantages, metrics
 
     def _from_turns(self, paid: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Advantages ``[B, T]`` of what is paid at the tokens ``[B, T]`` of groups of these sizes."""
+        """Advantages ``[B, T]`` of rewards at the tokens ``[B, T]`` of groups of these sizes."""
         assert self.advantage is not None
         numbers = number_turns(mask)
         places = numbers.clamp(min=0)
@@ -166,9 +165,9 @@ def same_sizes(groups: Sequence[Sequence[object] | Tensor]) -> list[list[int]]:
 
 
 def number_turns(mask: Tensor) -> Tensor:
-    """``int64 [B, T]``: the number of the turn that each trained token is of, from 0; elsewhere that of the one before.
+    """``int64 [B, T]``: the number of the turn of each trained token, from 0; elsewhere that of the one before.
 
-    A turn is a run of trained tokens: between two of them stands what an environment said.
+    A turn is a run of trained tokens.
     """
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     return begins.cumsum(dim=1) - 1

@@ -1,4 +1,4 @@
-"""Where one run's training writes, and whom it tells; where its engines stand."""
+"""The files of a run that trains, the type of its observer, and how its engines are built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 
 class NoRecords:
-    """In place of metrics and rollouts, in a process that is not the main one: what it is given, that one writes."""
+    """Metrics and rollouts of a process that is not the main one: nothing is written."""
 
     def append(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float] | None = None) -> None:
         """Nothing."""
@@ -34,7 +34,7 @@ class NoRecords:
         """Nothing."""
 
     def num_rows(self, *up_to_step: int) -> Any:
-        """Nobody asks."""
+        """Not called."""
         raise AssertionError("checkpoints are written by the main process")
 
 
@@ -59,17 +59,14 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class EngineSite:
-    """Where an engine stands: a folder for what it keeps, the processes that train.
-
-    ``within``: what gathers a model that lies in parts alone.
-    """
+    """The folder for an engine's files, the processes that train, and what gathers a sharded model (``within``)."""
 
     folder: Path | None = None
     world: World = ONE
     within: Within | None = None
 
     def build(self, loaded: LoadedModel, entry: Entry, options: dict[str, Any], where: str) -> Engine:
-        """What samples with a trained model's weights, by reference or handed over."""
+        """Build the engine that samples with a trained model's weights."""
         engine: Engine = entry.bind(options, where)(loaded.model, loaded.tokenizer)
         engine = engine.settle(self.folder, self.world)
         if self.within is not None and entry.traits.get("takes_weights"):

@@ -1,9 +1,7 @@
-"""Held-out evaluation while a run trains: by sampled answers, by the objective itself, or by the loss.
+"""Held-out evaluation while a run trains: by sampled answers, by the objective, or by the loss.
 
-By the objective: on units of given data (pairs, judged answers, labelled steps). A reward model writes no answers that
-could be graded, and pairs need no gold answer: what such a run has learnt is whether it tells good from bad where it
-has not been told. By the loss: on demonstrations that no gold answer goes with (``eval.loss``), beside the answers that
-are sampled. This module is imported only where a recipe evaluates.
+By the objective: on units of given data (pairs, judged answers, labelled steps). By the loss: on demonstrations
+(``eval.loss``), beside the answers that are sampled. Imported only where a recipe evaluates.
 """
 
 from __future__ import annotations
@@ -26,37 +24,35 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.models.reference import Reference
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import EvalSection, TrainSection
+from posttrain.recipes.sections import TrainSection
 from posttrain.render.rows import Shape
 from posttrain.tasks.base import Task, build_task, eval_words
+from posttrain.train.checks import Words
 from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.train.step import Method, accumulate
 from posttrain.types import Batch, Example, with_float64
 from posttrain.world import ONE, World
 
-# Which of an objective's metrics is told with its interval; the first that it reports.
+# Metrics of objectives that get an interval; the first that is reported.
 ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
 MAX_EXPONENT = 700.0  # e to the power of more is no float
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Units of a source over held-out examples.
-
-    ``num_dropped``: units of these examples that could not be used (too long, no responses, a tie).
-    """
+    """Units of a source over held-out examples; ``num_dropped`` could not be used (too long, no responses, a tie)."""
 
     source: SupervisedSource
     units: Sequence[int]
     num_dropped: int = 0
 
     def batch(self) -> Batch:
-        """All of them, with what depends on the weights of this very moment."""
+        """All units as a batch, with the current weights."""
         return self.source.batch_of(self.units)
 
 
 def build_eval_tasks(recipe: Recipe) -> list[Task]:
-    """What to evaluate on, each under a name of its own: a task may be asked for twice, with other options.
+    """The tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
 
     Raises:
         RecipeError: training leaves no split of its task to evaluate on.
@@ -66,50 +62,34 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
         task = build_task(word, f"eval.tasks.{index}")
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
-        tasks.append(_chosen_items(task, recipe.eval))
+        if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
+            size, n = len(task.examples), recipe.eval.n
+            first = list(range(min(n, size)))
+            indices = first if recipe.eval.items == "first" else held_out_indices(size, n, recipe.eval.items_seed)
+            task = replace(task, examples=[task.examples[i] for i in indices])
+        tasks.append(task)
     return tasks
 
 
-def _chosen_items(task: Task, options: EvalSection) -> Task:
-    """A held-out task with the examples alone that the recipe asks about; whole where every run's sample is meant."""
-    if options.items == "sample" and not options.items_seed:
-        return task
-    size = len(task.examples)
-    first = list(range(min(options.n, size)))
-    indices = first if options.items == "first" else held_out_indices(size, options.n, options.items_seed)
-    return replace(task, examples=[task.examples[i] for i in indices])
+def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task], words: Words) -> dict[str, HeldOut]:
+    """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
 
-
-def choose_held_out(
-    read: Callable[..., SupervisedSource],
-    tasks: Sequence[Task],
-    shape: Shape,
-    n: int,
-    *,
-    only_scores: bool,
-    loss: bool | None = None,
-) -> dict[str, HeldOut]:
-    """By a task's label, the units that are read; tasks that are not here are evaluated by sampled answers alone.
-
-    On these the objective is evaluated, and of demonstrations the loss. They are of the tasks whose examples carry
-    responses, or something to imitate, and of the ``n`` examples that every evaluation of the task uses; if these have
-    more than ``n`` units, a fixed sample of them, so that one problem with many solutions does not stand for all.
-
-    Args:
-        read: the recipe's source over a task.
-        only_scores: the model gives scores and no text, so that nothing can be evaluated by generation.
-        loss: whether the loss on demonstrations is wanted; None: where no example has a gold answer.
+    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.n`` examples that
+    every evaluation of the task uses; if these have more units, a fixed sample of them, so that one problem with many
+    solutions does not stand for all. Other tasks are evaluated by sampled answers alone. ``read``: the recipe's source
+    over a task.
 
     Raises:
         RecipeError: a task to evaluate a reward model on has no responses.
         UsageError: a task is empty, or none of its units can be used.
     """
+    n, loss = words.recipe.eval.n, words.recipe.eval.loss
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
             raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
         examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-        if shape == "demonstration":
+        if words.shape == "demonstration":
             shown = [example for example in examples if _is_shown(example)]
             if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
                 source = read(replace(task, examples=shown, dropped={}), streams=None, draws=False)
@@ -119,7 +99,7 @@ def choose_held_out(
             chosen[task_label(task)] = HeldOut(
                 source, held_out_indices(len(source.units), n), sum(source.dropped.values())
             )
-        elif only_scores:
+        elif words.only_scores:
             raise RecipeError(
                 f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
                 "graded; name a task with responses, or switch evaluation off with eval.every: 0"
@@ -134,7 +114,7 @@ def is_read(task: Task, n: int) -> bool:
 
 
 def _is_shown(example: Example) -> bool:
-    """Whether there is an answer that can be imitated."""
+    """Whether an example has an answer to imitate."""
     said = (example.answer, example.solution, example.demonstration)
     return said != (None, None, None) or bool(example.responses or example.turns)
 
@@ -143,10 +123,10 @@ def _is_shown(example: Example) -> bool:
 def evaluate_loss(
     held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, world: World = ONE
 ) -> dict[str, float]:
-    """How likely a policy finds held-out demonstrations, over their trained tokens.
+    """Loss of held-out demonstrations over their trained tokens.
 
     ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
-    policy finds likeliest. ``loss_tokens``: how many there are. ``loss_rows``, ``rows_dropped``: demonstrations.
+    policy finds likeliest. ``loss_tokens``, ``loss_rows``, ``rows_dropped``: numbers of tokens and demonstrations.
 
     Raises:
         NonFiniteLoss: a loss that is NaN or infinite.
@@ -164,22 +144,18 @@ def evaluate_loss(
     loss = total / tokens
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
-    about = {
-        "loss_tokens": tokens,
-        "loss_rows": float(len(held_out.units)),
-        "rows_dropped": float(held_out.num_dropped),
-    }
-    perplexity = math.exp(min(loss, MAX_EXPONENT))
-    return {"loss": loss, "perplexity": perplexity, "token_accuracy": right / tokens} | about
+    results = {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "token_accuracy": right / tokens}
+    results |= {"loss_tokens": tokens, "loss_rows": float(len(held_out.units))}
+    return results | {"rows_dropped": float(held_out.num_dropped)}
 
 
 def evaluate_objective(
     held_out: HeldOut, task: Task, method: Method, options: TrainSection, world: World = ONE
 ) -> Evaluation:
-    """Loss and metrics of the objective on held-out units; no gradients, no dropout, no rollouts.
+    """Loss and metrics of the objective on held-out units, without gradients.
 
-    The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units. For steps
-    that is cautious in width: a solution counts once, however many steps it has, as they hang together.
+    The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units; a solution counts once,
+    however many steps it has.
 
     Raises:
         UsageError: the objective reports no accuracy.
@@ -206,10 +182,10 @@ def evaluate_objective(
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The evaluation of a run that trains, on every held-out task, as its recipe says (``eval``).
+    """The evaluation of a run on every held-out task (``eval``).
 
-    held_out: by a task's label, the units on which the objective itself is evaluated, or the loss of ``shape``
-    demonstration. policy, start: the model's forward pass now and at the start (None where no drift is asked for).
+    held_out: by a task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration.
+    start: the model at the start (None where no drift is measured).
     """
 
     recipe: Recipe
@@ -222,20 +198,20 @@ class Evaluator:
     shape: Shape = "demonstration"
 
     def __call__(self, step: int) -> list[Evaluation]:
-        """Of the weights as they are, after ``step`` updates; one for each task."""
+        """Evaluate the weights after ``step`` updates on each task."""
         self.sampler.engine.sync(step)
         done = [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
         self.sampler.engine.rest()
         return done
 
     def sampling(self, temperature: float) -> Sampling:
-        """How answers are drawn."""
+        """The sampling of answers."""
         recipe = self.recipe
         max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
         return self.sampler.sampling(max_tokens, temperature)
 
     def _evaluate_on(self, task: Task, step: int) -> Evaluation:
-        """By the objective, where the task has units for it; else by sampled answers, and the loss."""
+        """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
         held_out = self.held_out.get(task_label(task))
         if held_out is not None and self.shape != "demonstration":
             return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.world)
@@ -253,7 +229,7 @@ class Evaluator:
         return evaluation
 
     def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
-        """How far the model has moved from its start, and how much chance is left in it, where that is asked for."""
+        """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
         if not self.recipe.eval.drift_prompts:
             return evaluation
         assert self.start is not None, "the setup makes a reference for whoever needs one"

@@ -1,9 +1,8 @@
-"""The one training loop. Every method passes through it; no method is named in it.
+"""The training loop of every method.
 
-Update number k (1-based) has step k: its rollouts and metrics carry k, evaluation at step k is of
-the weights after k updates, and checkpoint ``step-k`` is the state after them. A run that is
-killed resumes from its newest checkpoint that verifies, drops every record behind it, and repeats
-the rest bit for bit.
+Update number k (1-based) is step k: its rollouts and metrics carry k, evaluation at step k is of the weights after k
+updates, and checkpoint ``step-k`` is the state after them. A killed run resumes from its newest checkpoint that
+verifies, drops every later record, and repeats the rest bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save as serialize
@@ -28,22 +27,20 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
-from posttrain.store.headline import Headline, choose_headline
+from posttrain.store.headline import choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
 from posttrain.train.machine import threads_of_main, use_threads
+from posttrain.train.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
-from posttrain.train.step import CLAMPED, MAX_KL, accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.train.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
 from posttrain.train.streams import has_other_prompts
 from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
-
-if TYPE_CHECKING:  # a run imports only what its recipe asks for
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,7 @@ class TrainResult:
 
 @dataclass(slots=True)
 class Loop:
-    """A run in progress: its parts, its records, and where it stands.
-
-    Each process of the ``world`` has one and takes the same decisions; the main one keeps records and checkpoints.
-    """
+    """A run in progress. Each process of the ``world`` takes the same decisions; the main one keeps the records."""
 
     recipe: Recipe
     files: RunFiles
@@ -79,10 +73,7 @@ class Loop:
     source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint that verifies, and drop the records behind it.
-
-        The first checkpoint (step 0 is not saved) may be missing: then the run starts over.
-        """
+        """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
         checkpoint = self._newest_checkpoint()
         if checkpoint is not None:
             for reason in checkpoint.skipped:
@@ -113,7 +104,7 @@ class Loop:
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
-        """The facts of the event ``start``; ``length`` is that of the passes over the data, where they are counted."""
+        """The content of the event ``start``; ``length`` describes the passes over the data, where they are counted."""
         parts = self.parts
         return {
             "recipe": self.recipe,
@@ -145,19 +136,19 @@ class Loop:
         began, now, own = state.get("processes", 1), self.world.size, torch.get_num_threads()
         threads = state.get("num_threads") or own
         if began != now:
-            what = f"goes on in {_counted(now, 'process')}, and the checkpoint was saved by "
-            line = f"{what}{_counted(began, 'process')}: numbers are the same but for the order of sums"
-            self.observer("notice", {"message": line})
+            before, after = (f"{n} process{'es' * (n != 1)}" for n in (began, now))
+            what = f"goes on in {after}, and the checkpoint was saved by {before}"
+            self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
         elif threads != own:
             use_threads(threads)
             line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
     def _compare_length(self, began: int | None) -> None:
-        """Of a run that counts passes: whether they come to as many steps as when the checkpoint was saved.
+        """Compare the steps of a number of passes with those when the checkpoint was saved.
 
         Raises:
-            UsageError: they come to fewer than were made.
+            UsageError: they are fewer than were made.
         """
         passes = self.recipe.train.passes
         if passes is None:
@@ -169,7 +160,7 @@ class Loop:
             self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
 
     def run(self, should_stop: Callable[[], bool]) -> TrainResult:
-        """Train until the last of ``steps`` or until asked to stop; a checkpoint is saved either way."""
+        """Train until the last step or until asked to stop, and save a checkpoint."""
         saved = self.step
         same_weights(self.parts.whole_parameters(), self.world, "before training")
         if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
@@ -181,7 +172,7 @@ class Loop:
             self.update()
             if self.unevaluated:
                 self.evaluate()
-            if self._is_saved() or self._is_best():
+            if self._due(self.recipe.train.save_every) or self._is_best():
                 self.save()
                 saved = self.step
         if saved != self.step:
@@ -191,10 +182,9 @@ class Loop:
         return TrainResult(self.step, reason, self.evaluations or {})
 
     def rescue(self, error: Exception) -> None:
-        """Save the last completed step of a run that failed; no checkpoint is pruned, for an older one may be better.
+        """Save the last completed step of a run that failed, and prune nothing.
 
-        Nothing is saved where the failure left weights or records between two steps. If saving fails
-        too, ``error`` gets a note about it.
+        Nothing is saved where weights or records are between two steps. If saving fails, ``error`` gets a note.
         """
         if not self.world.is_main or not self.consistent or self.step == 0:
             return
@@ -210,15 +200,11 @@ class Loop:
             error.add_note(f"step {self.step} could not be saved: {failure}")
 
     def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+        return (every > 0 and self.step % every == 0) or self.step == self.steps
 
     def _is_best(self) -> bool:
         """Whether this step's evaluation is the best so far; its weights are kept, whatever ``save_every`` says."""
         return self.best is not None and self.best["step"] == self.step
-
-    def _is_saved(self) -> bool:
-        """Whether the recipe asks for a checkpoint at this step (being stopped may add others)."""
-        return self._due(self.recipe.train.save_every) or self.step == self.steps
 
     def update(self) -> None:
         """One optimizer step with its records."""
@@ -236,14 +222,13 @@ class Loop:
         metrics = draw.metrics | metrics | {"tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
-        if self.recipe.eval.every and (self._due(self.recipe.eval.every) or step == self.steps):
-            self.unevaluated = True
+        self.unevaluated = bool(self.recipe.eval.every) and self._due(self.recipe.eval.every)
         self.source_state = self.parts.source.state()
         self.consistent = True
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
-        """Say once what makes the loss of this step another than the formula's."""
+        """Warn once where the loss of this step is not that of the formula."""
         warnings = {}
         if share := metrics.get(CLAMPED, 0.0):
             warnings[CLAMPED] = (
@@ -261,7 +246,7 @@ class Loop:
             self.observer("notice", {"message": f"{name}: {warnings[name]}"})
 
     def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
-        """The gradient step on a draw; (trained tokens, metrics). Without a batch the weights stay as they are."""
+        """The gradient step on a batch, if there is one; returns trained tokens and metrics."""
         options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
         lr = learning_rate(options, step)
         if batch is None:
@@ -270,8 +255,6 @@ class Loop:
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
         if metrics.get("mismatch_kl", 0.0) > MAX_KL:
-            from posttrain.train.mismatch import check_mismatch
-
             check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.world)
@@ -287,10 +270,9 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task, and write it down; remembers the step with the best mean of the headline.
+        """Evaluate on every held-out task, and remember the step with the best mean of the headline.
 
-        It is written when all of it is done, so that a failure leaves no part behind. Nothing is the best where there
-        is no headline; a later step is where it equals an earlier one.
+        Records are written when all of it is done. Of equal steps the later is the best.
 
         Raises:
             UsageError: no evaluation has the result that the recipe names (``eval.best``).
@@ -307,8 +289,11 @@ class Loop:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
             self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-        if step > 0 and headline is not None:
-            self._remember_best(step, headline, headline.mean(evaluations.values()))
+        value = None if headline is None or step == 0 else headline.mean(evaluations.values())
+        if headline is not None and value is not None:
+            before = None if self.best is None else self.best.get(headline.metric)  # None: it was another headline
+            if before is None or headline.goodness(value) >= headline.goodness(before):
+                self.best = {"step": float(step), headline.metric: value}
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
             about: dict[str, Any] = {"step": step, "name": evaluation.name, "headline": headline}
@@ -317,11 +302,6 @@ class Loop:
     def _pass_on_notices(self) -> None:
         for message in self.parts.take_notices():
             self.observer("notice", {"message": message})
-
-    def _remember_best(self, step: int, headline: Headline, value: float | None) -> None:
-        before = None if self.best is None else self.best.get(headline.metric)  # None: another was the headline then
-        if value is not None and (before is None or headline.goodness(value) >= headline.goodness(before)):
-            self.best = {"step": float(step), headline.metric: value}
 
     def save(self) -> None:
         """Write a checkpoint, mark the best one and delete old ones."""
@@ -336,23 +316,18 @@ class Loop:
         self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
 
     def _gathered(self, world: World) -> dict[str, Any]:
-        """The tensors that this process writes with a checkpoint, as ``save_checkpoint`` takes them.
-
-        What lies in parts is gathered, unless all of ``world`` write their own.
-        """
+        """The tensors of a checkpoint, as ``save_checkpoint`` takes them, unsharded; but for the optimizer's where all
+        of ``world`` write it."""
         parts, shards = self.parts, self.parts.shards
         optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
-        tensors: dict[str, Any] = {"heads": head_tensors(parts.heads), "score": parts.score_head()}
-        if shards is None:
-            return tensors | {"optimizer": optimizer}
-        if world.size > 1:
-            tensors["optimizer"], tensors["rows"] = shards.rows(optimizer, world.rank)
-        else:
-            tensors["optimizer"] = shards.whole(optimizer, optimizer if self.world.is_main else ())
-        if not shards.keeps_whole:
-            names = names_to_write(parts.model, world) if self.world.is_main or world.size > 1 else ()
-            tensors["weights"] = shards.whole(parts.model.state_dict(), names)
-            tensors["heads"] = shards.whole(tensors["heads"], tensors["heads"] if self.world.is_main else ())
+        tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
+        tensors["score"] = parts.score_head()
+        if shards is not None and world.size == 1:
+            tensors["optimizer"] = shards.whole(optimizer, lambda name: self.world.is_main)
+        if shards is not None and not shards.keeps_whole:
+            names = names_to_write(parts.model) if self.world.is_main else set()
+            tensors["weights"] = shards.whole(parts.model.state_dict(), names.__contains__)
+            tensors["heads"] = shards.whole(tensors["heads"], lambda name: self.world.is_main)
         return tensors
 
     def _write_checkpoint(self, tensors: Mapping[str, Any], world: World = ONE) -> Path:
@@ -371,8 +346,7 @@ class Loop:
         )
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint says beside tensors, and a resumed run reads."""
-        unevaluated = {"unevaluated": True} if self.unevaluated else {}
+        """The content of ``state.json``."""
         return {
             "recipe": self.recipe.fingerprint(),
             "settings": decisive(self.recipe.dump()),
@@ -384,11 +358,11 @@ class Loop:
             "steps": self.steps,
             "processes": self.world.size,
             "source": self.source_state,
-            **unevaluated,
+            **({"unevaluated": True} if self.unevaluated else {}),
         }
 
     def _tidy(self) -> None:
-        """Point ``best`` at the best checkpoint and delete old ones; on resume, what a kill left undone."""
+        """Point ``best`` at the best checkpoint and delete old ones."""
         if not self.world.is_main:
             return
         best = int(self.best["step"]) if self.best is not None else -1
@@ -397,7 +371,7 @@ class Loop:
         prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
 
     def _save_batch(self, batch: Batch, step: int) -> str:
-        """Keep the batch of a failed step for inspection; says where, or why it could not be kept."""
+        """Save the batch of a failed step; returns a sentence about it."""
         path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
         if not self.world.is_main:
             return "Rank 0 saves the batch"
@@ -463,10 +437,6 @@ def _records(
     metrics = TrackedMetrics(files.metrics, trackers)
     with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
         yield metrics, rollouts
-
-
-def _counted(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the machine decides about a run: threads, kernels, and what can be promised and said about them."""
+"""Threads and kernels of a run, and notices and guarantees that depend on them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def use_threads(number: int) -> None:
 
 @contextmanager
 def threads_of_main(world: World) -> Iterator[None]:
-    """In it every process computes with as many threads as the main one: that shows in the last bits of sums.
-
-    Two threads are worth it where cores are idle: sampling is 1.2 to 1.5 times as fast, updates 1.4 to 1.5 times
-    (``benchmarks/results``, ``threads`` 1 and 2). A checkpoint keeps their number.
-    """
+    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
     before = torch.get_num_threads()
     use_threads(world.tell(before, "number of threads"))
     try:
@@ -54,11 +50,9 @@ def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
         return [f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"]
     if policy.path == "padded":
         return ["batches are padded, which is slower: packing them would change what this model computes"]
-    if policy.device.type != "cuda" or policy.attention == "varlen":
-        return []
-    if policy.attention == "mask":
+    if policy.device.type == "cuda" and policy.attention == "mask":
         return [
             "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
             "masks, in rectangles; train.precision: bf16 avoids them"
         ]
-    return [f"model.attention: this torch attends by {policy.attention}: keys are repeated for every query head"]
+    return []

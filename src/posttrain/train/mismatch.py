@@ -1,18 +1,48 @@
-"""Sampler and trainer have to be the same model; this stops a run in which they are not."""
+"""Metrics of the ratios between the trainer's and other probabilities, and the refusal of a sampler that differs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from posttrain import registry
+from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
 from posttrain.errors import EngineMismatch
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe
-from posttrain.train.step import MAX_KL
-from posttrain.types import Batch
+from posttrain.types import Batch, Outputs
+
+MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
+CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
+
+
+def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, Tensor]:
+    """Metrics per token of a micro-batch: ``mismatch_kl`` to the sampler, its weights, the correction, and (of an
+    objective ``of_tokens``) 1 where a log-ratio to the sampler, the reference or the teacher is clamped."""
+    metrics, streams, own = dict[str, Tensor](), part.streams, outputs.logprobs.detach()
+    if "sampler_logprobs" in streams and outputs.entropy is not None:
+        # samples are from the sampler μ: this estimates KL(μ‖π)
+        log_weight = log_ratio(own, streams["sampler_logprobs"], part.mask)
+        metrics["mismatch_kl"] = kl_k3(-log_weight)
+        metrics |= {"weight": log_weight.exp(), "weight_squared": (2.0 * log_weight).exp()}
+    if "correction" in streams:
+        metrics["correction"] = streams["correction"]
+    pairs = [(own, streams[x]) for x in ("old_logprobs", "ref_logprobs", "sampler_logprobs") if x in streams]
+    if "teacher_logprobs" in streams and "old_logprobs" in streams:
+        pairs.append((streams["teacher_logprobs"], streams["old_logprobs"]))
+    if pairs and of_tokens:
+        metrics[CLAMPED] = reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs))
+    return metrics
+
+
+def derive_sample_size(means: dict[str, float]) -> dict[str, float]:
+    """``effective_sample_size``, the share of tokens that the importance weights w = π/μ leave, E[w]² / E[w²]."""
+    if "weight_squared" in means:
+        means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
+    return means
 
 
 def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mapping[str, float], step: int) -> None:
@@ -31,7 +61,9 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         return
     engine = "native" if options.engine is None else options.engine.name
     samples = (registry.traits_of("engine", engine) or {}).get("samples", True)
-    if not samples or policy.temperature != (options.temperature or 1.0) or _has_dropout(policy):
+    named = policy.model.named_modules()
+    drops = any(".lora_dropout." in name and isinstance(m, torch.nn.Dropout) and m.p > 0 for name, m in named)
+    if not samples or policy.temperature != (options.temperature or 1.0) or drops:
         return
     size = metrics.get("effective_sample_size")
     shown = "" if size is None else f" (effective sample size {size:.2f})"
@@ -39,11 +71,6 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         f"update {step}: the sampler is not the model that is trained. The KL from sampler to trainer is {kl:.2g} nats "
         f"per token{shown}, at most {MAX_KL} is allowed. {_explain(policy, batch, engine)}The weights were not changed"
     )
-
-
-def _has_dropout(policy: Forward) -> bool:
-    named = policy.model.named_modules()
-    return any(".lora_dropout." in name and isinstance(m, torch.nn.Dropout) and m.p > 0 for name, m in named)
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
-"""Optimizers that a recipe may name, what they are made over, and their state as plain tensors.
+"""Optimizers, and their state as plain tensors.
 
-Every parameter group carries ``lr_ratio``; the loop sets ``group["lr"] = lr * group["lr_ratio"]``
-before each step, so that one schedule drives groups with different rates. Weight decay never
-touches norms and biases (tensors with fewer than two dimensions).
+Every parameter group has ``lr_ratio``; the loop sets ``group["lr"] = lr * group["lr_ratio"]`` before each step. Weight
+decay leaves norms and biases (tensors with fewer than two dimensions) alone.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ def muon(
 
 
 def mark_input_first(module: torch.nn.Module) -> None:
-    """Mark the weights that transformers keeps as [in, out] (its Conv1D): shapes alone do not tell.
-
-    A property of the tensor, since an optimizer sees nothing else; copies of a module have to be marked again.
-    """
+    """Mark the weights that transformers keeps as [in, out] (its Conv1D); copies of a module are marked again."""
     from transformers.pytorch_utils import Conv1D
 
     for layer in module.modules():
@@ -103,15 +99,13 @@ def mark_input_first(module: torch.nn.Module) -> None:
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Newton–Schulz: each matrix of ``[..., out, in]`` with its singular values moved near 1.
+    """Newton–Schulz: each matrix of ``[..., out, in]`` with its singular values moved near 1, in fp32.
 
-    After five steps singular values that were within a factor of about 1,000 of the largest lie
-    in roughly 0.7 to 1.2: the quintic trades exactness for speed. fp32 in, fp32 out.
+    After five steps singular values within a factor of about 1,000 of the largest lie in roughly 0.7 to 1.2.
     """
     a, b, c = _QUINTIC
     x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    tall = x.size(-2) > x.size(-1)
-    if tall:
+    if tall := x.size(-2) > x.size(-1):
         x = x.mT
     for _ in range(steps):
         gram = x @ x.mT
@@ -120,10 +114,9 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Groups with ``orthogonal`` true take Muon's step, the others AdamW's. State is tensors only.
+    """Groups with ``orthogonal`` true take Muon's step, the others AdamW's.
 
-    State per matrix: ``momentum`` (like the matrix). Per other tensor: ``exp_avg``,
-    ``exp_avg_sq`` (like the tensor) and ``step`` (fp32 scalar).
+    State per matrix: ``momentum``. Per other tensor: ``exp_avg``, ``exp_avg_sq`` and ``step`` (fp32 scalar).
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -131,18 +124,19 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the gradients that are there; parameters without one stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """One update of the parameters that have a gradient."""
+        assert closure is None, "gradients are computed before"
         for group in self.param_groups:
-            for members in _stepped_together(group):
-                if group["orthogonal"]:
+            ready = [p for p in group["params"] if p.grad is not None]
+            if group["orthogonal"]:
+                by_shape: dict[torch.Size, list[Parameter]] = {}
+                for parameter in ready:
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+                for members in by_shape.values():
                     self._step_matrices(group, members)
-                else:
-                    self._step_adamw(group, *members)
-        return loss
+            else:
+                for parameter in ready:
+                    self._step_adamw(group, parameter)
 
     def _step_matrices(self, group: dict[str, Any], members: Sequence[Parameter]) -> None:
         """Of one shape."""
@@ -179,63 +173,8 @@ class Muon(Optimizer):
         parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**count))
 
 
-class Offloaded(Optimizer):
-    """An optimizer whose state lies in the machine's main memory between updates (``train.offload``).
-
-    For its step each tensor's state goes to where the tensor is, and back; tensors that are stepped together (Muon's
-    of one shape) go together. Of a tensor in parts each process has its part's. The numbers are those of the optimizer
-    itself.
-    """
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        self.defaults, self.param_groups, self.state = inner.defaults, inner.param_groups, inner.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own."""
-        self.inner.zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the gradients that are there; parameters without one stay."""
-        assert closure is None, "gradients are computed before"
-        try:
-            for group in self.param_groups:
-                for piece in _stepped_together(group):
-                    for parameter in piece:
-                        self._move(parameter, parameter.device)
-                    self.inner.param_groups = [{**group, "params": piece}]
-                    self.inner.step()
-                    for parameter in piece:
-                        self._move(parameter, None)
-        finally:
-            self.inner.param_groups = self.param_groups
-
-    def _move(self, parameter: Parameter, device: torch.device | None) -> None:
-        """The state of a parameter, where it has one, to a device; None: into main memory."""
-        for key, value in self.state.get(parameter, {}).items():
-            there = _in_main_memory(value) if device is None else value.to(device, non_blocking=True)
-            self.state[parameter][key] = there
-
-
-def _stepped_together(group: dict[str, Any]) -> list[list[Parameter]]:
-    ready = [p for p in group["params"] if p.grad is not None]
-    if not group.get("orthogonal"):
-        return [[parameter] for parameter in ready]
-    by_shape: dict[torch.Size, list[Parameter]] = {}
-    for parameter in ready:
-        by_shape.setdefault(parameter.shape, []).append(parameter)
-    return list(by_shape.values())
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
-        return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)  # pinned: it goes back twice as fast
-
-
 def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What of a whole tensor goes with a parameter, which may be in parts."""
+    """The part of an unsharded tensor that goes with a parameter, sharded or not."""
     if not hasattr(parameter, "full_tensor"):
         return whole
     from posttrain.train.distributed import part_of
@@ -249,56 +188,35 @@ def build_optimizer(
     """The trained parameters by name, those of heads and critics included, and their optimizer.
 
     Raises:
-        RecipeError: an optimizer that there is not, or trained weights that are not kept in fp32 at least.
+        RecipeError: an unknown optimizer, or trained weights in bfloat16.
     """
     for module in (model, *heads.values()):
         mark_input_first(module)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    _check_precision(named)
-    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
-    build = entry.bind(recipe.optimizer.options, "optimizer")
-    optimizer = build(named, recipe.train.lr)
-    named += _add_heads(optimizer, build, heads, recipe)
-    return named, Offloaded(optimizer) if recipe.train.offload == "optimizer" else optimizer
-
-
-def _check_precision(named: list[tuple[str, Parameter]]) -> None:
-    """Trained weights are fp32: beside a bf16 weight of 0.02 an update of 1e-5 is rounded away."""
     coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
         raise RecipeError(
             f"model.dtype: {len(coarse)} trained weights would be bfloat16, where small updates are rounded away; "
             "use model.dtype float32, or train an adapter (model.adapter), whose weights are float32"
         )
-
-
-def _add_heads(
-    optimizer: torch.optim.Optimizer,
-    build_optimizer: Callable[..., torch.optim.Optimizer],
-    heads: dict[str, torch.nn.Module],
-    recipe: Recipe,
-) -> list[tuple[str, Parameter]]:
-    """Let the optimizer train heads and critics too; returns their parameters by name."""
-    if not heads:
-        return []
-    assert recipe.head is not None
-    named = [
-        (f"{name}.{n}", p) for name, module in heads.items() for n, p in module.named_parameters() if p.requires_grad
-    ]
-    of_parameter = {id(p): n for n, p in named}
-    for group in build_optimizer(named, recipe.train.lr).param_groups:
+    entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
+    build = entry.bind(recipe.optimizer.options, "optimizer")
+    optimizer = build(named, recipe.train.lr)
+    beside = [(f"{name}.{n}", p) for name, m in heads.items() for n, p in m.named_parameters() if p.requires_grad]
+    of_parameter = {id(p): n for n, p in beside}
+    for group in build(beside, recipe.train.lr).param_groups if beside else ():
+        assert recipe.head is not None
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings["lr_ratio"] = settings.get("lr_ratio", 1.0) * recipe.head.lr_ratio
         optimizer.add_param_group({"params": [(of_parameter[id(p)], p) for p in group["params"]], **settings})
-    return named
+    return [*named, *beside], optimizer
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
     """The optimizer's state, keyed ``<parameter name>.<state name>``; the tensors are not copied.
 
-    ``names`` are those of the parameters that the optimizer was made with, in that order.
-    Parameters that have not been stepped yet have no state and no entry. Learning rates are not
-    state: the schedule gives them from the step.
+    ``names``: of the parameters that the optimizer was made with, in that order. Parameters that have not been stepped
+    have no entry. Learning rates are not state: the schedule gives them.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _by_name(optimizer, names).items():
@@ -309,16 +227,14 @@ def optimizer_tensors(optimizer: Optimizer, names: Sequence[str]) -> dict[str, T
 
 
 def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and in parts as that is; of an
-    optimizer that is offloaded, into main memory.
+    """Put state from ``optimizer_tensors`` back, bit for bit, on each parameter's device and sharded as it is.
 
-    ``tensors`` are taken one after the other, the same in all processes.
+    ``tensors`` are read one after the other, the same in all processes.
 
     Raises:
-        CheckpointError: an entry for a parameter that the model does not train, of another shape or type; or one
-            that an optimizer of ours keeps is missing.
+        CheckpointError: an entry of an unknown parameter, of another shape or type; or a missing one.
     """
-    by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon | Offloaded)
+    by_name, is_ours = _by_name(optimizer, names), isinstance(optimizer, torch.optim.AdamW | Muon)
     restored: dict[Any, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition(".")
@@ -334,11 +250,8 @@ def restore_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mappi
         if is_ours and not (value.dtype == kind and counts):
             raise CheckpointError(f"optimizer state {full_name!r}: no optimizer has left this ({value.dtype})")
         fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
-        is_there = (fused or not scalar) and not isinstance(optimizer, Offloaded)
-        device = parameter.device if is_there else torch.device("cpu")
-        whole = value.detach().to(device)
-        own = (whole if scalar else _part_of(whole, parameter)).clone()
-        restored.setdefault(parameter, {})[key] = own if is_there else own.cpu()  # a part comes to be on the GPU
+        whole = value.detach().to(parameter.device if fused or not scalar else torch.device("cpu"))
+        restored.setdefault(parameter, {})[key] = (whole if scalar else _part_of(whole, parameter)).clone()
     for group in optimizer.param_groups if is_ours else ():
         kept = {"momentum"} if group.get("orthogonal") else {"step", "exp_avg", "exp_avg_sq"}
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""One optimizer step: the loop owns the sum, so that nothing downstream divides."""
+"""One optimizer step: gradients of the weighted sum, metrics, clipping and the update."""
 
 from __future__ import annotations
 
@@ -8,35 +8,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.algorithms.objectives.primitives import is_clamped, kl_k3, log_ratio
 from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
 from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
 from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.recipes.sections import TrainSection
+from posttrain.train.mismatch import derive_sample_size, measure_ratios
 from posttrain.types import Batch, Loss, Outputs, with_float64
-from posttrain.world import ONE, World
-
-MAX_KL = 0.05  # from sampler to trainer, nats per token; rounding of half precision is a tenth of it
+from posttrain.world import ONE, World, whole
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
 Level = Literal["token", "row", "pair"]
-CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-ratio is beyond ±20
-_IN_RATIOS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What is made smaller: values of an objective, under the weights of an aggregation.
+    """The loss: values of an objective, under the weights of an aggregation.
 
-    forward: what the objective reads, the policy's pass with a head where there is one. level: what it gives a value
-    for. entropy: whether the forward pass computes it, and with gradients. derive: makes metrics of means.
+    forward: the policy's pass, with a head where there is one. level: the unit that the objective gives a value for.
+    entropy: whether the forward pass computes it, and with gradients. derive: the objective's metrics of means.
     """
 
     forward: Forward | ActorCritic
@@ -63,20 +59,14 @@ class MeanOverBatch:
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self, world: World = ONE, derive: Derive = dict) -> dict[str, float]:
-        """Return all means, of what all processes added; the one place that waits for the device.
-
-        ``effective_sample_size``: the share of tokens that the importance weights w = π/μ leave, E[w]² / E[w²].
-        ``derive``: the objective's metrics that are functions of several means.
-        """
+        """Return all means over all processes, with the metrics that are functions of several means (``derive``)."""
         mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
         parts = world.gather([mine], "metrics")
         names = dict.fromkeys(name for part in parts for name in part)
         both = {name: [part[name] for part in parts if name in part] for name in names}
         sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
         means = {name: total / count for name, (total, count) in sums.items()}
-        if "weight_squared" in means:
-            means["effective_sample_size"] = means.pop("weight") ** 2 / means.pop("weight_squared")
-        return derive(means) if means else means
+        return derive(derive_sample_size(means)) if means else means
 
 
 def learning_rate(options: TrainSection, step: int) -> float:
@@ -99,14 +89,12 @@ def learning_rate(options: TrainSection, step: int) -> float:
 def accumulate(
     method: Method, batch: Batch, options: TrainSection, *, learns: bool = True, world: World = ONE
 ) -> tuple[float, dict[str, float]]:
-    """Gradients of ``(values * weights).sum()`` over the whole batch, added to ``.grad``.
+    """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
 
     Each process of a ``world`` has the gradients of its share of the micro-batches, whose sum ``add_gradients`` takes;
-    loss and metrics are of the whole batch.
-
-    Returns the loss and the means of all metrics. The gradient does not depend on how the batch is
-    split into micro-batches, on row order or on padding. A stream ``correction`` multiplies the
-    values of token objectives. Without ``learns`` it only measures: no gradients, no dropout.
+    loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch is split
+    into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
+    objectives. Without ``learns`` it only measures: no gradients, no dropout.
     """
     forward, level = method.forward, method.level
     entropy = method.entropy if learns else "none"
@@ -158,17 +146,17 @@ def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
 
 
 def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
-    """Refuse to go on if the processes hold other weights than rank 0.
-
-    Raises:
-        RunFailure: with the first rank that does.
-    """
+    """Refuse to go on if the processes hold other weights than rank 0 (see ``same_digest``)."""
     if world.size > 1:
         same_digest(weights_digest(parameters), world, when)
 
 
 def same_digest(digest: list[int], world: World, when: str) -> None:
-    """The same, of weights that each process has added up before."""
+    """Refuse to go on if the processes have other digests than rank 0.
+
+    Raises:
+        RunFailure: with the first rank that does.
+    """
     digests = world.gather([digest], "digests of the weights")
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
@@ -189,7 +177,7 @@ def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
-    """The weights of the whole optimizer batch: one per token, or one per unit, of which ``mask`` has a row each."""
+    """The weights of the whole optimizer batch: one per token, or one per unit (a row of ``mask``)."""
     weights: Tensor = registry.call("aggregate", aggregate, mask)
     expected = mask.shape if level == "token" else mask.shape[:1]
     if getattr(weights, "shape", None) != expected:
@@ -201,7 +189,7 @@ def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) ->
 
 
 def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
-    """The values that count: of trained tokens, with the mismatch correction where there is one."""
+    """The values of trained tokens, with the mismatch correction where there is one."""
     if level != "token":
         return values
     values = torch.where(part.mask, values, torch.zeros_like(values))
@@ -220,24 +208,8 @@ def _measure(
         means.add(name, values, *over)
     if outputs.entropy is not None and "entropy" not in result.metrics:
         means.add("entropy", outputs.entropy, *over_tokens)
-    if "sampler_logprobs" in part.streams and outputs.entropy is not None:
-        # samples are from the sampler μ: this estimates KL(μ‖π)
-        log_weight = log_ratio(outputs.logprobs.detach(), part.streams["sampler_logprobs"], part.mask)
-        means.add("mismatch_kl", kl_k3(-log_weight), *over_tokens)
-        means.add("weight", log_weight.exp(), *over_tokens)
-        means.add("weight_squared", (2.0 * log_weight).exp(), *over_tokens)
-    if "correction" in part.streams:
-        means.add("correction", part.streams["correction"], *over_tokens)
-    if level == "token" and (clamped := _clamped(outputs, part)) is not None:
-        means.add(CLAMPED, clamped, *over_tokens)
-
-
-def _clamped(outputs: Outputs, part: Batch) -> Tensor | None:
-    """1 where the log-ratio to the sampler, the reference or the teacher is clamped; None of a batch without any."""
-    pairs = [(outputs.logprobs.detach(), part.streams[name]) for name in _IN_RATIOS if name in part.streams]
-    if "teacher_logprobs" in part.streams and "old_logprobs" in part.streams:
-        pairs.append((part.streams["teacher_logprobs"], part.streams["old_logprobs"]))
-    return reduce(torch.maximum, (is_clamped(one, other, part.mask) for one, other in pairs)) if pairs else None
+    for name, values in measure_ratios(outputs, part, level == "token").items():
+        means.add(name, values, *over_tokens)
 
 
 def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batch, level: Level) -> None:
@@ -245,40 +217,29 @@ def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batc
     rows = planned.stream("part") == number
     own = planned.mask & rows[:, None] if level == "token" else rows[:: planned.rows_per_unit]
     count = float(own.sum())
-    told = {
-        name: x for name, x in result.metrics.items() if name.endswith("accuracy") or name.startswith("final_token")
-    }
-    if count:
-        for name, values in {"loss": result.values, **told}.items():
+    for name, values in {"loss": result.values, **result.metrics}.items() if count else ():
+        if name == "loss" or name.endswith("accuracy") or name.startswith("final_token"):
             means.add(name, values, own.to(values.device), count)
 
 
 @contextmanager
 def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
-    """What holds where gradients are computed, and nowhere else."""
+    """An adapter's dropout and recomputation, inside the block alone; sampling and scoring are without dropout."""
+    named = forward.model.named_modules()
+    dropouts = [m for n, m in named if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
     recomputing: AbstractContextManager[None] = nullcontext()
     if options.gradient_checkpointing:
         from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
 
         both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
         recomputing = gradient_checkpointing(both)
-    with adapter_dropout(forward.model), recomputing:
-        yield
-
-
-@contextmanager
-def adapter_dropout(model: Any) -> Iterator[None]:
-    """LoRA's dropout (``model.adapter.dropout``) is active inside the block, and nowhere else.
-
-    Sampling and scoring see the model without it.
-    """
-    layers = [m for n, m in model.named_modules() if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
     try:
-        for layer in layers:
+        for layer in dropouts:
             layer.train()
-        yield
+        with recomputing:
+            yield
     finally:
-        for layer in layers:
+        for layer in dropouts:
             layer.eval()
 
 
@@ -293,12 +254,6 @@ def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -
             f"{tuple(batch.mask.shape)}. It must give one value per {level} and leave the sum to the loop"
         )
     return result
-
-
-def _total_norm(gradients: Sequence[Tensor]) -> float:
-    """The norm of all gradients as one vector; of shards, that of the whole tensors."""
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def apply_update(
@@ -318,7 +273,8 @@ def apply_update(
     Raises:
         NonFiniteLoss: loss or norm is not finite; the weights are as before.
     """
-    norm, norm_apart = (_total_norm([p.grad for p in group if p.grad is not None]) for group in (parameters, apart))
+    gradients = ([p.grad for p in group if p.grad is not None] for group in (parameters, apart))
+    norm, norm_apart = (float(whole(torch.nn.utils.get_total_norm(of))) for of in gradients)
     if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
         optimizer.zero_grad(set_to_none=True)
         critic = f", of the critic {norm_apart}" if apart else ""

@@ -1,10 +1,10 @@
-"""Streams: the numbers beside the tokens that an objective reads, each filled by one registered function.
+"""Streams: the numbers per token or row that an objective reads, each filled by one registered function.
 
-A stream's function asks by name for what it wants of the machine (``PARTS``), and its registration says the rest:
-``needs``, the streams that it reads; ``fills``, their names where it fills several; ``each_step``, filled before each
-optimizer step instead of once per batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the
-row and the reference, which a data set computes once and keeps (what is kept does not know the function: not for one
-that may still change). An objective names streams in its own ``needs``; exactly these are filled, with what they need.
+A stream's function takes components by name (``PARTS``). Its registration says: ``needs``, the streams that it reads;
+``fills``, their names where it fills several; ``each_step``, filled before each optimizer step instead of once per
+batch of its source; ``rollouts``, of samples alone; ``fixed``, a function of the row and the reference, which a data
+set computes once and keeps. An objective names streams in its own ``needs``; exactly these are filled, with what they
+need.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from posttrain.world import ONE, World
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
 
-# What the sources themselves give with the rows; of data and of rollouts, or of one of them.
+# Filled by the sources, with the rows.
 OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
 
-# What a stream's function may ask for. ``seen`` is the batch as the teacher reads it: the same answers, maybe behind
-# other prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the
-# recipe's correction word.
+# Arguments of a stream's function. ``seen`` is the batch as the teacher reads it: the same answers, maybe after other
+# prompts. ``policy``, ``critic``, ``reference`` and ``teacher`` are each a ``Scorer``; ``correct`` is the recipe's
+# correction.
 PARTS = ("batch", "seen", "policy", "critic", "reference", "teacher", "recipe", "context_tokens", "correct")
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model's forward pass over a whole batch: in micro-batches, without gradients, results on the CPU.
-
-    Each process of a ``world`` passes its share of the rows, and has the results of all.
-    """
+    """A model's forward pass over a batch, in micro-batches, without gradients, shared by the processes of ``world``;
+    all get all results, on the CPU."""
 
     open: Callable[[], AbstractContextManager[Forward | ActorCritic]]
     tokens_per_micro: int
@@ -53,7 +51,7 @@ class Scorer:
     world: World = ONE
 
     def _pieces(self, batch: Batch, forward: Forward | ActorCritic) -> Iterator[tuple[list[int], bool]]:
-        """Rows of each pass, and whether what it gives is wanted."""
+        """Rows of each pass, and whether it counts."""
         own = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
         return even_pieces(own, batch, self.world, is_sharded=forward.is_sharded)
 
@@ -104,9 +102,8 @@ class Scorer:
 
 @register("stream", needs=("sampler_logprobs",))
 def old_logprobs(batch: Batch, policy: Scorer, recipe: Recipe) -> Tensor:
-    """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or computed again
-    (``rollout.old_logprobs``).
-    """
+    """``[B, T]``: log-probabilities under the weights that sampled, by the sampler or the trainer
+    (``rollout.old_logprobs``)."""
     from_trainer = recipe.rollout is not None and recipe.rollout.old_logprobs == "trainer"
     return policy.logprobs(batch) if from_trainer else batch.stream("sampler_logprobs")
 
@@ -119,9 +116,7 @@ def ref_logprobs(batch: Batch, reference: Scorer) -> Tensor:
 
 @register("stream", needs=("old_logprobs", "sampler_logprobs"))
 def correction(batch: Batch, correct: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """``[B, T]``: what the recipe's correction gives for the log-ratio of trainer and sampler; the step multiplies
-    the values of the objective by it.
-    """
+    """``[B, T]``: the recipe's correction for the log-ratio of trainer and sampler; a factor of the values."""
     mismatch = log_ratio(batch.stream("old_logprobs"), batch.stream("sampler_logprobs"), batch.mask)
     weights: Tensor = registry.call("correction", correct, mismatch, batch.mask)
     if getattr(weights, "shape", None) != mismatch.shape:
@@ -140,9 +135,8 @@ def teacher_logprobs(batch: Batch, seen: Batch, teacher: Scorer) -> Tensor:
 
 @register("stream", fills=("teacher_ids", "teacher_candidate_logprobs"))
 def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> dict[str, Tensor]:
-    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, and beside them
-    ``teacher_candidate_logprobs``, their log-probabilities.
-    """
+    """``int64 [B, T, K]``: the teacher's likeliest tokens (``teacher.top_k``), likeliest first, with their
+    log-probabilities ``teacher_candidate_logprobs``."""
     assert recipe.teacher is not None
     ids, logprobs = teacher.candidates(seen, recipe.teacher.top_k)
     shape = (*batch.mask.shape, ids[0].shape[-1])
@@ -156,8 +150,7 @@ def teacher_ids(batch: Batch, seen: Batch, teacher: Scorer, recipe: Recipe) -> d
 @register("stream", rollouts=True, fills=("old_values", "final_values"))
 def old_values(batch: Batch, critic: Scorer) -> dict[str, Tensor]:
     """``[B, T]``: the critic's values of the states before each trained token, when the batch was sampled; and
-    ``final_values`` ``[B]``, of the state after the last one, which credit takes.
-    """
+    ``final_values`` ``[B]``, of the state after the last one."""
     values, final = critic.values(batch)
     return {"old_values": values, "final_values": final}
 
@@ -177,7 +170,7 @@ def kl_baseline(batch: Batch, policy: Scorer, reference: Scorer, context_tokens:
 
 
 def has_other_prompts(batch: Batch) -> bool:
-    """Return whether the rows of a batch answer more than one prompt."""
+    """Whether the rows of a batch answer more than one prompt."""
     prompts = zip(batch.tokens.tolist(), batch.prefix.tolist(), strict=True)
     return len({tuple(row[:n]) for row, n in prompts}) > 1
 
@@ -185,8 +178,7 @@ def has_other_prompts(batch: Batch) -> bool:
 def mismatch_answers(batch: Batch, limit: int) -> Batch | None:
     """Every row's prompt with the answer of the next row that has another prompt and fits into ``limit`` tokens.
 
-    Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result,
-    whatever they are in ``batch``.
+    Rows for which there is none are left out; None if no row is left. Rows are unpaired in the result.
     """
     tokens, lengths, prefixes = batch.tokens.tolist(), batch.lengths.tolist(), batch.prefix.tolist()
     prompts = [tuple(row[:n]) for row, n in zip(tokens, prefixes, strict=True)]
@@ -212,13 +204,13 @@ def _fills(entry: Entry) -> tuple[str, ...]:
 
 
 def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
-    """The functions that fill these streams, and those that they need, each behind what it needs.
+    """The functions that fill these streams, and those that they need, each after what it needs.
 
-    The package's own come in the order of ``registry.HOMES``, users' behind them by name. ``reader`` is who asks.
+    The package's own come in the order of ``registry.HOMES``, then users' by name. ``reader`` names who reads them.
 
     Raises:
-        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or asks for a
-            part that there is not.
+        RecipeError: a stream that nothing fills, two functions that fill one, or one that needs itself or takes an
+            unknown part.
     """
     entries = registry.entries("stream")
     own = " ".join(registry.HOMES["stream"].values()).split()
@@ -255,8 +247,7 @@ def fillers(names: Collection[str], reader: str) -> tuple[Entry, ...]:
 def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl: float = 0.0) -> frozenset[str]:
     """The streams that an objective reads, given its options, and the reference where the KL to it has a weight.
 
-    A function of a user's that was not registered states no needs; it gets what costs no extra
-    forward pass.
+    A function that was not registered gets those that cost no extra forward pass.
 
     Raises:
         RecipeError: a supervised recipe with an objective that needs rollouts, or an unknown need.
@@ -275,42 +266,39 @@ def needed_streams(entry: Entry, options: dict[str, Any], has_rollouts: bool, kl
 
 
 def with_their_needs(names: Collection[str]) -> frozenset[str]:
-    """These streams, and those that are read where they are filled."""
+    """These streams, and those that they need."""
     return frozenset(names).union(*(_needs(entry) for entry in fillers(names, "the recipe")))
 
 
 def parts_asked(names: Collection[str]) -> frozenset[str]:
-    """The parts of the machine (``PARTS``) that filling these streams takes."""
+    """The components (``PARTS``) that these streams take."""
     return frozenset(part for entry in fillers(names, "the recipe") for part in entry.provided)
 
 
 def comes_from_rollouts(name: str) -> bool:
-    """Whether only rollouts have this stream, or one that it needs."""
+    """Whether this stream, or one that it needs, is of rollouts alone."""
     filling = fillers([name], name)
     read = {name}.union(*(_needs(entry) for entry in filling))
     return bool(read & set(OF_ROLLOUTS)) or any(entry.traits.get("rollouts") for entry in filling)
 
 
 def scoring_temperature(recipe: Recipe, needs: frozenset[str]) -> float:
-    """The temperature at which the trainer takes log-probabilities: that of sampling, for a policy gradient.
+    """The temperature of the trainer's log-probabilities: that of sampling, for a policy gradient.
 
     There the policy that is improved is the one that sampled, and its ratio to the sampler must be 1 at first. An
-    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples):
-    it raises the probability of given tokens under the model as it will be used, at temperature 1. At the sampling
-    temperature it would fit p^(1/T) to them, and leave a model that is less or more sure than its data.
+    objective that reads nothing of a rollout but its tokens is a likelihood (expert iteration, DPO on own samples) of
+    the model as it will be used, at temperature 1; at the sampling temperature it would fit p^(1/T).
     """
-    if recipe.rollout is None:
-        return 1.0
-    return recipe.rollout.temperature if any(comes_from_rollouts(name) for name in needs) else 1.0
+    from_sampler = recipe.rollout is not None and any(comes_from_rollouts(name) for name in needs)
+    return recipe.rollout.temperature if recipe.rollout is not None and from_sampler else 1.0
 
 
 @dataclass(slots=True)
 class Streams:
     """Fills the streams of batches: exactly ``needs``, and what these need.
 
-    forward: the model that is trained (with its critic). reference: as it was at the beginning, where a stream asks
-    for it. teacher: the forward pass of the model that teaches, maybe the trained one itself. correct: a correction
-    word. world: whose processes share the passes.
+    forward: the trained model (with its critic). reference: the model at the beginning. teacher: the model that
+    teaches, maybe the trained one itself. world: the processes that share the passes.
     """
 
     needs: frozenset[str]
@@ -338,13 +326,13 @@ class Streams:
 
     @property
     def fixed(self) -> list[str]:
-        """Those that a data set computes once: they stay as they are while the weights change."""
+        """The streams that a data set computes once."""
         return [entry.name for entry in self._once if entry.traits.get("fixed")]
 
     def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """``batch`` with its streams, in place; one that needs what is not there yet is left to a later call.
+        """Fill the streams of ``batch`` in place; one that needs what is not there yet is left to a later call.
 
-        ``seen``: the same answers behind the prompts that the teacher sees; by default the batch itself.
+        ``seen``: the same answers after the prompts that the teacher sees; by default the batch itself.
         """
         seen = batch if seen is None else seen
         assert bool((seen.mask.sum(dim=1) == batch.mask.sum(dim=1)).all()), "the teacher reads the same answers"
@@ -354,7 +342,7 @@ class Streams:
         return batch
 
     def before_step(self, batch: Batch) -> Batch:
-        """What depends on the weights of this very step; the batch passed stays as it is."""
+        """A copy of the batch with the streams that depend on the weights of this step."""
         if not self._each_step:
             return batch
         batch = replace(batch, streams=dict(batch.streams))
@@ -363,14 +351,26 @@ class Streams:
         return batch
 
     def fill(self, name: str, batch: Batch) -> Tensor:
-        """The stream ``name`` of ``batch``, put into it, too."""
+        """Fill the stream ``name`` of ``batch`` and return it."""
         self._fill(registry.find("stream", name), batch, batch)
         return batch.stream(name)
 
     @torch.no_grad()
     def _fill(self, entry: Entry, batch: Batch, seen: Batch) -> None:
-        label = f"stream {entry.name!r}"
-        parts = self._parts(batch, seen)
+        label, teacher = f"stream {entry.name!r}", self.teacher
+        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro, self.world)
+        policy = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
+        parts = {
+            "batch": batch,
+            "seen": seen,
+            "policy": Scorer(lambda: nullcontext(policy), *sizes),
+            "critic": Scorer(lambda: nullcontext(self.forward), *sizes),
+            "reference": None if self.reference is None else Scorer(self.reference.open, *sizes),
+            "teacher": None if teacher is None else Scorer(lambda: nullcontext(teacher), *sizes),
+            "recipe": self.recipe,
+            "context_tokens": self.context_tokens,
+            "correct": self.correct,
+        }
         filled = registry.call(label, entry.function, *(parts[name] for name in entry.provided))
         tensors = filled if isinstance(filled, dict) else {entry.name: filled}
         shapes = (tuple(batch.mask.shape), (batch.num_rows,))
@@ -382,20 +382,3 @@ class Streams:
                 f"{', '.join(_fills(entry))}, with one number per row or per token"
             )
         batch.streams |= tensors
-
-    def _parts(self, batch: Batch, seen: Batch) -> dict[str, Any]:
-        """What a function may ask for, by name."""
-        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro, self.world)
-        forward, teacher = self.forward, self.teacher
-        policy = forward.policy if isinstance(forward, ActorCritic) else forward
-        return {
-            "batch": batch,
-            "seen": seen,
-            "policy": Scorer(lambda: nullcontext(policy), *sizes),
-            "critic": Scorer(lambda: nullcontext(forward), *sizes),
-            "reference": None if self.reference is None else Scorer(self.reference.open, *sizes),
-            "teacher": None if teacher is None else Scorer(lambda: nullcontext(teacher), *sizes),
-            "recipe": self.recipe,
-            "context_tokens": self.context_tokens,
-            "correct": self.correct,
-        }

@@ -1,7 +1,7 @@
 """From a batch to per-token log-probabilities and scores: packed, prompts shared, head in chunks.
 
-Log-probabilities and entropies are fp32 whatever the weights are, at the temperature that they are asked for,
-and only at trained positions; ``[tokens, V]`` never exists whole when it would be large.
+Log-probabilities and entropies are fp32 whatever the weights are, at the forward pass's temperature, and only at
+trained positions; ``[tokens, V]`` never exists whole when it would be large.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ Precision = Literal["fp32", "bf16"]  # of the products inside the model
 
 
 def max_logit_elements(gpu_memory: int | None) -> int:
-    """How many logits exist at a time, on a CPU (None) or on a GPU of so many bytes: 16 bytes each with what is made of
-    them, in a sixteenth of it at most."""
-    if gpu_memory is None:
-        return MAX_LOGIT_ELEMENTS
-    return max(MAX_LOGIT_ELEMENTS, min(MAX_LOGIT_ELEMENTS_ON_GPU, gpu_memory // (16 * 16)))
+    """Number of logits that exist at a time, on a CPU (None) or on a GPU of so many bytes, of which they and what is
+    made of them (16 bytes each) take a sixteenth at most."""
+    on_gpu = min(MAX_LOGIT_ELEMENTS_ON_GPU, (gpu_memory or 0) // (16 * 16))
+    return max(MAX_LOGIT_ELEMENTS, on_gpu)
 
 
 def kept_elements(gpu_memory: int | None) -> int:
-    """How many probabilities of a trained head are kept for the backward pass, on a CPU (None) or on such a GPU."""
+    """Number of probabilities of a trained head that are kept for the backward pass, on a CPU (None) or such a GPU."""
     return KEPT_ELEMENTS if gpu_memory is None else int(gpu_memory * KEPT_SHARE_OF_GPU) // 4
 
 
@@ -64,7 +63,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def decoder_of(base: Any) -> Any:
-    """Return what gives a causal LM's last hidden states: of some, ``get_decoder`` is the LM itself, or its head."""
+    """The module with a causal LM's last hidden states; ``get_decoder`` of some is the LM itself, or its head."""
     decoder, embedding = base.get_decoder(), base.get_input_embeddings()
     if decoder is not base and any(module is embedding for module in decoder.modules()):
         return decoder
@@ -73,12 +72,11 @@ def decoder_of(base: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What the model computed for the M trained tokens, in row-major order.
+    """States of the M trained tokens, in row-major order, of which the first ``num_targets`` are real.
 
-    predicting: what log-probabilities come from, ``[M, d]`` hidden states or ``[M, V]`` logits
-    (None where they are not wanted); project: from a part of it to logits; reading ``[M, d]``: the
-    hidden states that a scalar head reads (None without one); targets ``int64 [M]``; where ``bool
-    [B, T]``. The first ``num_targets`` of M are real. is_head_fixed: ``project`` is an LM head that is not trained.
+    predicting: ``[M, d]`` hidden states or ``[M, V]`` logits of the log-probabilities (None where they are not wanted);
+    project: from a part of it to logits; reading ``[M, d]``: the hidden states that a scalar head reads; targets
+    ``int64 [M]``; where ``bool [B, T]``. is_head_fixed: ``project`` is an LM head that is not trained.
     """
 
     predicting: Tensor | None
@@ -100,21 +98,20 @@ class States:
 class Forward:
     """The trainer's forward pass over one model, with or without a scalar head.
 
-    ``path``: ``packed`` where the model's modules agree with it on a probe batch, else ``padded``
-    (the model's own padded forward, whole logits). The choice is by measurement, not by name.
+    ``path``: ``packed`` where the model's modules agree with it on a probe batch, else ``padded`` (the model's own
+    padded forward, whole logits).
 
     Args:
         model: a causal LM, plain or peft.
         temperature: log-probabilities are of the logits divided by it.
-        head: fills ``Outputs.scores`` from the hidden states under the LM head; it is moved to the
-            model's device.
-        reads: for the trained token t the head reads the state before it (``before``: the value of
-            the state in which t was chosen) or t's own (``at``: labels of tokens and steps); ``last``: t's own, of the
-            last one of a row alone (rewards), and what belongs to the others is 0.
+        head: fills ``Outputs.scores`` from the hidden states under the LM head.
+        reads: for the trained token t the head reads the state before it (``before``: the value of the state in which t
+            was chosen) or t's own (``at``: labels of tokens and steps); ``last``: t's own, of the last one of a row
+            alone (rewards), with 0 for the others.
         scores_only: the LM head is not computed (reward models, separate critics).
-        precision: ``bf16`` computes the model's products in bfloat16 (autocast; the weights stay what they are). The
-            LM head and a scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1,
-            arXiv:2506.13585, section 3.2). On the padded path the LM head is the model's own and follows.
+        precision: ``bf16`` computes the model's products in bfloat16 (autocast). The LM head of the packed path and a
+            scalar head stay in their own type: a logit of 20 in bfloat16 is off by 0.06 (MiniMax-M1, arXiv:2506.13585,
+            section 3.2).
 
     Raises:
         UsageError: the model's attention (``model.attention``) does not compute what SDPA does.
@@ -150,34 +147,30 @@ class Forward:
     def alike(
         self, model: Any, head: ScalarHead | None = None, reads: Reads = "before", scores_only: bool = False
     ) -> Forward:
-        """The pass over another model, or with a head, computed as this one is."""
+        """The same pass over another model, or with a head."""
         return Forward(model, self.temperature, head, reads, scores_only, self.precision)
 
     @property
     def device(self) -> torch.device:
-        """Where the LM head is, and so the outputs."""
+        """Device of the LM head, and of the outputs."""
         device: torch.device = causal_lm(self.model).get_output_embeddings().weight.device
         return device
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
         """Log-probabilities (and entropies) of the trained tokens: ``float32 [B, T]``, 0 elsewhere.
 
-        With ``scores_only`` they are 0 everywhere, without entropy. ``with_candidates``: also of the
-        tokens in the stream ``teacher_ids`` (``int64 [B, T, K]``), from the same distributions.
-
-        Backward must run before the next call, inside ``backward_context`` when activations are
-        recomputed. The batch may be on the CPU (best: it is planned there); outputs are on the model's
-        device.
+        With ``scores_only`` they are 0 everywhere, without entropy. ``with_candidates``: also of the tokens in the
+        stream ``teacher_ids`` (``int64 [B, T, K]``). Backward must run before the next call, inside
+        ``backward_context`` when activations are recomputed. The batch is best on the CPU, where it is planned.
         """
         return self.run(batch, self.plan(batch), entropy, with_candidates)
 
     def plan(self, batch: Batch) -> Packing | None:
-        """How the batch is packed, on the model's device; None where it takes the padded path."""
+        """The packing of a batch, on the model's device; None where it takes the padded path."""
         return pack(self._as_read(batch), reads=self.reads).to(self.device) if self.packs(batch) else None
 
     def packs(self, batch: Batch) -> bool:
-        """Whether the batch is packed: not where a row is longer than a window or chunk of the model's attention,
-        which packing does not know."""
+        """Whether the batch is packed: not where a row is longer than a window or chunk of the model's attention."""
         return self.path == "packed" and (self.window is None or self._columns(batch) <= self.window)
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
@@ -186,11 +179,11 @@ class Forward:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process has a part of the weights alone."""
+        """Whether each process has only a part of the weights."""
         return self.root is not None
 
     def _gathered(self, compute: Callable[[], T]) -> T:
-        """``compute`` where the weights that it reads are gathered, if they lie in parts."""
+        """``compute`` where sharded weights are gathered."""
         return compute() if self.root is None else self.root(compute)
 
     def _outputs(
@@ -221,24 +214,25 @@ class Forward:
 
         ``int64 [B, T, K]`` and ``float32 [B, T, K]``, 0 elsewhere; K is ``k``, at most V.
         """
-        return self._gathered(lambda: self._top_candidates(batch, k))
 
-    def _top_candidates(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        states = self._states(batch, self.plan(batch), predicts=True)
+        def compute() -> tuple[Tensor, Tensor]:
+            states = self._states(batch, self.plan(batch), predicts=True)
 
-        def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            logits = states.project(part)
-            ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-            values = self._score(logits, ids[:, 0], "none", ids)[2]  # as another model's are scored
-            assert values is not None
-            return ids, values
+            def best(part: Tensor, _: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                logits = states.project(part)
+                ids = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
+                values = self._score(logits, ids[:, 0], "none", ids)[2]  # as another model's are scored
+                assert values is not None
+                return ids, values
 
-        ids, logprobs = self._in_chunks(best, states, ())
-        return states.spread(ids), states.spread(logprobs)
+            ids, logprobs = self._in_chunks(best, states, ())
+            return states.spread(ids), states.spread(logprobs)
+
+        return self._gathered(compute)
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Where backward runs: gradient checkpointing recomputes attention and needs the packing."""
+        """Context of backward: gradient checkpointing recomputes attention and needs the packing."""
         if self.last_packing is None:
             yield
         else:
@@ -246,11 +240,11 @@ class Forward:
                 yield
 
     def _columns(self, batch: Batch) -> int:
-        """How many columns of the batch are computed: the last one predicts nothing, so only ``at`` needs it."""
+        """Number of columns that are computed: the last one predicts nothing, so only ``at`` needs it."""
         return max(1, batch.tokens.shape[1] - (1 if self.reads == "before" else 0))
 
     def _as_read(self, batch: Batch) -> Batch:
-        """The batch with the trained tokens that something is read for."""
+        """The batch with the trained tokens that are read."""
         if self.reads != "last":
             return batch
         behind = batch.mask.flip(1).cumsum(dim=1).flip(1)  # trained tokens from here on
@@ -275,14 +269,20 @@ class Forward:
             ).last_hidden_state[0]
         self.attention = kernel_used()
         hidden = hidden.to(base.get_output_embeddings().weight.dtype)  # as it is, but for some models' bf16 products
-        predicting = packing.pick(hidden, packing.predictors) if predicts or packing.readers is None else None
+        predicting = hidden.index_select(0, packing.predictors) if predicts or packing.readers is None else None
         reading = None
         if self.head is not None:
-            reading = predicting if packing.readers is None else packing.pick(hidden, packing.readers)
+            reading = predicting if packing.readers is None else hidden.index_select(0, packing.readers)
         lm_head = base.get_output_embeddings()
+
+        def project(part: Tensor) -> Tensor:
+            with fast_linear():
+                logits: Tensor = lm_head(part)
+            return logits
+
         return States(
             predicting=predicting if predicts else None,
-            project=_with_fast_linear(lm_head),
+            project=project,
             reading=reading,
             targets=packing.targets,
             num_targets=packing.num_targets,
@@ -291,7 +291,7 @@ class Forward:
         )
 
     def _products(self) -> AbstractContextManager[Any]:
-        """Where the model's products are computed in its ``precision``."""
+        """Context of the model's products, in its ``precision``."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _padded(self, batch: Batch, columns: int, predicts: bool) -> States:
@@ -362,10 +362,10 @@ class Forward:
         with_slopes: bool = False,
         kept: int = 0,
     ) -> tuple[Tensor, ...]:
-        """``run`` over parts of the trained tokens, few enough that the logits of a part are small.
+        """``run`` over parts of the trained tokens, so that the logits of a part are small.
 
-        Where one does not suffice, their gradients are formed at once (``with_slopes``), or those behind the first
-        ``kept`` elements are recomputed in backward.
+        Of several parts, gradients are formed at once (``with_slopes``), or those after the first ``kept`` elements are
+        recomputed in backward.
         """
         rows = states.predicting
         assert rows is not None
@@ -388,16 +388,14 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """Without SDPA in transformers (capped scores, sinks) a model keeps its own attention, padded.
-
-        transformers 5.17 lets Gemma 2 take SDPA, which leaves its cap of scores out.
-        """
+        """Whether the model may take SDPA; with capped scores (which transformers 5.17 leaves out) or sinks it keeps
+        its own attention, padded."""
         model = causal_lm(self.model)
         is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         return bool(getattr(model, "_supports_sdpa", False)) and not is_capped
 
     def choose_path(self) -> None:
-        """Find out whether batches can be packed, on the device where the model is."""
+        """Find out whether batches can be packed, on the model's device."""
         precision = self.precision
         if self.device.type == "cpu":  # a GPU's kernels for fp32 are not wanted where products are in bfloat16
             self.precision = "fp32"
@@ -416,7 +414,7 @@ class Forward:
     def _agrees(self, paths: Sequence[Literal["packed", "padded"]]) -> bool:
         """Compare log-probabilities of SDPA, padded, and of ``paths`` on a small ragged batch with a shared prompt.
 
-        The padded path has to be the same under the packed attention's name, too: some models choose their masks by it.
+        The padded path is compared under the packed attention's name, too: some models choose their masks by it.
         """
         base = causal_lm(self.model)
         batch = _probe_batch(base.config.get_text_config().vocab_size)
@@ -456,8 +454,7 @@ PATHS: tuple[Literal["packed", "padded"], ...] = ("padded", "packed")
 class ActorCritic:
     """A policy and a separate critic as one forward pass: the policy's outputs with the critic's scores.
 
-    Both read the same batch under one plan; where either model cannot pack it, both take the padded
-    path, so that recomputed activations find what they were computed with.
+    Both read the same batch under one plan; where either cannot pack it, both take the padded path.
     """
 
     def __init__(self, policy: Forward, critic: Forward) -> None:
@@ -465,16 +462,7 @@ class ActorCritic:
         assert critic.reads == "before", "a critic values the state before a token"
         assert policy.head is None, "the policy has no scores of its own beside a critic's"
         self.policy, self.critic = policy, critic
-
-    @property
-    def model(self) -> Any:
-        """The policy's model."""
-        return self.policy.model
-
-    @property
-    def temperature(self) -> float:
-        """The policy's temperature."""
-        return self.policy.temperature
+        self.model, self.temperature = policy.model, policy.temperature
 
     @property
     def path(self) -> Literal["packed", "padded"]:
@@ -502,28 +490,24 @@ class ActorCritic:
         return self.policy.last_tokens + self.critic.last_tokens
 
     def __call__(self, batch: Batch, entropy: Entropy = "detached", with_candidates: bool = False) -> Outputs:
-        """As ``Forward.__call__``."""
+        """See ``Forward.__call__``."""
         packing = self.policy.plan(batch) if self.critic.packs(batch) else None
         outputs = self.policy.run(batch, packing, entropy, with_candidates)
         return replace(outputs, scores=self.critic.run(batch, packing, "none").scores)
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """As ``Forward.backward_context``; the plan is the same for both models."""
+        """See ``Forward.backward_context``; the plan is the same for both models."""
         with self.policy.backward_context(), nullcontext() if self.policy.last_packing is None else self.critic.layers:
             yield
 
 
 @torch.no_grad()
 def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Values of states without gradient: before each trained token, and after the last token of each row.
+    """Values of states without gradient: ``[B, T]`` before each trained token, ``[B]`` after the last one of each row.
 
-    Each row gets one token more, whose "before" is the state after the row's last one; which token
-    does not matter, as nothing attends to it.
-
-    Returns:
-        (values ``[B, T]``, 0 where the mask is False; final values ``[B]``), for a head with one
-        output that reads ``before``.
+    For a head with one output that reads ``before``. Each row gets one more token, to which nothing attends; the state
+    before it is that after the row's last one.
     """
     reader = forward.critic if isinstance(forward, ActorCritic) else forward
     assert reader.reads == "before", "a head that reads at a token gives no value of the state before it"
@@ -541,15 +525,6 @@ def state_values(forward: Forward | ActorCritic, batch: Batch) -> tuple[Tensor, 
     assert scores.ndim == 2, "a value is one number per token"
     final = scores.gather(1, batch.lengths.to(scores.device)[:, None])[:, 0]
     return scores[:, :-1].masked_fill(~batch.mask.to(scores.device), 0.0), final
-
-
-def _with_fast_linear(head: Any) -> Callable[[Tensor], Tensor]:
-    def project(part: Tensor) -> Tensor:
-        with fast_linear():
-            logits: Tensor = head(part)
-        return logits
-
-    return project
 
 
 def _probe_batch(vocabulary: int) -> Batch:

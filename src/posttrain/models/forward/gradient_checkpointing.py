@@ -22,12 +22,10 @@ def checkpointed_layers(model: Any) -> list[Any]:
 
 @contextmanager
 def gradient_checkpointing(models: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, forward and backward keep only what enters each layer of ``models``.
+    """Inside the block, forward and backward keep only the inputs of each layer of ``models``.
 
-    Chen et al. (2016), "Training deep nets with sublinear memory cost". One more forward pass buys memory that no
-    longer grows with what happens inside of a layer. Random numbers (an adapter's dropout) are drawn alike
-    both times. A layer asks whether it is in training before it does so; only its own flag is set, since the
-    flags of what is in it would switch on dropout.
+    Chen et al. (2016), "Training deep nets with sublinear memory cost". Random numbers (an adapter's dropout) are the
+    same both times. Only a layer's own training flag is set, since those of its modules would switch on dropout.
     """
     layers = [layer for model in models for layer in checkpointed_layers(model)]
     before = [{name: vars(layer).get(name) for name in _KEPT} for layer in layers]

@@ -1,10 +1,8 @@
-"""Linear layers through oneDNN, forward and backward, on the CPUs where it is the faster library.
+"""Linear layers through oneDNN, forward and backward, on the CPUs where it is faster than MKL, which torch takes.
 
-torch's fp32 products on a CPU go to MKL. Which library is faster depends on the CPU, one core each: AMD EPYC with
-AVX-512 (4352 × 384 × 128) MKL 110, oneDNN 255 GFLOP/s; AMD EPYC with AVX2 only (2400 × 128 × 384) 89 and 82, weight
-gradients 83 and 52, at 64 rows 82 and 62; an Intel Xeon takes 51 microseconds by MKL, 73 by oneDNN (64 × 128 × 384). So
-it is a rule about the CPU, and no race of the moment: two runs on one machine must not differ. The weights stay
-ordinary parameters.
+With one core, an AMD EPYC with AVX-512 reaches 110 GFLOP/s by MKL and 255 by oneDNN (4352 × 384 × 128); with AVX2 only
+89 and 82; an Intel Xeon takes 51 microseconds by MKL and 73 by oneDNN (64 × 128 × 384). The choice is by the kind of
+CPU, not by a measurement, so that two runs on one machine do not differ.
 """
 
 from __future__ import annotations
@@ -85,11 +83,7 @@ class OneDnnLinear(torch.autograd.Function):
 
 
 class fast_linear(TorchFunctionMode):
-    """Context in which ``F.linear``, wherever it is called from, takes the faster product.
-
-    A recomputation in backward must run inside it too, by ``again``: the mode around a call of ``backward`` is off
-    inside of that call.
-    """
+    """Context in which ``F.linear`` takes the faster product; a recomputation in backward is inside it by ``again``."""
 
     _depth = 0
 

@@ -1,4 +1,4 @@
-"""Micro-batches: rows of an optimizer batch, or texts, in pieces of at most so many tokens."""
+"""Micro-batches: rows of an optimizer batch, or texts, in pieces of a bounded number of tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from posttrain.world import ONE, World
 def split_rows(
     batch: Batch, tokens_per_micro: int, rows_per_micro: int | None = None, world: World = ONE
 ) -> list[list[int]]:
-    """Row indices of each piece; every row is in exactly one. Of several processes, the pieces that are this one's.
+    """Row indices of each piece of this process; every row is in exactly one piece of one process.
 
-    A row costs its own tokens, and its prompt's unless the prompt is already in the piece (rows of
-    a group share it). The rows of a unit always stay together, in order; groups do where the budget
-    allows. A unit larger than the budget is a piece of its own. The gradient does not depend on the
-    split: weights come from the whole optimizer batch. Processes get neighbouring units, about as many tokens each;
-    where there are fewer units than processes, some get no piece.
+    A row costs its own tokens, and its prompt's unless a row of its group is in the piece. The rows of a unit stay
+    together, in order; groups do where the budget allows. A unit larger than the budget is a piece of its own.
+    Processes get neighbouring units, about as many tokens each, or none.
     """
     lengths, groups, prefixes = batch.lengths.tolist(), batch.group.tolist(), batch.prefix.tolist()
     each = batch.rows_per_unit
@@ -56,8 +54,8 @@ def even_pieces(
 ) -> Iterator[tuple[list[int], bool]]:
     """Each piece, and whether it counts.
 
-    A pass of a model in parts gathers weights from all processes, so that all make as many: who has fewer pieces passes
-    the first unit again, which counts for nothing.
+    A pass of a sharded model gathers weights from all processes, so all make as many: a process with fewer pieces
+    passes the first unit again, which does not count.
     """
     most = max(world.gather([len(pieces)], "number of micro-batches")) if is_sharded else len(pieces)
     yield from ((rows, True) for rows in pieces)
@@ -77,11 +75,9 @@ def _span(order: Sequence[int], costs: Sequence[int], world: World) -> list[int]
 def split_padded(
     order: Iterable[int], lengths: Sequence[int] | Mapping[int, int], max_tokens: float, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Texts, taken in this order, in pieces that padded to their longest have at most ``max_tokens`` (or are one text).
+    """Texts in this ``order``, in pieces that padded to their longest have at most ``max_tokens`` (or are one text).
 
-    Args:
-        order: indices into ``lengths``; shortest first wastes the least.
-        lengths: tokens of each text.
+    ``lengths``: tokens of each text.
     """
     pieces: list[list[int]] = []
     longest = 0

@@ -1,13 +1,11 @@
 """Packing: rows of a batch as one stream of tokens without padding, shared prompts once.
 
-A batch of B rows becomes a stream of N tokens: first every distinct prompt (*prefix*) once, then
-each row's own tokens. Linear layers see the stream ``[1, N, d]``; only attention knows which
-tokens belong together. A prompt shared by G rows costs its tokens once, not G times.
+A batch of B rows becomes a stream of N tokens: first every distinct prompt (*prefix*) once, then each row's own tokens.
+Linear layers see the stream ``[1, N, d]``; only attention knows which tokens belong together.
 
-A *run* is a piece of the stream that attends to itself causally, behind a prefix elsewhere in the stream or behind
-nothing. Kernels of variable-length attention (``varlen.py``) take runs as they are (``Spans``). Others want rectangles
-(``attention.py``): there runs attend in buckets of like length, so that little is padded; runs that are far apart in
-length would fill one mostly with padding, since its work grows with the square of the length.
+A *run* is a piece of the stream that attends to itself causally, after a prefix elsewhere in the stream or none.
+Variable-length attention (``varlen.py``) takes runs as they are (``Spans``). Elsewhere (``attention.py``) they attend
+in buckets of similar length, padded to a rectangle.
 """
 
 from __future__ import annotations
@@ -31,63 +29,25 @@ MAX_WASTE = 1.25
 MIN_TOKENS = 512
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Runs padded to one rectangle.
 
-    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); prefix ``int64 [S * P]``: that
-    of the tokens of each run's prefix, or None where no run has one (then attention is causal over the queries);
-    prefix_lengths ``int64 [S]``; filled ``int64``: the slots that hold tokens, of the runs in order. All of it grows
-    with the number of tokens.
+    queries ``int64 [S * W]``: stream index of each slot (padding repeats a valid index); keys ``int64 [S * (P + W)]``:
+    those of each run's prefix and of itself; allowed ``bool [S, 1, W, P + W]``: the keys that a slot attends to, None
+    where no run has a prefix (causally to its own run); filled ``int64``: the slots that hold tokens.
     """
 
     num_runs: int
     queries: Tensor
-    prefix: Tensor | None
-    prefix_lengths: Tensor
+    keys: Tensor
+    allowed: Tensor | None
     filled: Tensor
-
-    @property
-    def width(self) -> int:
-        """Slots of a run, W."""
-        return len(self.queries) // max(1, self.num_runs)
-
-    @cached_property
-    def keys(self) -> Tensor | None:
-        """``int64 [S * (P + W)]``: stream index of each prefix and run."""
-        if self.prefix is None:
-            return None
-        behind, own = (x.view(self.num_runs, -1) for x in (self.prefix, self.queries))
-        return torch.cat([behind, own], dim=1).flatten()
-
-    @cached_property
-    def is_prefix(self) -> Tensor | None:
-        """``bool [S, 1, 1, P]``: which slots of the prefixes hold tokens."""
-        if self.prefix is None:
-            return None
-        slots = torch.arange(len(self.prefix) // self.num_runs, device=self.prefix.device)
-        return slots < self.prefix_lengths[:, None, None, None]
-
-    @cached_property
-    def allowed(self) -> Tensor | None:
-        """``bool [S, 1, W, P + W]``: which keys a slot sees. It grows with W², and is made where attention asks."""
-        if self.is_prefix is None:
-            return None
-        shape = (self.num_runs, 1, self.width, -1)
-        causal = torch.ones((self.width, self.width), dtype=torch.bool, device=self.queries.device).tril()
-        return torch.cat([self.is_prefix.expand(shape), causal.expand(shape)], dim=3)
-
-    def to(self, device: Any) -> Bucket:
-        """The same plan on another device."""
-        moved = (
-            x if x is None else x.to(device) for x in (self.queries, self.prefix, self.prefix_lengths, self.filled)
-        )
-        return Bucket(self.num_runs, *moved)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``length`` tokens from ``start`` on, behind the ``prefix_length`` tokens from ``prefix_start`` on."""
+    """``length`` tokens from ``start`` on, after the ``prefix_length`` tokens from ``prefix_start`` on."""
 
     start: int
     length: int
@@ -100,36 +60,33 @@ class Run:
         return self.length * (self.prefix_length + self.length)
 
 
-def plan_buckets(runs: Sequence[Run]) -> tuple[tuple[Bucket, ...], Tensor | None]:
-    """The buckets of all runs, and where each token of the stream stands in their joined outputs ``int64 [N]``.
-
-    Runs must follow one another in the stream without gaps. The second is None where the order is that of the
-    stream already. Runs without tokens are in no bucket.
-    """
+def plan_buckets(runs: Sequence[Run], device: Any = None) -> tuple[tuple[Bucket, ...], Tensor | None]:
+    """The buckets of all runs with tokens, which follow one another in the stream without gaps, and the place of each
+    token of the stream in their joined outputs ``int64 [N]``, None where the order is the same."""
     ordered = sorted((r for r in runs if r.length > 0), key=lambda r: (r.prefix_length > 0, -r.work, r.start))
     pieces: list[list[Run]] = []
     for run in ordered:
         if not pieces or not _fits(pieces[-1], run):
             pieces.append([])
         pieces[-1].append(run)
-    joined = [run for piece in pieces for run in _in_stream_order(piece)]
-    buckets = tuple(_bucket(_in_stream_order(piece)) for piece in pieces)
+    pieces = [sorted(piece, key=lambda r: r.start) for piece in pieces]
+    joined = [run for piece in pieces for run in piece]
+    buckets = tuple(_bucket(piece, device) for piece in pieces)
     if all(a.start < b.start for a, b in pairwise(joined)):
         return buckets, None
     stream = np.concatenate([np.arange(r.start, r.start + r.length) for r in joined])
     order = np.empty_like(stream)
     order[stream] = np.arange(len(stream))
-    return buckets, torch.from_numpy(order)
+    return buckets, torch.from_numpy(order).to(device)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Runs as kernels of variable-length attention take them: nothing padded, no mask.
+    """Runs for variable-length attention, without padding and masks.
 
-    Run r has the queries from ``query_starts[r]`` to ``query_starts[r + 1]`` of the stream, in order, and the keys from
-    ``key_starts[r]`` to ``key_starts[r + 1]`` of ``keys`` (both ``int32 [R + 1]``): its prefix and itself. So its last
-    query sees all of its keys, the one before all but the last: causal attention aligned at the end of both.
-    keys ``int64 [K]``: stream index of each key, or None where they are the stream itself, in order.
+    Run r has the queries from ``query_starts[r]`` to ``query_starts[r + 1]`` of the stream, and the keys from
+    ``key_starts[r]`` to ``key_starts[r + 1]`` of ``keys`` (both ``int32 [R + 1]``): its prefix and itself. Attention is
+    causal, aligned at the end of both. keys ``int64 [K]``: stream index of each key; None: the stream itself.
     """
 
     query_starts: Tensor
@@ -140,7 +97,7 @@ class Spans:
 
 
 def plan_spans(runs: Sequence[Run], device: Any = None) -> Spans:
-    """The spans of all runs that have tokens. Runs must follow one another in the stream without gaps."""
+    """The spans of all runs with tokens, which follow one another in the stream without gaps."""
     filled = [r for r in runs if r.length > 0]
     lengths = np.array([r.length for r in filled], dtype=np.int32)
     before = np.array([r.prefix_length for r in filled], dtype=np.int32)
@@ -153,10 +110,6 @@ def plan_spans(runs: Sequence[Run], device: Any = None) -> Spans:
     return Spans(torch.from_numpy(queries).to(device), torch.from_numpy(seen).to(device), keys, *most)
 
 
-def _in_stream_order(runs: list[Run]) -> list[Run]:
-    return sorted(runs, key=lambda r: r.start)
-
-
 def _fits(runs: list[Run], run: Run) -> bool:
     if (runs[0].prefix_length > 0) != (run.prefix_length > 0):
         return False
@@ -167,53 +120,40 @@ def _fits(runs: list[Run], run: Run) -> bool:
     return len(together) * width * (prefix + width) <= MAX_WASTE * sum(r.work for r in together)
 
 
-def _bucket(runs: list[Run]) -> Bucket:
+def _bucket(runs: list[Run], device: Any) -> Bucket:
     starts, lengths, prefix_starts, prefix_lengths = (
         np.array([getattr(r, name) for r in runs], dtype=np.int64)
         for name in ("start", "length", "prefix_start", "prefix_length")
     )
-    width, prefix = int(lengths.max()), int(prefix_lengths.max())
-    slots = np.arange(width)
+    width, prefix, allowed = int(lengths.max()), int(prefix_lengths.max()), None
+    slots, before = np.arange(width), np.arange(prefix)
     queries = starts[:, None] + np.minimum(slots, lengths[:, None] - 1)
-    filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
-    behind = None
+    places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
     if prefix:
-        before = np.arange(prefix)
-        places = prefix_starts[:, None] + np.minimum(before, np.maximum(prefix_lengths[:, None] - 1, 0))
-        behind = torch.from_numpy(places.reshape(-1))
-    return Bucket(
-        len(runs),
-        torch.from_numpy(queries.reshape(-1)),
-        behind,
-        torch.from_numpy(prefix_lengths),
-        torch.from_numpy(filled),
-    )
+        is_prefix = torch.from_numpy(before < prefix_lengths[:, None]).to(device)[:, None, None]
+        causal = torch.ones((width, width), dtype=torch.bool, device=device).tril()
+        shape = (len(runs), 1, width, -1)
+        allowed = torch.cat([is_prefix.expand(shape), causal.expand(shape)], dim=3)
+    filled = np.nonzero((slots < lengths[:, None]).reshape(-1))[0]
+    sides = (queries, np.concatenate([places, queries], axis=1))
+    queries_at, keys_at = (torch.from_numpy(x.reshape(-1)).to(device) for x in sides)
+    return Bucket(len(runs), queries_at, keys_at, allowed, torch.from_numpy(filled).to(device))
 
 
-# Where a head reads for the trained token t: the state before it (token t - 1), or at t itself; or it reads at the last
-# trained token of a row alone.
+# A head reads for the trained token t the state before it (token t - 1), or at t, or at a row's last trained token.
 Reads = Literal["before", "at", "last"]
 
-# The last layer is computed behind its attention only where something reads it, if that is at most this share of the
-# stream: with fewer left out, picking them costs what it saves.
-MOST_READ = 0.9
-# Streams are filled up to a multiple of this, so that their sizes recur from batch to batch: kernels
-# that are prepared per shape are found again, and freed memory fits the next batch.
+# Streams are filled up to a multiple of this, so that their sizes recur: kernels are prepared per shape.
 ROUND_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The stream of a batch and how its parts attend.
+    """The stream of a batch and its runs.
 
     tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; runs: the distinct prompts and each
-    row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output
-    predicts the m-th trained token, the first ``num_targets`` real; targets ``int64 [M]``; where:
-    ``bool [B, T]`` the trained positions in row-major order. How attention takes the runs is worked out when it
-    first asks.
-
-    read ``int64 [K]``: the stream indices at which anything reads what the last layer gives, in order and filled up;
-    place ``int64 [N]``: which of these each of them is. None where nearly all are.
+    row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output predicts the m-th
+    trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions.
     """
 
     tokens: Tensor
@@ -225,8 +165,6 @@ class Packing:
     targets: Tensor
     num_targets: int
     where: Tensor
-    read: Tensor | None = None
-    place: Tensor | None = None
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
@@ -238,9 +176,7 @@ class Packing:
 
     @cached_property
     def _rectangles(self) -> tuple[tuple[Bucket, ...], Tensor | None]:
-        buckets, order = plan_buckets(self.runs)
-        device = self.tokens.device
-        return tuple(bucket.to(device) for bucket in buckets), None if order is None else order.to(device)
+        return plan_buckets(self.runs, self.tokens.device)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -249,25 +185,18 @@ class Packing:
 
     @property
     def order(self) -> Tensor | None:
-        """Where each token of the stream stands in the joined outputs of the buckets (see ``plan_buckets``)."""
+        """See ``plan_buckets``."""
         return self._rectangles[1]
 
     @property
     def filled_runs(self) -> list[Run]:
-        """The runs, and what the stream is filled up with as one more: every kernel writes every output."""
+        """The runs, with one more for the tokens that fill the stream up: kernels write every output."""
         return [*self.runs, Run(self.num_tokens, len(self.tokens) - self.num_tokens)]
 
     @cached_property
     def spans(self) -> Spans:
-        """The runs without rectangles, those that fill the stream up among them."""
+        """The spans of ``filled_runs``."""
         return plan_spans(self.filled_runs, self.tokens.device)
-
-    def pick(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """The rows of ``hidden`` that belong to stream indices ``at``; it is of the whole stream, or of ``read``."""
-        if len(hidden) != len(self.tokens):
-            assert self.place is not None, "a part of the stream is computed where the plan names one"
-            at = self.place.index_select(0, at)
-        return hidden.index_select(0, at)
 
     @property
     def longest(self) -> int:
@@ -276,20 +205,17 @@ class Packing:
 
     @property
     def num_slots(self) -> int:
-        """Slots that attention computed over: those of its rectangles, padding included, where it took them."""
+        """Slots that attention computed over, padding of rectangles included."""
         if "_rectangles" not in vars(self):
             return self.num_tokens
         return sum(bucket.queries.numel() for bucket in self.buckets)
 
 
 def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> Packing:
-    """Plan the stream of ``batch``.
+    """Plan the stream of ``batch``, best on the CPU, since the plan is made from values.
 
-    With ``reads="before"`` the last token of a row is left out: it predicts nothing, and the state
-    before it is its predecessor's. Else it is kept, and ``readers`` says where every trained token itself stands.
-
-    The plan is made from values, so a batch on a GPU costs a wait per tensor: pack on the CPU, then
-    move the plan.
+    With ``reads="before"`` the last token of a row, which predicts nothing, is left out. Else it is kept, and
+    ``readers`` has the place of every trained token.
     """
     device = batch.tokens.device
     tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
@@ -315,7 +241,6 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
     for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
         runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
-    read, place = _read_places(np.concatenate([predictors, readers]) if unread == 0 else predictors, row_offsets[-1])
     return Packing(
         tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
         positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
@@ -326,19 +251,7 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
-        read=None if read is None else torch.from_numpy(read).to(device),
-        place=None if place is None else torch.from_numpy(place).to(device),
     )
-
-
-def _read_places(read_at: np.ndarray, num_tokens: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """``Packing.read`` and ``Packing.place``, where states are read at ``read_at`` of ``num_tokens``."""
-    at = np.unique(read_at).astype(np.int64)
-    read, place = _rounded(at), _rounded(np.zeros(num_tokens, dtype=np.int64))
-    if not 0 < len(read) <= MOST_READ * len(place):
-        return None, None
-    place[at] = np.arange(len(at))
-    return read, place
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:

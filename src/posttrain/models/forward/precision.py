@@ -1,4 +1,4 @@
-"""Parts of a forward pass that stay in full precision where a GPU computes the others in TF32."""
+"""Parts of a forward pass that stay in full precision where a GPU computes in TF32."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def full_precision() -> Iterator[None]:
 def keep_angles_exact(model: Any) -> None:
     """Make the rotary modules of a model compute their angles in fp32, where other products may take TF32.
 
-    Some versions of transformers (5.17) multiply positions and frequencies by a matrix product. TF32 has 10 bits:
-    the angle of position 5,000 would be off by up to 2 radians. The class of a module is replaced, not its
-    ``forward``, so that it still counts as one without hooks.
+    transformers 5.17 multiplies positions and frequencies by a matrix product; in TF32 (10 bits) the angle of position
+    5,000 is off by up to 2 radians. The class of a module is replaced, so that it counts as one without hooks.
     """
     for module in model.modules():
         if hasattr(module, "inv_freq") and not hasattr(module, "angles_are_exact"):

@@ -1,8 +1,7 @@
 """Attention over a packed stream on a GPU, without masks: torch's variable-length flash attention, for 16-bit numbers.
 
-``kernel_for`` tries it on a small stream, outputs and gradients, against attention under a mask in fp32. Where it is
-not right (fp32, float64, dropout, a GPU without flash), rectangles under a mask are left: their work is quadratic in
-what they pad, and a mask has to be kept for them.
+``kernel_for`` compares outputs and gradients of a small stream with attention under a mask in fp32. Where they are not
+right (fp32, float64, dropout, a GPU without flash), rectangles under a mask are used.
 """
 
 from __future__ import annotations
@@ -54,23 +53,15 @@ def varlen(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | N
     from torch.nn.attention.varlen import varlen_attn
 
     spans = packing.spans
+    grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
     if spans.keys is not None:
         k, v = SharedKeys.apply(k, spans.keys), SharedKeys.apply(v, spans.keys)
-    grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        grouped = {}  # torch 2.11 has no option for it; its operation takes fewer key heads all the same
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        k, v, grouped = *each_query_its_keys(q, k, v), {}
     starts, most = (spans.query_starts, spans.key_starts), (spans.most_queries, spans.most_keys)
     out = varlen_attn(q, k, v, *starts, *most, scale=scaling, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor), "log-sums were not asked for"
     return out
-
-
-def varlen_repeated(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """Compute ``varlen`` with keys and values repeated for every query head, where a torch takes no fewer."""
-    return varlen(packing, q, *each_query_its_keys(q, k, v), scaling)
-
-
-KERNELS: tuple[Kernel, ...] = (varlen, varlen_repeated)
 
 
 def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
@@ -79,27 +70,21 @@ def each_query_its_keys(q: Tensor, k: Tensor, v: Tensor, heads: int = 1) -> tupl
     return (k, v) if times == 1 else (k.repeat_interleave(times, heads), v.repeat_interleave(times, heads))
 
 
-def kernel_for(q: Tensor, k: Tensor, dtype: torch.dtype) -> Kernel | None:
-    """What attends without a mask, for queries ``[N, H, D]`` and keys ``[N, K, D]`` in ``dtype``; None where nothing
-    does."""
-    return usable(q.device, dtype, q.shape[1], k.shape[1], q.shape[2])
-
-
 @cache
-def usable(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
-    """Return the first kernel that is right on this device; None where none is."""
-    return next((kernel for kernel in KERNELS if is_right(kernel, device, dtype, heads, key_heads, head_dim)), None)
+def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> Kernel | None:
+    """``varlen`` where it is right on this device, else None."""
+    return varlen if is_right(varlen, device, dtype, heads, key_heads, head_dim) else None
 
 
 def is_right(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
-    """Whether ``kernel`` runs here and computes what attention under a mask does, in fp32; gradients, too."""
+    """Whether ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
     runs = (Run(0, 40), Run(40, 130, 0, 40), Run(170, 3, 0, 40), Run(173, 30))
     nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
     packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
     coarse = dtype.itemsize < 4 or (device.type == "cuda" and torch.get_float32_matmul_precision() != "highest")
-    # A caller may be keeping what is saved for its backward pass, and may be in autocast: none of that in here.
+    # A caller may keep what is saved for its backward pass, and may be in autocast; neither holds here.
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with own, torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         sides = [made_up(len(nothing), n, head_dim, device).to(dtype) for n in (heads, key_heads, key_heads)]
@@ -115,7 +100,7 @@ def is_right(
 
 
 def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients, in fp32, of sides made up."""
+    """Outputs and gradients, in fp32."""
     q, k, v = (x.clone().requires_grad_() for x in sides)
     out = kernel(packing, q, k, v, None)
     real = out[: packing.num_tokens].float()
@@ -125,13 +110,13 @@ def _outcome(kernel: Kernel, packing: Packing, sides: list[Tensor]) -> list[Tens
 
 
 def made_up(rows: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Numbers like random ones, for which no generator is asked: a run's own are as they would be."""
+    """Numbers like random ones, without a generator, so that a run's own stay as they are."""
     places = torch.arange(1, rows * heads * head_dim + 1, dtype=torch.float64)
     return (places * places * 0.6180339887).sin().float().view(rows, heads, head_dim).to(device)
 
 
 def under_mask(packing: Packing, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
-    """``[N, H, D]``, the scores written out: what a kernel is compared with, for small streams only."""
+    """Attention ``[N, H, D]`` with scores written out, for small streams."""
     k, v = each_query_its_keys(q, k, v)
     places = torch.arange(len(q), device=q.device)
     allowed = torch.zeros((len(q), len(q)), dtype=torch.bool, device=q.device)

@@ -1,8 +1,4 @@
-"""Where batches come from: a data set or rollouts; each a function of the step.
-
-A source owns no state that would have to be saved: rows and random numbers are functions of (seed, step). That of
-rollouts keeps the batch that it is in the middle of. A ``RowOrder`` says which rows a batch takes.
-"""
+"""Sources of batches: a data set or rollouts. Rows and random numbers are functions of (seed, step)."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
+from torch import Tensor
 
 from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices, permutation
@@ -23,11 +19,9 @@ from posttrain.types import Batch, Rollout
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What a source gives for one step.
+    """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
 
-    ``batch`` is None where nothing is to be trained on. ``fresh``: the batch was made for this step
-    (and not kept from an earlier one). ``rollouts`` are those to record, ``metrics`` facts about them,
-    ``timing`` seconds by phase.
+    ``fresh``: the batch was made for this step, not kept from an earlier one.
     """
 
     batch: Batch | None
@@ -37,6 +31,35 @@ class TrainBatch:
     timing: dict[str, float] = field(default_factory=dict)
 
 
+class Source:
+    """A source of batches (called with a step), whose state between two steps is empty unless it says otherwise."""
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        """Tensors that updates after ``step`` still need, to be saved."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The state beside the step, as plain data."""
+        return {}
+
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+        """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+
+    def take_notices(self) -> list[str]:
+        """Notices that were not shown yet."""
+        return []
+
+    def wait(self) -> None:
+        """Wait until nothing is being sampled."""
+
+    def close(self) -> None:
+        """End what works beside the trainer."""
+
+
 def num_batches(passes: float, num_examples: int, batch: int) -> int:
     """Batches of ``batch`` examples that go ``passes`` times through ``num_examples``; the last may reach further."""
     return math.ceil(Fraction(passes).limit_denominator(10**6) * num_examples / batch)
@@ -44,20 +67,15 @@ def num_batches(passes: float, num_examples: int, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The rows of one round: their places among those that a source has, and in which pass over them each stands."""
+    """The rows of one round: their places among those of a source, and in which pass over them each is."""
 
     places: list[int]
     passes: list[int]
 
 
-class RowOrder(Protocol):
-    """The order in which rows are drawn. Batches count from 0; rounds after the first replace what was dropped."""
-
-    def turn(self, batch: int, attempt: int = 0) -> Turn:
-        """The rows of round ``attempt`` of a batch."""
-
-
-def row_order(seed: int, purpose: str, size: int, task: Task, rows: Sequence[Any], *, further: int = 0) -> RowOrder:
+def row_order(
+    seed: int, purpose: str, size: int, task: Task, rows: Sequence[Any], *, further: int = 0
+) -> PlainOrder | MixedOrder:
     """The order of a source's ``rows``; of a mixture these are the names of their parts.
 
     Raises:
@@ -72,10 +90,7 @@ def row_order(seed: int, purpose: str, size: int, task: Task, rows: Sequence[Any
 class PlainOrder:
     """One row after the other, in a new order for every pass; ``further`` rounds of a batch follow an order of theirs.
 
-    Args:
-        purpose: of the random numbers.
-        size: rows of a batch.
-        there: rows that there are.
+    ``purpose``: of the random numbers. ``size``: rows of a batch, of ``there`` rows.
     """
 
     seed: int
@@ -85,7 +100,7 @@ class PlainOrder:
     further: int = 0
 
     def turn(self, batch: int, attempt: int = 0) -> Turn:
-        # the first draw is that of every method; further ones follow an order of their own
+        """The rows of round ``attempt`` of a batch, both from 0; later rounds replace dropped groups."""
         order = self.purpose if attempt == 0 else f"further {self.purpose}"
         start = (batch if attempt == 0 else batch * self.further + attempt - 1) * self.size
         places = draw_indices(self.seed, order, start, self.size, self.there)
@@ -95,11 +110,8 @@ class PlainOrder:
 class MixedOrder:
     """Parts of a mixture take turns by weight (``tasks/mixture.next_turn``), each in an order of its own.
 
-    Every batch has its share of each part. The row that a part gives is a function of (seed, part, how many it gave
-    before). Further rounds of a batch have the same shares and follow orders of their own.
-
-    Args:
-        size: rows of a batch. part_of: the name of each row's part.
+    Every batch has its share of each part. Further rounds of a batch have the same shares and orders of their own.
+    ``part_of``: the name of each row's part.
 
     Raises:
         UsageError: a part has no row.
@@ -120,9 +132,9 @@ class MixedOrder:
         self._at = 0, [0] * len(parts)  # a batch, and how many rows each part gave before it
 
     def turn(self, batch: int, attempt: int = 0) -> Turn:
+        """See ``PlainOrder.turn``."""
         given = self._given(batch)
-        parts = self._parts(list(given))
-        at = list(given)
+        parts, at = self._parts(list(given)), list(given)
         if attempt:
             each = [parts.count(part) for part in range(len(self.names))]
             at = [g * self.further + (attempt - 1) * n for g, n in zip(given, each, strict=True)]
@@ -131,7 +143,7 @@ class MixedOrder:
             rows = self.rows[part]
             in_pass, offset = divmod(at[part], len(rows))
             order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}"
-            turn.places.append(rows[int(_permuted(self.seed, order, in_pass, len(rows))[offset])])
+            turn.places.append(rows[int(_permutation(self.seed, order, in_pass, len(rows))[offset])])
             turn.passes.append(in_pass)
             at[part] += 1
         return turn
@@ -145,7 +157,7 @@ class MixedOrder:
         return given
 
     def _parts(self, turns: list[int]) -> list[int]:
-        """Return the parts of a batch's rows in order; ``turns`` that each had before go on with them."""
+        """The parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
         from posttrain.tasks.mixture import next_turn
 
         parts = []
@@ -155,6 +167,4 @@ class MixedOrder:
         return parts
 
 
-@lru_cache(maxsize=64)
-def _permuted(seed: int, order: str, in_pass: int, size: int) -> np.ndarray:
-    return permutation(seed, order, in_pass, size)
+_permutation = lru_cache(maxsize=64)(permutation)

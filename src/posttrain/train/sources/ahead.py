@@ -1,12 +1,11 @@
 """Rollout batches that are sampled before they are trained on, on a schedule (``rollout.staleness``).
 
-Version v of the weights is what v rollout batches have trained; batches count from 0. With staleness S batch b is
-sampled with version max(0, b − S), further rounds for dropped groups included. Batches are trained on in order. So when
-version c is there, batch c + S is sampled, before the updates of batch c, and waits here.
+Version v of the weights is trained by v rollout batches. With staleness S batch b (from 0) is sampled with version
+max(0, b − S): before the updates of batch c, batch c + S is sampled and waits here.
 
-An engine over the trainer's own weights samples at once. A checkpoint stores the batches that wait, so that a resumed
-run repeats none and equals the undisturbed one bit for bit. A server samples in a thread while the trainer works. A
-checkpoint stores what is done; what was in flight is sampled again from the same seeds, with the weights of then.
+An engine over the trainer's own weights samples at once; a checkpoint stores the batches that wait, so that a resumed
+run equals the undisturbed one bit for bit. A server samples in a thread while the trainer works; a checkpoint stores
+what is done, and the rest is sampled again from the same seeds, with the weights of then.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batche
 
 
 class Ahead:
-    """The batches of ``source`` that wait to be trained on; see the module.
+    """The batches of ``source`` that wait to be trained on.
 
     Args:
         staleness: S.
-        num_batches: of the whole run; none behind the last is sampled.
-        world: of the processes that train.
-        in_thread: the engine computes elsewhere. The main process samples for all then, and tells the others.
+        num_batches: of the whole run.
+        in_thread: the engine computes elsewhere; the main process samples for all of ``world``, and tells the others.
     """
 
     def __init__(
@@ -58,11 +56,11 @@ class Ahead:
         return self._thread is not None
 
     def wait(self) -> None:
-        """Return when nothing is being sampled: then the engine may be given other weights."""
+        """Wait until nothing is being sampled, so that the engine may get other weights."""
         wait(list(self._waiting.values()))
 
     def draw(self, step: int, cycle: int) -> Drawn:
-        """Return rollout batch ``cycle``, whose first update is ``step``; begins those that the schedule lets begin.
+        """Return rollout batch ``cycle``, whose first update is ``step``, and begin those that are due.
 
         Raises:
             PosttrainError: it could not be sampled or graded.
@@ -90,7 +88,7 @@ class Ahead:
         return drawn
 
     def _due(self, cycle: int) -> list[int]:
-        """Return the batches to begin with the weights of now."""
+        """The batches to begin with the current weights."""
         for batch in [b for b in self._waiting if b < cycle]:
             del self._waiting[batch]
         last = min(cycle + self.staleness, max(cycle, self.num_batches - 1))
@@ -101,7 +99,7 @@ class Ahead:
         return [*lost, *due]
 
     def held(self, step: int) -> dict[str, Tensor]:
-        """Return the sampled batches that the first ``step`` updates did not train on, as a tensor to save."""
+        """The sampled batches that the first ``step`` updates did not train on, as a tensor to save."""
         if not self.world.is_main:
             return {}
         waiting = ((b, ready) for b, ready in sorted(self._waiting.items()) if b * self.source.updates >= step)
@@ -111,10 +109,10 @@ class Ahead:
         return {HELD: torch.frombuffer(content, dtype=torch.uint8)} if rows else {}
 
     def restore(self, rollout_buffer: Mapping[str, Tensor], vocabulary: int) -> None:
-        """Take back what ``held`` gave; ``vocabulary``: how many tokens the model knows.
+        """Take back what ``held`` gave, of a model with so large a vocabulary.
 
         Raises:
-            CheckpointError: it is not what ``held`` gives.
+            CheckpointError: it is something else.
         """
         if HELD not in rollout_buffer:
             return
@@ -128,12 +126,12 @@ class Ahead:
             raise CheckpointError(f"{NOT_OURS} ({type(error).__name__}); {START_AGAIN}") from None
 
     def close(self) -> None:
-        """End the thread; what it is doing is lost."""
+        """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, batch: int, version: int) -> None:
-        """Sample a batch with the weights of now, which are ``version``."""
+        """Sample a batch with the current weights, which are ``version``."""
 
         def sample() -> Drawn:
             self.source.engine.in_background = self.in_thread

@@ -21,7 +21,7 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import TrainBatch, num_batches, row_order
+from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Sample, collate
 
@@ -30,10 +30,10 @@ UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "p
 
 
 class Labels:
-    """The labels of given answers: 1 desirable, 0 not.
+    """Labels of given answers: 1 desirable, 0 not.
 
-    Of two answers, the one with the higher score is the desirable one. Any other score is a label where it is 0 or 1.
-    A rating becomes a label only by the threshold ``data.label_above``, which then decides about pairs, too.
+    Of two answers, the one with the higher score is desirable. Any other score is a label where it is 0 or 1. A rating
+    becomes a label only by the threshold ``data.label_above``, which then decides about pairs, too.
     """
 
     def __init__(self, label_above: float | None) -> None:
@@ -78,13 +78,12 @@ class Labels:
             )
 
 
-class SupervisedSource:
+class SupervisedSource(Source):
     """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
 
-    ``shape`` says what a unit is: a demonstration, a judged answer, a pair, or an answer with labelled
-    steps. Streams that stay as they are (reference log-probabilities) are computed once for the whole data
-    set, and kept in the folder ``cache`` with a hash of the rows and of the reference.
-    ``draws``: False where no batch is asked for by its step.
+    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
+    (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
+    the rows and of the reference. ``draws``: False where no batch is asked for by its step.
     """
 
     def __init__(
@@ -145,37 +144,19 @@ class SupervisedSource:
         return TrainBatch(batch, metrics=self._describe_parts(batch))
 
     def length_of(self, passes: float) -> tuple[int, str]:
-        """How many steps go ``passes`` times through the data, rounded up, and a line that says so."""
+        """The number of steps of ``passes`` through the data, rounded up, and a line about it."""
         steps = num_batches(passes, self.num_examples, self.batch)
         over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
         return steps, f"{over} = {steps:,} steps of {self.batch}"
 
     def batch_of(self, chosen: Sequence[int]) -> Batch:
-        """The given units, with the streams that the objective reads."""
+        """The given units, with their streams."""
         batch = self._collated(chosen)
         rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
         for name, of_row in self._fixed.items():
             trained = torch.cat([of_row[row] for row in rows])
             batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
         return batch if self.streams is None else self.streams.before_step(self.streams(batch))
-
-    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """Nothing: the next batch follows from the step."""
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """Nothing beside the step."""
-        return {}
-
-    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
-        """Nothing to restore: what a stranger's checkpoint says here is not read."""
-
-    def wait(self) -> None:
-        """Nothing is sampled."""
-
-    def take_notices(self) -> list[str]:
-        """Nothing: the data are counted when the run begins."""
-        return []
 
     def _share_of_trained(self, train_on: str | None, task: Task) -> str:
         """Describe the share of the tokens that is trained, and the conversations that became several examples."""
@@ -184,19 +165,14 @@ class SupervisedSource:
         trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
         trained = sum(len(row.step_labels) for row in rows) if self.shape == "steps" else trained
         total = sum(len(row.ids) for row in rows)
-        of = ""
+        share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}"
         if self.shape == "demonstration":
             has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
-            of = f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
-        apart = sum(row.is_apart for row in rows)
-        several = (
-            f"; {apart:,} examples are single turns of conversations, whose earlier turns the template writes anew"
-        )
-        share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}{of}"
-        return share + (several if apart else "")
-
-    def close(self) -> None:
-        """Nothing runs beside it."""
+            share += f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
+        if apart := sum(row.is_apart for row in rows):
+            what = "examples are single turns of conversations, whose earlier turns the template writes anew"
+            share += f"; {apart:,} {what}"
+        return share
 
     def _collated(self, indices: Sequence[int]) -> Batch:
         samples = [
@@ -209,7 +185,7 @@ class SupervisedSource:
         return batch
 
     def _describe_parts(self, batch: Batch) -> dict[str, float]:
-        """Of each part of a mixture, how many units a batch has and how many trained tokens their rows, on average."""
+        """Of each part of a mixture, the number of units in a batch and the mean of trained tokens of their rows."""
         facts = {}
         for number, name in enumerate(self.parts):
             rows = batch.stream("part") == number
@@ -236,7 +212,7 @@ class SupervisedSource:
         return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
 
     def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
-        """Of each row, the stream's numbers at its trained tokens."""
+        """The stream's numbers at the trained tokens of each row."""
         assert self.streams is not None
         assert self.streams.reference is not None, "the build makes a reference for whoever asks for one"
         digest = hashlib.sha256(f"{self.streams.reference.fingerprint()} {self.shape} {self.train_all}".encode())
@@ -262,7 +238,7 @@ class SupervisedSource:
 
 
 def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
-    """What was kept under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    """The numbers under ``key``; None where there is no file, or one that is damaged or of other rows."""
     try:
         stored = load_file(cache) if cache.is_file() else {}
     except SafetensorError:

@@ -1,18 +1,17 @@
-"""The source of reinforcement learning: samples with the current weights, grades, selects, assigns credit.
+"""The source of reinforcement learning: samples with the current weights, grades, selects, computes advantages.
 
-One rollout batch serves several updates. With a batch as large as the run it is the source of
-preference learning and of rejection sampling from the model's own answers, too: everything that the
-data say, reference log-probabilities included, is then computed once.
+One rollout batch serves several updates. With a batch as large as the run it is the source of preference learning and
+of rejection sampling from the model's own answers, too.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import TrainBatch, num_batches, row_order
+from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
@@ -41,14 +40,14 @@ Groups = list[list[Rollout]]
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
 NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
 START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
-OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # of a mixture: what is told of each part
+OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # metrics of each part of a mixture
 
 
 @dataclass(slots=True)
 class Drawn:
-    """The groups of one rollout batch, graded: all that were ``sampled``, and those of them that were ``chosen``.
+    """The graded groups of one rollout batch: all that were ``sampled``, and those that were ``chosen``.
 
-    ``accepted``: the share of them that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
+    ``accepted``: the share that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
     """
 
     sampled: Groups
@@ -58,12 +57,12 @@ class Drawn:
     timing: dict[str, float]
 
 
-class RolloutSource:
-    """Samples and grades completions with the current weights; one batch serves U updates.
+class RolloutSource(Source):
+    """Samples and grades completions with the current weights; one batch serves ``train.epochs`` ×
+    ``train.minibatches`` updates.
 
-    U = ``train.epochs`` × ``train.minibatches``; prompts are split into minibatches by an order
-    that is a function of (seed, rollout batch, epoch). ``select`` is a selection word, whose units have
-    ``rows_per_unit`` rows.
+    Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
+    selection, whose units have ``rows_per_unit`` rows.
     """
 
     def __init__(
@@ -115,14 +114,11 @@ class RolloutSource:
             max_turn_tokens=self.options.max_turn_tokens,
         )
         self._batch: Batch | None = None
-        self._notices: dict[str, bool] = {}  # what is said once, and whether it was said
+        self._notices: dict[str, bool] = {}  # and whether they were shown
         self.ahead: Ahead | None = None
 
     def __call__(self, step: int) -> TrainBatch:
-        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due.
-
-        A draw without a batch means that nothing was selected for this step: it updates nothing.
-        """
+        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
         cycle, update = divmod(step - 1, self.updates)
         if update == 0:
             draw = self._collect(step, cycle)
@@ -139,7 +135,7 @@ class RolloutSource:
         return draw
 
     def length_of(self, passes: float) -> tuple[int, str]:
-        """How many steps sample every prompt ``passes`` times, rounded up, and a line that says so."""
+        """The number of steps that sample every prompt ``passes`` times, rounded up, and a line about it."""
         batches = num_batches(passes, self.num_examples, self.options.prompts)
         over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
         what = "steps" if self.updates == 1 else "rollout batches"
@@ -147,7 +143,6 @@ class RolloutSource:
         return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        """The rollout batches that updates after ``step`` still train on, as tensors to save."""
         held = {} if self.ahead is None else self.ahead.held(step)
         if step % self.updates == 0 or self._batch is None:
             return held or None
@@ -156,17 +151,11 @@ class RolloutSource:
         return held | write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the step, as plain data."""
         return {"kl_weight": self.credit.kl_weight}
 
     def restore(
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
     ) -> None:
-        """Take back what ``rollout_buffer`` and ``state`` gave; ``vocabulary``: how many tokens the model knows.
-
-        Raises:
-            CheckpointError: it is not what they give.
-        """
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
         if self.ahead is not None:
             self.ahead.restore(rollout_buffer or {}, vocabulary)
@@ -181,23 +170,20 @@ class RolloutSource:
             raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
 
     def take_notices(self) -> list[str]:
-        """Return what trains nothing, once."""
         said = [message for message, was_said in self._notices.items() if not was_said]
         self._notices |= dict.fromkeys(said, True)
         return said
 
     def wait(self) -> None:
-        """Return when nothing is being sampled."""
         if self.ahead is not None:
             self.ahead.wait()
 
     def close(self) -> None:
-        """End the thread that samples, where there is one."""
         if self.ahead is not None:
             self.ahead.close()
 
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
-        """The rows of one part of the prompts; prompts from which nothing was selected are in no part."""
+        """The rows of one part of the prompts that something was selected from."""
         groups = sorted(set(batch.group.tolist()))
         order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
         bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
@@ -240,22 +226,14 @@ class RolloutSource:
             metrics |= self._describe_parts(sampled, chosen, trained)
         if self.ahead is not None:
             metrics["staleness"] = float(cycle - drawn.version)
-        timing = (
-            {"sync_seconds": syncing}
-            | drawn.timing
-            | {
-                "score_seconds": grading,
-                "fill_seconds": time.perf_counter() - scored,
-                "generated_tokens": float(sum(r.completion.num_own for g in sampled for r in g)),
-            }
-        )
-        return TrainBatch(batch, True, [r for g in sampled for r in g], metrics, timing)
+        everything = [r for group in sampled for r in group]
+        timing = {"sync_seconds": syncing} | drawn.timing
+        timing |= {"score_seconds": grading, "fill_seconds": time.perf_counter() - scored}
+        timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
+        return TrainBatch(batch, True, everything, metrics, timing)
 
     def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
-        """Of each part of a mixture what ``describe_rollouts`` says first of all, and how many prompts of it there are.
-
-        ``prompts``: that were sampled for; ``trained``: that are trained on.
-        """
+        """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
         trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
         facts: dict[str, float] = {}
         for name in self.parts:
@@ -272,10 +250,10 @@ class RolloutSource:
         started, grading = time.perf_counter(), 0.0
         sampled: Groups = []
         drawn: Drawn | None = None
+        machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
+        sampler = Sampler(*machine, world=self.world, stage=self.stage)
         while drawn is None:
             attempt = len(sampled) // self.options.prompts
-            machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
-            sampler = Sampler(*machine, world=self.world, stage=self.stage)
             groups, seconds = collect(sampler, self._request(cycle, step, attempt))
             grading += seconds
             sampled += groups
@@ -285,7 +263,7 @@ class RolloutSource:
         return drawn
 
     def _choose_groups(self, sampled: Groups, cycle: int) -> Drawn | None:
-        """The batch out of all that was sampled for it; None where a further round is to be sampled."""
+        """The batch of the sampled groups; None where a further round is to be sampled."""
         options = self.options
         fitting = [g for g in sampled if self._fits(g)]
         rest: Groups = []
@@ -298,18 +276,16 @@ class RolloutSource:
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
-        played = [r for r in group if not r.has_failed]
         if not self.options.drop_uniform_groups:
             return True
+        played = [r for r in group if not r.has_failed]
         part = self.options.uniform_by
         seen = {r.reward if part == "reward" else r.parts[part] for r in played}
         units = self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)])
         return len(seen) > 1 and bool(self._unmasked([played], units))
 
     def _played(self, groups: Groups) -> Groups:
-        """The groups without the completions whose environment failed; one that has too few left is left out.
-
-        Too few: less than two of several, which nothing can be compared with.
+        """The groups without the completions whose environment failed; of several at least two must be left.
 
         Raises:
             RunFailure: not one completion was played to its end.
@@ -332,7 +308,7 @@ class RolloutSource:
         return kept
 
     def _choose(self, rewards: Sequence[Tensor]) -> Units:
-        """What the selection chooses of groups with these rewards, in order of their prompts."""
+        """The selected units of groups with these rewards, in order of their prompts."""
         units: Units = []
         for places in same_sizes(rewards):
             table = torch.stack([rewards[n] for n in places])
@@ -343,17 +319,15 @@ class RolloutSource:
     def _unmasked(self, groups: Groups, units: Units) -> Units:
         """The units that are trained on: with ``mask_truncated`` those without a completion that was cut off.
 
-        Such a completion is as if it were not in the batch: no weight counts it. Its reward counts where its group is
-        compared (DAPO's overlong filtering "masks the loss", Yu et al. 2025, section 3.4; TRL's
-        ``mask_truncated_completions`` takes rewards and advantages over the whole group, too. There the masked rows
-        still count in the means over sequences).
+        No weight counts such a completion; its reward counts where its group is compared (DAPO's overlong filtering
+        "masks the loss", Yu et al. 2025, section 3.4; in TRL's ``mask_truncated_completions`` the masked rows still
+        count in the means over sequences).
         """
-        if not self.options.mask_truncated:
-            return units
-        return [unit for unit in units if not any(groups[n][g].completion.is_truncated for n, g in unit)]
+        masks = self.options.mask_truncated
+        return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
 
     def _request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
-        """What round ``attempt`` of a rollout batch, whose first update is ``step``, asks for."""
+        """The request of round ``attempt`` of a rollout batch, whose first update is ``step``."""
         turn = self.order.turn(cycle, attempt)
         places = turn.places
         return RolloutRequest(
@@ -406,7 +380,7 @@ class RolloutSource:
 
 
 def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
-    """``float64 [B, T]``: ``weight`` times what the environment paid for each turn, at the last token of it."""
+    """``float64 [B, T]``: ``weight`` times the environment's reward of each turn, at its last token."""
     numbers, columns = number_turns(batch.mask), torch.arange(batch.mask.shape[1])
     paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
     for b, rollout in enumerate(rollouts):
@@ -417,7 +391,7 @@ def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tenso
 
 
 def _sample_of(rollout: Rollout, group: int) -> Sample:
-    """What the model wrote is trained on; what an environment said between is not."""
+    """A row in which the model's own tokens are trained, and an environment's are not."""
     prompt, answer = list(rollout.prompt_ids), rollout.completion
     return Sample(
         ids=prompt + list(answer.ids),
@@ -447,71 +421,60 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence
 def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
-    ``accuracy`` is over the answers that there is a gold answer to grade against, and absent where there is none;
-    so are ``num_tokens_right`` and ``num_tokens_wrong``, mean lengths of right and other answers among these.
-    ``grading_failures``: the share whose grading had to be stopped, if there are any. Lengths are of what the model
-    wrote. ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it
-    (the rest ran out of tokens), and there are ``num_turns``, ``num_calls`` and the share of calls that
-    ``failed_calls``; what it failed in counts in ``environment_failures`` alone, and what had to be played again in
-    ``played_again``.
+    ``accuracy``, ``num_tokens_right`` and ``num_tokens_wrong`` (mean lengths) are over the answers with a gold answer.
+    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
+    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
+    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
+    ``environment_failures`` ended, or that were ``played_again``.
     """
     everything = [r for group in groups for r in group]
     groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
     rollouts = [r for group in groups for r in group]
-    lengths = [r.completion.num_own for r in rollouts]
     graded = [r for r in rollouts if r.outcome != "ungraded"]
     right = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
     wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
     facts = {
-        "reward": statistics.fmean(r.reward for r in rollouts),
+        "reward": fmean(r.reward for r in rollouts),
         **({"accuracy": len(right) / len(graded)} if graded else {}),
-        **({"format": statistics.fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
-        "num_tokens": statistics.fmean(lengths),
-        "truncated": statistics.fmean(float(r.completion.is_truncated) for r in rollouts),
-        "uniform_groups": statistics.fmean(float(len({r.reward for r in g}) == 1) for g in groups),
+        **({"format": fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
+        "num_tokens": fmean(r.completion.num_own for r in rollouts),
+        "truncated": fmean(float(r.completion.is_truncated) for r in rollouts),
+        "uniform_groups": fmean(float(len({r.reward for r in g}) == 1) for g in groups),
     }
     names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
-    facts |= {f"reward/{name}": statistics.fmean(r.parts[name] for r in rollouts) for name in names}
+    facts |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
     failures = sum(r.outcome in FAILURES for r in rollouts)
-    if failures:
-        facts["grading_failures"] = failures / len(rollouts)
-    if right:
-        facts["num_tokens_right"] = statistics.fmean(right)
-    if wrong:
-        facts["num_tokens_wrong"] = statistics.fmean(wrong)
+    facts |= {"grading_failures": failures / len(rollouts)} if failures else {}
+    facts |= {name: fmean(of) for name, of in (("num_tokens_right", right), ("num_tokens_wrong", wrong)) if of}
     return facts | _describe_turns(rollouts, everything)
 
 
 def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
-    """Facts about turns and calls, where there are any."""
+    """Metrics of turns and calls, where there are any."""
     facts: dict[str, float] = {}
     if any(r.turns for r in played):
         calls = [call for r in played for turn in r.turns for call in turn.calls]
-        facts["num_turns"] = statistics.fmean(len(r.turns) for r in played)
+        facts["num_turns"] = fmean(len(r.turns) for r in played)
         facts["num_calls"] = len(calls) / len(played)
         facts["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
         for finish in ("out_of_turns", "tool_failed"):
-            facts[finish] = statistics.fmean(float(r.completion.finish == finish) for r in played)
+            facts[finish] = fmean(float(r.completion.finish == finish) for r in played)
     if any(r.failures for r in everything):
-        facts["environment_failures"] = statistics.fmean(float(r.has_failed) for r in everything)
-        facts["played_again"] = statistics.fmean(float(bool(r.failures)) for r in everything)
+        facts["environment_failures"] = fmean(float(r.has_failed) for r in everything)
+        facts["played_again"] = fmean(float(bool(r.failures)) for r in everything)
     return facts
 
 
 def _describe_choice(
     groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
 ) -> dict[str, float]:
-    """Facts about what was chosen to be trained on."""
+    """Metrics of the choice of what is trained on."""
     facts = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
-    advantages = [r.advantage for g in groups for r in g if r.advantage is not None]
-    if advantages:
-        spread = torch.tensor(advantages)
-        facts |= {
-            "advantage_mean": float(spread.mean()),
-            "advantage_std": float(spread.std(correction=0)),
-            "advantage_min": float(spread.min()),
-            "advantage_max": float(spread.max()),
-        }
+    advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
+    if len(advantages):
+        spread = (advantages.mean(), advantages.std(correction=0), advantages.min(), advantages.max())
+        names = (f"advantage_{name}" for name in ("mean", "std", "min", "max"))
+        facts |= dict(zip(names, map(float, spread), strict=True))
     if is_filtered:
         facts["accepted_groups"] = accepted
     return facts

@@ -1,7 +1,4 @@
-"""A sampled batch as plain data: for a checkpoint, and for the other processes that train.
-
-Numbers come back bit for bit.
-"""
+"""A sampled batch as plain data, bit for bit: for a checkpoint, and for the other processes that train."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
 _STREAM = "stream."
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
-# Known where it is read, or made there; of an episode the prompt is what its environment opened it with.
+# Known or made where it is read; the prompt of an episode is what its environment began with.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
 
 
 def write_drawn(drawn: Drawn) -> dict[str, Any]:
-    """A drawn batch as plain data; examples and prompts are named by their indices."""
+    """A drawn batch as plain data; examples and prompts are indices."""
     places = {id(group): place for place, group in enumerate(drawn.sampled)}
     return {
         "sampled": write_groups(drawn.sampled),
@@ -40,18 +37,16 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
 
 
 def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
-    """What ``write_drawn`` wrote, with the examples and prompts of ``source``."""
+    """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
     sampled = read_groups(stated["sampled"], source)
     chosen = [sampled[place] for place in stated["chosen"]]
     return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
 
 
 def check_written(stated: Mapping[str, Any], source: RolloutSource, vocabulary: int) -> None:
-    """Refuse what ``write_drawn`` does not write of a batch of the ``source``; a checkpoint may be a stranger's.
+    """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
 
-    Args:
-        stated: with ``batch`` (its number), ``sampled``, ``version`` and what else there is of it.
-        vocabulary: how many tokens the model knows.
+    ``stated`` has the number of the batch, too; token ids must be below ``vocabulary``.
 
     Raises:
         ValueError: something in it is of another kind, length or range. KeyError: something is missing.
@@ -97,7 +92,7 @@ def write_batch(batch: Batch) -> dict[str, Tensor]:
 
 
 def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: int) -> Batch:
-    """What ``write_batch`` wrote; a checkpoint may be a stranger's.
+    """Read what ``write_batch`` gave, from a checkpoint that may be untrusted.
 
     Raises:
         ValueError, KeyError: something in it is of another kind, shape or range.
@@ -127,7 +122,7 @@ def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
 
 
 def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: RolloutSource) -> Groups:
-    """What ``write_groups`` wrote."""
+    """Read what ``write_groups`` gave."""
     position = {index: place for place, index in enumerate(source.kept)}
 
     def read(row: Mapping[str, Any]) -> Rollout:
