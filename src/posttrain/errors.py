@@ -73,8 +73,6 @@ GONE = {
     "posttrain serve-command --dtype": "the printed line, with this option of vLLM changed",
     "posttrain serve-command --seed": "the printed line, with this option of vLLM changed",
     "posttrain serve-command --logprobs-mode": "processed_logprobs, which is always given; logprobs: false needs none",
-    "posttrain serve-command --gpu-memory": "--gpu-memory-utilization",
-    "posttrain serve-command --logprobs-mode": "processed_logprobs, which is always given",
     "opinion": "numeric, exact or multiple_choice",
     "native.native_kernel": "the defaults: torch computes attention",
     "native.cache": "the defaults: every row has a slot of its own",

@@ -123,7 +123,7 @@ class _Reader:
         finally:
             loader.dispose()
 
-    def _error(self, node: yaml.Node, what: str) -> RecipeError:
+    def _error(self, node: Any, what: str) -> RecipeError:
         line = f":{node.start_mark.line + 1}" if self.has_lines else ""
         return RecipeError(f"{self.place}{line}: {what}")
 

@@ -190,15 +190,15 @@ def _watch_ranks(meeting: Meeting, children: Mapping[int, Child], ended: threadi
         codes = {rank: child.process.poll() for rank, child in children.items()}
         for rank, code in codes.items():
             if code:
-                meeting.fail(rank, _how_it_ended(code, children[rank]), RunFailure.exit_code)
+                meeting.fail(rank, describe_end(code, children[rank]), RunFailure.exit_code)
                 if not ended.wait(LAST_SECONDS) and not meeting.noticed and (failure := meeting.failure()):
                     os.write(2, f"posttrain: {failure}\n".encode())
                     os._exit(failure.exit_code)
                 return
 
 
-def _how_it_ended(code: int, child: Child) -> str:
-    """The end of a process in words, from its exit code and the last line of its log."""
+def describe_end(code: int, child: Child) -> str:
+    """Describe the end of a process by its exit code and the last line of its log."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
