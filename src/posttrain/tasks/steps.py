@@ -295,5 +295,5 @@ def _new_ratings(
 
 def _object(row: Row, value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise row.fail(f"{name} must be an object; got {value!r}"[:200])
+        raise row.fail(f"{name} must be an object, as in the published files; got {value!r}"[:200])
     return value
