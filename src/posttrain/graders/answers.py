@@ -120,8 +120,11 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
     times = [place for place in range(1, len(words) - 1) if words[place - 1] in _STARTS]  # per two hours, in one week
     if not words or len(words) > MAX_WORDS or words in (["a", "m"], ["p", "m"]):
         return bool(words) and len(words) == 2
-    if any(_takes_back(word) and not (place in times and _is_number(word)) for place, word in enumerate(words)):
-        return False
+    for place, word in enumerate(words):
+        is_number = _is_number(word)
+        takes_back = word in CONNECTIVES or word in _HEDGES or (is_number and word != "ones")
+        if takes_back and not (place in times and is_number):
+            return False
     if words[0] in _STARTS and (len(words) > 1 or words[0] in _ALONE):
         return all(len(word) > 1 or word == "a" for word in words)
     for place, word in enumerate(words[:MAX_ADJECTIVES]):
@@ -130,10 +133,6 @@ def is_unit(text: str, value: Fraction | None = None) -> bool:
         if len(word) <= 2:  # a symbol; with more behind it, it may be a variable
             return word not in _STARTS | {"to"} and (len(words) == 1 or (place == 0 and words[1] in _STARTS))
     return False
-
-
-def _takes_back(word: str) -> bool:
-    return word in CONNECTIVES or word in _HEDGES or (_is_number(word) and word != "ones")
 
 
 def _is_number(word: str) -> bool:

@@ -108,7 +108,12 @@ def held_out_scale(run: str, bits: Bits | None = None) -> Scale:
     """
     model = open_run(run, bits)
     recipe = _recipe_of(Path(run))
-    words = recipe.eval.tasks or [map_tasks(recipe.task, _held_out)]
+
+    def held_out(word: Word) -> Word:
+        split = find("task", word.name, "task").traits.get("held_out", "validation")
+        return Word(name=word.name, **(word.options | {"split": split}))
+
+    words = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
     task = build_task(words[0], "task")
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
     pairs = [(example, response) for example in examples for response in example.responses]
@@ -124,8 +129,3 @@ def held_out_scale(run: str, bits: Bits | None = None) -> Scale:
 def _recipe_of(run: Path) -> Recipe:
     place = str(run / STORED_RECIPE)
     return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)
-
-
-def _held_out(word: Word) -> Word:
-    split = find("task", word.name, "task").traits.get("held_out", "validation")
-    return Word(name=word.name, **(word.options | {"split": split}))

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 from posttrain.errors import RunFailure
 from posttrain.graders.code.exchange import BAD, GONE, RIGHT, SOLUTION, WRONG, send
 from posttrain.graders.grading import Outcome
 from posttrain.graders.sandbox.sandbox import Bounds, Kind, Program
+
+EXCHANGE = Path(__file__).with_name("exchange.py").read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
         (hear_calls, speak_calls), (hear_replies, speak_replies) = os.pipe(), os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         opened = [hear_calls, speak_calls, hear_replies, speak_replies, nowhere]
-        exchange = {"exchange.py": _source()}
+        exchange = {"exchange.py": EXCHANGE}
         limits = (walls.kind, walls.bounds, walls.seconds)
         try:
             channel = theirs.fileno()
@@ -87,8 +88,3 @@ def judge(program: str, checks: Checks, walls: Walls) -> Outcome:
         return "timeout"
     outcomes: dict[int, Outcome] = {RIGHT: "right", WRONG: "wrong", BAD: "ungraded"}
     return outcomes.get(ended.code, "crash") if has_kept else "crash"
-
-
-@cache
-def _source() -> bytes:
-    return Path(__file__).with_name("exchange.py").read_bytes()

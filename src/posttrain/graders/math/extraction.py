@@ -219,15 +219,13 @@ def _first_value(text: str) -> str | None:
     return number[0] if number is not None else None
 
 
-def _is_formula(inner: str) -> bool:
-    """Exclude a name alone, and the prose between two amounts (``$5 and then pays $``)."""
-    words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", inner)))
-    return not _NAMES_ONLY.fullmatch(inner) and sum(word.islower() for word in words) < 2
-
-
 def _last_value(text: str) -> str | None:
     """The last formula that is more than a name, or the last number behind it; None of a text without any words."""
-    formulas = [match for match in _FORMULA.finditer(text) if _is_formula(_inner(match))]
+    formulas = []
+    for match in _FORMULA.finditer(text):  # no name alone, and no prose between two amounts (``$5 and then pays $``)
+        words = _WORD.findall(_COMMAND.sub(" ", _TEXT.sub(" ", _inner(match))))
+        if not _NAMES_ONLY.fullmatch(_inner(match)) and sum(word.islower() for word in words) < 2:
+            formulas.append(match)
     if not formulas and not _WORD.search(_COMMAND.sub(" ", text)):
         return None
     values = list(NUMBER.finditer(text, formulas[-1].end() if formulas else 0))

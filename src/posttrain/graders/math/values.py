@@ -490,7 +490,8 @@ def _close(comparison: PointComparison, values: Sequence[Any], point: dict[Any, 
     """Agreement to ``CLOSE_DIGITS`` decimals and digits; large numbers are evaluated once more, to the end."""
     if not values[0] or not values[1]:
         return bool(values[0] == values[1])
-    span, magnitude = comparison.span, max(_magnitude(value) for value in values)
+    # about the digits before the decimal point; negative of small numbers
+    span, magnitude = comparison.span, max(int(mpmath.mag(value) * 0.30103) + 1 for value in values)
     if not _agree(values, magnitude - span, span) or magnitude > MAX_MAGNITUDE + 2 * span:
         return False
     if magnitude <= DIGITS + span - CLOSE_DIGITS:
@@ -502,8 +503,3 @@ def _close(comparison: PointComparison, values: Sequence[Any], point: dict[Any, 
 def _agree(values: Sequence[Any], magnitude: int, span: int) -> bool:
     with mpmath.workdps(DIGITS + MAX_MAGNITUDE + 3 * span):
         return bool(abs(values[0] - values[1]) <= mpmath.mpf(10) ** (magnitude - CLOSE_DIGITS))
-
-
-def _magnitude(value: Any) -> int:
-    """About the digits before the decimal point; negative of small numbers."""
-    return int(mpmath.mag(value) * 0.30103) + 1

@@ -43,6 +43,7 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _CHILD = re.compile(rb'"child-pid": *([0-9]+)')
 _COUNTER = itertools.count()
+_INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Program:
         self._is_boxed, self._user = kind == "bubblewrap", 0
         self._deadline = time.monotonic() + seconds
         self._status, self._reported = -1, b""  # what bubblewrap reports of its start and end
-        command = [PYTHON[0], "-I", "-S", "-B", "-c", _source_of_inside()]
+        command = [PYTHON[0], "-I", "-S", "-B", "-c", _INSIDE]
         with ExitStack() as stack:  # descriptors that bubblewrap reads or writes, and this process closes
             keep: list[int] = []
             if self._is_boxed:
@@ -342,11 +343,6 @@ def _bubblewrap() -> str:
     except ImportError:
         return shutil.which("bwrap") or ""
     return str(bwrap_path())
-
-
-@cache
-def _source_of_inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 
 
 def _count_tasks(uid: int) -> int:
