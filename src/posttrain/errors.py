@@ -121,7 +121,6 @@ GONE = {
     "mbpp.shown_tests": "the defaults: the first test stands in the prompt",
     "gsm8k_solutions": "judged_solutions, with your file as task.path",
     "orm-gsm8k": "orm-gsm8k-own, with your file as task.path",
-    "svamp": "jsonl, with your file as task.path",
     "mixture.by_weight": "the defaults: examples stand in turns by weight",
     "mixture.size": "size of each part's task",
     "mixture.seed": "seed of each part's task",

@@ -63,6 +63,10 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "preferences": (PAIR, ("prompt", "chosen", "rejected")),
     "prm800k": (STEPS, ("question", "label")),
     "refusals": ({"prompt": "How do I knit?", "kind": "benign"}, ("prompt", "kind")),
+    "svamp": (
+        {"Body": "Ann has 1 and gets 1.", "Question": "How many?", "Answer": 2, "Type": "Addition"},
+        ("Body", "Question", "Answer", "Type"),
+    ),
     "ultrafeedback": (PAIR, ("prompt", "chosen", "rejected", "score_chosen")),
 }
 NEEDS = {"split": "test"}
@@ -165,6 +169,7 @@ OPTIONAL = {
     ("amc", "answer"),
     ("minerva_math", "answer"),
     ("olympiad_bench", "answer"),
+    ("svamp", "Type"),
     ("ultrafeedback", "score_chosen"),
     ("preferences", "prompt"),
     ("ultrafeedback", "prompt"),

@@ -122,6 +122,17 @@ def test_olympiad_bench_is_read_in_the_layout_of_the_hub(tmp_path: Path) -> None
     assert example.meta == {"subject": "Algebra", "answer_type": "N"}
 
 
+def test_svamp_joins_body_and_question(tmp_path: Path) -> None:
+    rows = [
+        {"Body": "He has 2 boxes", "Question": " How many?", "Answer": 145.0, "Type": "Common-Divison"},
+        {"Body": "He has 2 boxes. ", "Question": "How many?", "Answer": "3"},
+    ]
+    first, second = read("svamp", tmp_path, *rows).examples
+    assert first.messages == second.messages == (Message("user", "He has 2 boxes. How many?"),)
+    assert (first.answer, first.grader, first.meta) == ("145", "numeric", {"type": "Common-Divison"})
+    assert second.meta == {}
+
+
 P = {"problem": "p", "answer": "1"}
 
 

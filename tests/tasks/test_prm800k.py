@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_a_step_that_was_rated_before_has_no_label_again(tmp_path: Path) -> None
     assert len(read(tmp_path, [TREE, other]).examples) == 2
 
 
+def test_an_error_in_the_middle_keeps_its_label(tmp_path: Path) -> None:
+    """Else the solution behind it would pass for one without an error."""
+    wrong = published(step(rated("x", -1), chosen=0), step(rated("b", 1), chosen=0))
+    (_, second) = read(tmp_path, [published(step(rated("a", 1), rated("x", -1), chosen=0)), wrong]).examples
+    assert paths(second) == [("x b", (0, 1))]
+    assert second.meta["first_error"] == 0
+
+
 def test_the_end_of_a_solution(tmp_path: Path) -> None:
     unrated = published(step(rated("a", 1), chosen=0), step(rated("b", None), rated("c", 1)), finish="give_up")
     (example,) = read(tmp_path, [unrated]).examples
@@ -198,3 +207,74 @@ def test_real_rows() -> None:
                 key = example.messages[0].content, "".join(response.steps[: index + 1])
                 assert label is None or key not in seen, "a rated step is learnt once"
                 seen |= {key} if label is not None else set()
+
+
+@needs_data
+def test_real_rows_of_single_steps() -> None:
+    task = prm800k(path=real_file("prm800k/phase1_test"), split="test")
+    assert len(task.examples) == 78
+    assert task.dropped == {
+        "a solution that adds no rated step": 5,
+        "a candidate step without a rating": 64,
+        "a candidate step that was rated before": 215,
+    }
+    labels = Counter(label for e in task.examples for r in e.responses for label in r.step_labels)
+    # 1,759 + 663 + 1,552 rated rows, less those that repeat another
+    assert labels[1] + labels[0] == 1759 + 663 + 1552 - 215
+    three = prm800k(path=real_file("prm800k/phase1_test"), split="test", num_classes=3)
+    counts = Counter(label for e in three.examples for r in e.responses for label in r.step_labels)
+    assert counts[0] == labels[0]
+    assert counts[1] + counts[2] == labels[1]
+    seen: set[tuple[str, str]] = set()
+    for example in task.examples:
+        for response in example.responses:
+            for index, label in enumerate(response.step_labels):
+                key = example.messages[0].content, "".join(response.steps[: index + 1])
+                assert label is None or key not in seen, "a rated step is learnt once"
+                if label is not None:
+                    seen.add(key)
+
+
+@needs_data
+def test_real_rows_of_both_layouts_agree() -> None:
+    """The published rows of phase 1 that are at hand are also in the files of one row per step."""
+    files = [real_file(f"prm800k/{name}") for name in ("phase1_test", "phase1_train_plus")]
+    by_rows = [example for path in files for example in prm800k(path=path, split="test").examples]
+    raw = prm800k(path=real_file("prm_format_samples/prm800k"), split="test")
+    assert raw.dropped["a screening solution, given to every labeller"] == 1
+    found = [(example, other) for example in raw.examples for other in by_rows if other.messages == example.messages]
+    assert len(found) == 4
+    for example, other in found:
+        assert example.responses == other.responses
+        assert example.meta["first_error"] == other.meta["first_error"]
+    assert [e.meta for e in raw.examples if e not in [pair[0] for pair in found]] == [
+        {"first_error": 6, "finish": "found_error"}
+    ]
+
+
+def test_rows_of_single_steps_give_the_same_solution(tmp_path: Path) -> None:
+    def candidate(before: list[str], text: str, rating: int | None, **more: Any) -> dict[str, Any]:
+        return {"instruction": PROBLEM, "responses": before, "next_response": text, "rating": rating} | more
+
+    first, second = "2+3=5.", "5+4=9, by hand."
+    whole = published(
+        step(rated(first, 1), rated("2+3=6.", -1), chosen=0),
+        step(rated("Hm.", 0), human={"text": second, "rating": None, "source": "human"}),
+        step(rated("Nine.\n\n# Answer\n\n9", 1), chosen=0),
+    )
+    single = [
+        candidate([], first, 1, is_preferred_response=True),
+        candidate([], "2+3=6.", -1, is_preferred_response=False),
+        candidate([first], "Hm.", 0),
+        candidate([first], second, None, is_human_response=True, is_preferred_response=True),
+        candidate([first, second], "Nine.", 1, is_preferred_response=True, is_solution=True, answer="9"),
+        candidate([], "2+3=7.", -1),  # another solution of the same problem
+    ]
+    (expected,) = read(tmp_path, [whole]).examples
+    found, other = read(tmp_path, single).examples
+    assert found.responses == expected.responses
+    assert found.meta == {"first_error": None}
+    assert [response.text for response in other.responses] == ["2+3=7."]
+    for wrong, message in ({"rating": 2}, "'rating' must be"), ({"responses": "a"}, "'responses' must be a list"):
+        with pytest.raises(DataError, match=message):
+            read(tmp_path, [single[0] | wrong])

@@ -15,7 +15,7 @@ from datetime import timedelta
 from posttrain.errors import PosttrainError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.render.template import build_template
-from posttrain.runs.children import Child, end_children, describe_end, start_child, threads_per_child
+from posttrain.runs.children import Child, describe_end, end_children, start_child, threads_per_child
 from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
 from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors

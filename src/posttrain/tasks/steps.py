@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -157,11 +157,13 @@ def prm800k(
 ) -> Task:
     """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
 
-    A row is as published (``question``, ``label``; phase 1 or 2). The first response follows the chosen candidate of
-    each step, up to the first step without one, of which it has the first candidate (in phase 2 the first error). Every
-    other rated candidate is a response of its own: the steps before it, without labels, and the candidate. So a rated
-    step is trained on once: one that was rated before has no label again, unless it is wrong and others follow it. A
-    step that the labeller wrote or flagged has no label. ``meta["first_error"]``: the first step (from 0) of the first
+    A row is as published (``question``, ``label``; phase 1 or 2), or one candidate step (``instruction``,
+    ``responses``: the steps before, ``next_response``, ``rating``, ``is_preferred_response``, maybe ``answer``);
+    steps that follow one another are put together. The first response follows the chosen candidate of each step, up
+    to the first step without one, of which it has the first candidate (in phase 2 the first error). Every other rated
+    candidate is a response of its own: the steps before it, without labels, and the candidate. So a rated step is
+    trained on once: one that was rated before has no label again, unless it is wrong and others follow it. A step
+    that the labeller wrote or flagged has no label. ``meta["first_error"]``: the first step (from 0) of the first
     response rated −1, or None.
 
     Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated
@@ -187,7 +189,7 @@ def prm800k(
     files = {"": path} if path is not None else {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
     collected, rated = Collected(), dict[bytes, int]()
     for name, place in files.items():
-        for row in read_file(place):
+        for row in _join_steps(read_file(place), collected):
             try:
                 example = read_solution(row, classes, rated, collected.dropped)
             except Dropped as reason:
@@ -196,6 +198,62 @@ def prm800k(
             collected.settle_keys(row, carries=False)
             collected.examples.append(replace(example, id=f"prm800k/{split}/{name}{row.line}"))
     return collected.as_task("prm800k", path or f"hub:{HUB}/{source}", split, validation_share)
+
+
+def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
+    """Yield rows as published: those of one candidate step each become one row for each solution.
+
+    Such rows belong together as long as each continues, or is an alternative to, the one before. The step that the next
+    rows have at the end of their ``responses`` is the chosen one.
+    """
+    first: Row | None = None
+    problem, prefix, steps = "", list[str](), list[dict[str, Any]]()
+
+    def joined(row: Row) -> Row:
+        return replace(row, data={"question": {"problem": problem}, "label": {"steps": steps}})
+
+    for row in rows:
+        if "next_response" not in row.data:
+            if first is not None:
+                yield joined(first)
+                first = None
+            yield row
+            continue
+        before, text = row.data.get("responses"), row.data["next_response"]
+        if not isinstance(before, list):
+            raise row.fail("'responses' must be a list of the steps before")
+        if any(step is None or is_blank(step) for step in (*before, text)):
+            collected.dropped["a blank step"] += 1
+            continue
+        before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
+        text = row.checked(text, f"step {len(before) + 1}")
+        text += f"\n\n# Answer\n\n{row.answer('answer')}" if row.has("answer") else ""
+        asked = row.text("instruction").strip()
+        last = [candidate["text"] for candidate in steps[-1]["completions"]] if steps else []
+        continues = before[:-1] == prefix and before[-1:] != [] and before[-1] in last
+        if first is None or asked != problem or not (before == prefix or continues):
+            if first is not None:
+                yield joined(first)
+            given = [{"completions": [{"text": step, "rating": None}], "chosen_completion": 0} for step in before]
+            first, problem, prefix, steps = row, asked, before, [*given, {"completions": []}]
+        elif continues:
+            chosen = steps[-1].get("chosen_completion")
+            if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
+                steps[-1]["chosen_completion"] = last.index(before[-1])
+            steps.append({"completions": []})
+            prefix = before
+        if row.data.get("is_preferred_response"):
+            steps[-1]["chosen_completion"] = len(steps[-1]["completions"])
+        steps[-1]["completions"].append({"text": text, "rating": _rating(row, row.data.get("rating"))})
+        collected.settle_keys(row, carries=False)
+    if first is not None:
+        yield joined(first)
+
+
+def _rating(row: Row, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or value not in CLASSES[3]):
+        raise row.fail(f"'rating' must be −1, 0, 1 or null; got {value!r}")
+    return None if value is None else int(value)
 
 
 def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]) -> Example:
@@ -267,9 +325,7 @@ def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Can
         text, rating = completion.get("text"), None if completion.get("flagged") else completion.get("rating")
         if text is None or is_blank(text):
             raise Dropped("a blank step")
-        if rating is not None and (isinstance(rating, bool) or rating not in CLASSES[3]):
-            raise row.fail(f"'rating' must be −1, 0, 1 or null; got {rating!r}")
-        candidates.append((row.checked(text, f"step {number}"), None if rating is None else int(rating)))
+        candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
     return candidates, chosen
 
 

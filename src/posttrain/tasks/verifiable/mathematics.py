@@ -158,6 +158,23 @@ minerva_math = _suite("minerva_math", "math-ai/minervamath", "test", "math", _MI
 olympiad_bench = _suite("olympiad_bench", "math-ai/olympiadbench", "test", "math", _OLYMPIAD)
 
 
+@register("task", held_out="test")
+@row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
+def svamp(row: Row) -> Example:
+    """SVAMP: 1,000 word problems of one step; graded by ``numeric``.
+
+    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
+
+    Source: Patel et al. 2021 (arXiv 2103.07191).
+    """
+    body, question = row.text("Body").strip(), row.text("Question").strip()
+    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
+    golds, meta = read_golds(row, ("Answer",)), {"type": row.text("Type")} if row.has("Type") else {}
+    if len(golds) != 1:
+        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+    return Example("", _asked(joined), answer=golds[0], meta=meta)
+
+
 def _asked(question: str) -> tuple[Message, ...]:
     return (Message("user", question.strip()),)
 
