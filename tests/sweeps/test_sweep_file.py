@@ -133,7 +133,6 @@ GRPO = "{objective: grpo"
         (f"{BASE}rows: {{b: {GRPO}, train: {{lr: fast}}}}}}\n", "yaml:6: train.lr: Input should be a valid number"),
         (f"{BASE}rows: {{b: {{objective: {{name: grpo, clip_hgh: 1}}}}}}\n", "row 'b': objective.clip_hgh: objective"),
         (TO_GRPO.replace("steps", "stesp"), "mine.yaml:4: train.stesp: section 'train'"),
-        (TO_GRPO.replace("every: 1", "every: 0"), "yaml:5: base.eval.every: 0 switches"),
         (f"{BASE}rows: {{a: {GRPO}, needs: b}}, b: {GRPO}, needs: a}}}}\n", "a and b need one"),
         (f"{BASE}rows: {{a: {GRPO}, needs: c}}, b: tiny/grpo}}\n", "yaml:6: rows.a.needs: there is no"),
         (f"{BASE}rows: {{a: tiny/sft}}\n", "row 'a': tiny/sft: one of it and the base learns from data"),

@@ -109,7 +109,7 @@ def test_a_failing_trial_stops_no_other_and_is_tried_again(make_plan: MakePlan) 
         ("good", "failed"),
     ]
     write_sweep(sweep, plan.folder)
-    assert "good, seed 0: failed after 0 steps: its process ended" in (plan.folder / "table.md").read_text()
+    assert "good-seed0: its process ended with exit code 1" in (plan.folder / "table.md").read_text()
     again = FakeRunner()
     outcome = again.run(plan, jobs=1)
     assert (outcome.failures, again.names("goes")) == ({}, ["good-seed0"])

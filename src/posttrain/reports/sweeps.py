@@ -40,7 +40,7 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
 def render_sweep(sweep: SweepResults, panels: Sequence[Panel]) -> str:
     """The whole page as HTML."""
     shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
-    return render("sweep.jinja", sweep=sweep, panels=panels, environment=sweep.environment, **shell)
+    return render("sweep.jinja", sweep=sweep, panels=panels, **shell)
 
 
 def sweep_panels(sweep: SweepResults) -> list[Panel]:

@@ -271,9 +271,6 @@ class RowReader:
             self.base, self.base_data = checked.resolve(), checked.dump()
             if "objective" not in data:
                 del self.base_data["objective"]
-            if self.base.eval.every == 0:
-                says = "0 switches evaluation off; without it there is nothing to compare"
-                raise refusal(self.document, "base.eval.every", says)
 
     def start(self) -> Recipe | None:
         """The resolved recipe of the start."""

@@ -50,7 +50,6 @@ class TrialResult:
     seed: int
     state: str
     step: int = 0
-    problem: str | None = None
     points: list[EvaluationPoint] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
 
@@ -78,7 +77,6 @@ def read_trial(
     row: str,
     seed: int,
     state: str,
-    problem: str | None = None,
     headline: Headline = ACCURACY,
 ) -> TrialResult:
     """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
@@ -94,7 +92,7 @@ def read_trial(
     if curve and curve[0][0] == 0:
         facts[f"start_{metric}"] = curve[0][1]
         facts["gain"] = headline.goodness(curve[-1][1]) - headline.goodness(curve[0][1])
-    return TrialResult(row, seed, state, max((row.step for row in rows), default=0), problem, points, facts)
+    return TrialResult(row, seed, state, max((row.step for row in rows), default=0), points, facts)
 
 
 def _training_facts(rows: Sequence[MetricsRow]) -> dict[str, float]:
@@ -152,9 +150,6 @@ def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, s
     kind = "Wilson's" if headline.is_share else "the"
     of = f", with {kind} 95 % interval for {start['n']:.0f} {headline.of}" if interval else ""
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    for trial in (trial for row in rows for trial in row.trials if trial.state != "finished"):
-        why = f": {trial.problem}" if trial.state == "failed" else ""
-        notes.append(f"{trial.row}, seed {trial.seed}: {trial.state} after {trial.step} steps{why}")
     return Part([TextTable("", header, lines)], [], notes, data, (rows, start, headline))
 
 

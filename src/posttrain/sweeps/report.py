@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evals.items import Item, read_items
-from posttrain.runs.directory import RunDirectory
 from posttrain.store.headline import ACCURACY
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
@@ -40,8 +38,6 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         if not comparisons:
             raise RunFailure("nothing to report yet: no policy has been compared with the start")
         parts["head_to_head"] = head_to_head_part(comparisons, {run.name: run.weights for run in plan.policies})
-    starts = [RunDirectory(run.folder).read_environment().get("starts", []) for run in plan.trainings]
-    newest: dict[str, Any] = next((own[-1] for own in starts if own), {})
     return SweepResults(
         title=plan.folder.name,
         description=" ".join(content.description.split()),
@@ -49,8 +45,7 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         parts=parts,
         file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
-        problems=[f"{name}: {message}" for name, message in failures.items()] if "rows" not in parts else [],
-        environment={key: newest[key] for key in ("started", "versions", "hardware", "git") if newest.get(key)},
+        problems=[f"{name}: {message}" for name, message in failures.items()],
     )
 
 
@@ -59,12 +54,12 @@ def _read_rows(plan: Plan, failures: Mapping[str, str]) -> Part:
     stored = [status.headline for run in plan.policies or plan.scorers if (status := run.status) and status.headline]
     headline, trials = stored[0] if stored else ACCURACY, []
     for run in plan.trainings:
-        rows, problem = run.metrics(), failures.get(run.name)
+        rows = run.metrics()
         for row in rows if run.row in own_reward else ():  # it would be read as a comparison
             for name in [name for name in row.metrics if name.endswith("/reward")]:
                 del row.metrics[name]
-        state = "finished" if run.state == "finished" else "failed" if problem is not None else "unfinished"
-        trials.append(read_trial(rows, run.row, run.seed, state, problem, headline))
+        state = "failed" if run.name in failures else "unfinished"
+        trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, headline))
     sources = {row.name: row.source for row in plan.rows}
     return rows_part(rank_rows(trials, list(sources), headline), plan.start_source, headline, sources)
 

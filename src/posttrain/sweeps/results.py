@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +43,6 @@ class SweepResults:
     file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tables(self) -> list[TextTable]:
@@ -74,7 +72,7 @@ class SweepResults:
 
     def to_json(self) -> str:
         """The text of ``results.json``: everything, unrounded; a number that is not finite is null."""
-        names = ("title", "description", "command", "problems", "findings", "notes", "differences", "environment")
+        names = ("title", "description", "command", "problems", "findings", "notes", "differences")
         content = {name: getattr(self, name) for name in names}
         for part in self.parts.values():
             content |= part.data
