@@ -118,7 +118,9 @@ def test_an_aborted_request_is_asked_again():
     answers = iter(["abort", "length", "length"])
 
     def change(content):
-        content["choices"][0]["finish_reason"] = next(answers)
+        content["choices"][0]["finish_reason"] = answer = next(answers)
+        if answer == "abort":
+            content["choices"][0]["token_ids"] = []
         return content
 
     with FakeVllm(counting, change=change) as server:
@@ -211,7 +213,7 @@ def with_logprobs(*values):
         (lambda content: content | {"choices": []}, "choices: List should have at least 1 item"),
         (without("choices"), "choices: Input should be a valid list"),
         (without("choices", 0, "token_ids"), r"choices\.0\.token_ids: Input should be a valid list"),
-        (with_choice(token_ids=[]), "token_ids: List should have at least 1 item"),
+        (with_choice(token_ids=[]), r"no token ids; they come with vLLM 0\.10\.2"),
         (with_choice(token_ids=[1, 2, 3, "4"]), r"token_ids\.3: Input should be a valid integer"),
         (with_choice(token_ids=[1, 2, 3, -4]), r"token_ids\.3: Input should be greater than or equal to 0; got -4"),
         (with_choice(prompt_token_ids=[1]), "a prompt of 1 tokens that is not the one sent, of 2"),

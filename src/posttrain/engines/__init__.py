@@ -1,1 +1,1 @@
-"""What samples: the contract, the scripted engine of tests, a model opened to be asked, groups of graded answers."""
+"""Sampling: the interface of engines, native and vLLM, models by name, graded rollouts, the LLM judge."""

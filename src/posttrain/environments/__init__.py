@@ -1,1 +1,1 @@
-"""What answers a model between its turns: environments, tools, how calls are read and run. No models here."""
+"""Environments and tools, which answer a model between its turns. No models here."""

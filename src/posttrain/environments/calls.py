@@ -25,7 +25,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call as it was written. ``wrong`` says what makes it no call; then there are no arguments.
+    """A call as it was written. ``wrong`` is the reason why it is no call; then there are no arguments.
 
     ``place``: where it begins and ends in the text, its tags included.
     """
@@ -88,7 +88,7 @@ def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
 
 
 def _object_end(text: str, start: int, tag: str) -> int:
-    """Where the object of JSON in a call ends, whose texts may hold tags; its start where there is none."""
+    """Return the end of the object of JSON in a call, whose texts may hold tags; ``start`` where there is none."""
     brace = text.find("{", start)
     if brace < 0 or tag in text[start:brace]:
         return start
@@ -99,7 +99,7 @@ def _object_end(text: str, start: int, tag: str) -> int:
 
 
 def _find_begin(text: str, first: int, form: CallForm) -> int:
-    """Where calls begin; -1: nowhere. A bracket alone, which any text may have, begins them in front of a call."""
+    """Return the place where calls begin, or -1. A bracket alone, which any text may have, counts before a call."""
     begin = form.begin.strip()
     if begin != "[":
         return text.find(begin, first)
@@ -148,7 +148,7 @@ def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
 
 
 def _parts(source: str) -> list[str]:
-    """The calls in Python's source, in lines or with commas between them."""
+    """Return the calls in Python's source, in lines or with commas between them."""
     try:
         lines = [one.value if isinstance(one, ast.Expr) else one for one in ast.parse(source).body]
         each = [one for line in lines for one in (line.elts if isinstance(line, ast.Tuple) else [line])]
@@ -158,7 +158,7 @@ def _parts(source: str) -> list[str]:
 
 
 def _end_of_code(text: str, start: int, finish: str) -> int:
-    """Where source ends: at the first ``finish`` outside of texts and brackets, or the first at all; -1: nowhere."""
+    """Return the end of source: the first ``finish`` outside of texts and brackets, or the first at all, or -1."""
     depth = 0
     for found in re.finditer(rf"{_PYTHON_TEXT}|(?P<end>{re.escape(finish)})|[\[({{]|[\])}}]", text[start:]):
         if found["end"] and depth == 0:
@@ -188,7 +188,7 @@ def _last_tag(form: CallForm) -> str:
 
 
 def _read(content: str, form: CallForm) -> Request:
-    """The call between the tags."""
+    """Read the call between the tags."""
     if form.arguments == "plain":
         name, _, stated = content.partition(":")
         return Request(name.strip(), stated.strip(), stated.strip())
@@ -212,7 +212,7 @@ def _read(content: str, form: CallForm) -> Request:
 
 
 def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
-    """The object with the name and the arguments; None where there is none."""
+    """Return the object with the name and the arguments; None where there is none."""
     outer = form.name_key[0]
     inner = call.get(outer) if outer and isinstance(call, dict) else call
     return inner if isinstance(inner, dict) else None
@@ -239,7 +239,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _read_function(content: str) -> Request:
-    """A call written as one of a function in Python, with keywords; its source is read and never run."""
+    """Read a call written as one of a function in Python, with keywords; its source is never run."""
     try:
         call = ast.parse(content, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
@@ -263,7 +263,7 @@ def _written(arguments: Any) -> str:
 
 
 def _read_json(name: str, stated: str) -> Request:
-    """A call whose arguments are an object of JSON, or the text of one."""
+    """Read a call whose arguments are an object of JSON, or the text of one."""
     try:
         arguments = _DECODER.raw_decode(stated.lstrip())[0]
         if isinstance(arguments, str):
@@ -277,7 +277,7 @@ def _read_json(name: str, stated: str) -> Request:
 
 
 def _read_parameters(content: str, form: CallForm, around: Parameters) -> Request:
-    """A call whose arguments are written one by one."""
+    """Read a call whose arguments are written one by one."""
     before, middle, after = (_loosely(text) for text in (around.before, around.middle, around.after))
     rest_of_closing = _loosely(form.tags[1].removesuffix(_last_tag(form)))
     one = f"{before}(?P<key>[^<>\\s]+?){middle}(?P<value>.*?){after}(?=\\s{{0,8}}(?:{before}|{rest_of_closing}\\Z))"
@@ -295,5 +295,5 @@ def _read_parameters(content: str, form: CallForm, around: Parameters) -> Reques
 
 
 def _loosely(text: str) -> str:
-    """A pattern for the text in which white space may be more or less."""
+    """Return a pattern for the text in which white space may be more or less."""
     return r"\s{0,8}".join(re.escape(word) for word in re.split(r"\s+", text))  # bounded, so that no text takes long

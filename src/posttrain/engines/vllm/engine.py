@@ -58,7 +58,7 @@ def vllm(
 
     In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
     serve-command`` prints. ``checkpoint`` names the model that it must have (an evaluation fills it in), and one of
-    other weights is refused; ``served_name`` names a model of the server instead. Beside ``top_k`` or ``top_p`` vLLM
+    other weights is refused; ``served_name`` names a model of the server instead. With ``top_k`` or ``top_p`` vLLM
     has no log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
 
     In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else by a

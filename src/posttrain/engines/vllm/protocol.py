@@ -95,7 +95,7 @@ class _Logprobs(BaseModel, strict=True):
 
 class _Choice(BaseModel, strict=True):
     finish_reason: str | None = None
-    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    token_ids: list[NonNegativeInt]  # empty where the server gave a request up
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
 
@@ -161,6 +161,8 @@ def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | N
     if choice.finish_reason not in ("stop", "length"):
         raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
     ids, stops, read = tuple(choice.token_ids), request.sampling.stop_ids, choice.prompt_token_ids
+    if not ids:
+        raise Unreadable("no token ids; they come with vLLM 0.10.2 and later (return_token_ids)")
     check_vocabulary(ids, vocab_size)
     if read is not None and tuple(read) != request.prompt:
         raise Unreadable(f"it read a prompt of {len(read)} tokens that is not the one sent, of {len(request.prompt)}")
