@@ -167,6 +167,9 @@ def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPat
     assert "deleted 2 checkpoints of 1 run" in out("prune", "sft")
     assert checkpoint_steps(folder) == [3]
     assert out("prune", "sft") == "there is nothing to prune\n"
+    (folder / "failed-step-000002").mkdir()
+    assert "sft: delete failed-step-000002 (0 B); keep 3" in out("prune", "sft")
+    assert not (folder / "failed-step-000002").exists()
     assert checkpoint_steps(place / "runs" / "sweep-x" / "cells" / "plain-seed0" / "checkpoints") == [1, 2, 3]
     assert "give --all for every run" in out("prune", code=2)
     assert "give best, last, a number" in out("prune", "sft", "--keep", "worst", code=2)

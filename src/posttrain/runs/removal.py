@@ -25,7 +25,7 @@ from posttrain.store.checkpoint_files import (
     clean_leftovers,
     discard_checkpoint,
 )
-from posttrain.store.durable import remove_leftovers, sync_folder
+from posttrain.store.durable import ASIDE, remove_leftovers, sync_folder
 
 _DELETING = ".deleting-"
 _FAILED = "failed-step-*"
@@ -96,6 +96,12 @@ def plan_prune(root: str | Path, run: Place, keep: Sequence[str], links: Sequenc
     kept = kept or {*steps[-1:]}  # without evaluations there is no best one
     needed = _needed(root, run, steps, links)
     return [step for step in steps if step not in kept and step not in needed]
+
+
+def find_leftovers(run: Place) -> list[Path]:
+    """Return what killed writes and failed verifications left among the checkpoints; ``prune`` deletes it."""
+    folder = run.path / "checkpoints"
+    return sorted(item for pattern in (f"{ASIDE}*", _FAILED) for item in folder.glob(pattern))
 
 
 def check_steps(

@@ -20,7 +20,16 @@ from posttrain.runs.lineage import find_links
 from posttrain.runs.listing import disk_bytes, summarize_run
 from posttrain.runs.models import read_run_recipe
 from posttrain.runs.paths import Place, every_run_name, locate, locate_all, runs_of
-from posttrain.runs.removal import check_steps, check_unused, delete, parse_keep, plan_prune, prune, refuse_live
+from posttrain.runs.removal import (
+    check_steps,
+    check_unused,
+    delete,
+    find_leftovers,
+    parse_keep,
+    plan_prune,
+    prune,
+    refuse_live,
+)
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
 from posttrain.untrusted import harmless
 
@@ -72,7 +81,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
                 if run.name in arguments.names:
                     raise
                 say(console, f"left out: {error}", "yellow")
-    _prune_all(console, root, [(run, steps) for run, steps in plans if steps], arguments)
+    _prune_all(console, root, [(run, steps) for run, steps in plans if steps or find_leftovers(run)], arguments)
     return 0
 
 
@@ -82,11 +91,12 @@ def _prune_all(
     count = freed = 0
     for run, steps in plans:
         folder = run.path / "checkpoints"
-        size = sum(disk_bytes(step_folder(folder, step)) for step in steps)
+        leftovers = [item for item in find_leftovers(run) if not item.is_symlink()]
+        size = sum(map(disk_bytes, [*(step_folder(folder, step) for step in steps), *leftovers]))
         count, freed = count + len(steps), freed + size
         kept = [step for step in checkpoint_steps(folder) if step not in steps]
-        shown, left = (", ".join(map(str, some)) or "none" for some in (steps, kept))
-        say(console, f"{run.name}: delete {shown} ({show_bytes(size)}); keep {left}")
+        going = [*map(str, steps), *(item.name for item in leftovers)]
+        say(console, f"{run.name}: delete {', '.join(going)} ({show_bytes(size)}); keep {', '.join(map(str, kept))}")
         if (best := best_step(folder)) in steps:
             say(console, f"{run.name}: {best} is the best checkpoint; the run's name means its newest one without it")
     what = f"{counted(count, 'checkpoint')} of {counted(len(plans), 'run')}, {show_bytes(freed)}"
