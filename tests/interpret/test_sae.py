@@ -317,8 +317,6 @@ REFUSED: list[tuple[list[tuple[str, str]], str]] = [
     ([("activations.folder", "x")], "give either 'folder', with activations, or the 'model'"),
     ([("activations.text", "x")], "give a 'site' such as resid.20 and one of 'task', 'text' and 'rollouts'"),
     ([("activations.sites", "[resid.1]")], r"activations\.sites: this key was removed\. Use `posttrain activations"),
-    ([("activations.source", "mean")], "activations.source: Input should be 'model', 'base', 'post' or 'difference'"),
-    ([("train.batch", "1")], "command line: train.batch: Input should be greater than or equal to 2; got 1"),
     ([("activations.source", "difference")], "eval.documents: only a dictionary of one model can be put into it"),
     ([("trian.batch", "1")], r"trian: a recipe of a dictionary has no key 'trian'. Did you mean 'train'\?"),
     ([("dictionary.skip", "true")], r"dictionary\.skip: this key was removed\. Use `posttrain sae features`"),
