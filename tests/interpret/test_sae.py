@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_planted_directions_are_found(tmp_path: Path) -> None:
     planted = plant(32, 48, 3.0, noise=0.02, seed=1)
     data = TensorRows(planted.rows(planted.codes(20_000)))
-    given = recipe(evaluation={"rows": 2000, "every": 0}, steps=600, batch=256, lr=5e-3, log_every=100, save_every=0)
+    given = recipe(evaluation={"rows": 2000, "every": 0}, steps=400, batch=256, lr=5e-3, log_every=100, save_every=0)
     given = given.model_copy(update={"dictionary": given.dictionary.model_copy(update={"k": 3, "expansion": 2.0})})
     trained = train(tmp_path, given.resolve(), data)
     mean, _ = match(trained.dictionary.W_dec.detach(), planted.directions)
