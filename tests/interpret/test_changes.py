@@ -124,15 +124,15 @@ def test_unpaired_errors_are_those_of_two_independent_means() -> None:
 def planted_changes(seed: int = 0) -> tuple[Changes, Tensor, Tensor, Tensor]:
     """The planted change seen through the true directions: (changes, factors, added, latent scaling post/base)."""
     planted = plant(d=64, features=64, l0=3.0, noise=0.02, seed=seed)
-    change = plant_change(planted, 24_000)
+    change = plant_change(planted, 12_000)
     # reading by the pseudo-inverse on what is active would need a solver; the codes themselves are the best encoder
-    codes = planted.codes(24_000)
+    codes = planted.codes(12_000)
     before = codes.clone()
     before[:, change.added] = 0.0
     after = codes * change.factors
     reconstruction = before @ planted.directions
     there = [scale_latents(before, x - reconstruction, planted.directions)[1] for x in (change.base, change.post)]
-    found = changes_of(before, after, torch.arange(24_000) // 40)
+    found = changes_of(before, after, torch.arange(12_000) // 40)
     return found, change.factors, change.added, there[1] / there[0]
 
 

@@ -172,11 +172,12 @@ def test_store_tensors_that_no_recording_writes_are_refused(file: str, change, m
         ActivationStore(tmp_path / "s").documents(torch.arange(8))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x08" + bytes(7) + b"not json", b"\x02" + bytes(7) + b"[]"])
-def test_store_a_shard_that_holds_no_tensors_is_refused(content: bytes, tmp_path: Path) -> None:
-    (written(tmp_path / "s").folder / "shard-00001.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match=r"shard-00001\.safetensors: holds no tensors that can be read"):
-        ActivationStore(tmp_path / "s")
+def test_store_a_shard_that_holds_no_tensors_is_refused(tmp_path: Path) -> None:
+    place = written(tmp_path / "s").folder
+    for content in (b"", b"\xff" * 64, b"\x08" + bytes(7) + b"not json", b"\x02" + bytes(7) + b"[]"):
+        (place / "shard-00001.safetensors").write_bytes(content)
+        with pytest.raises(DataError, match=r"shard-00001\.safetensors: holds no tensors that can be read"):
+            ActivationStore(place)
 
 
 def test_writer_changed_settings_are_refused_by_name(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +11,6 @@ from posttrain.commands.options import naturals, new_place, nonnegative_float, p
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from posttrain.engines.models import ModelSource
     from posttrain.interpret.activations.shards import ActivationStore, Documents
 
@@ -83,34 +79,20 @@ def run_activations(arguments: argparse.Namespace) -> int:
         check_layers(source.path, sites)  # before texts are read
     documents = _read_documents(arguments, sources[0])
     options: dict[str, Any] = {key: getattr(arguments, key) for key in ("dtype", "outliers", "batch")}
-    with progress_bar(console, "recording", arguments.quiet) as observe:
-        store = record(
-            [source.section(arguments.weights, arguments.device) for source in sources],
-            documents,
-            sites,
-            arguments.out or _default_out(sources, documents),
-            allow_large=arguments.yes,
-            fewer="--max-rows",
-            ready=tell,
-            observe=observe,
-            **options,
-        )
+    store = record(
+        [source.section(arguments.weights, arguments.device) for source in sources],
+        documents,
+        sites,
+        arguments.out or _default_out(sources, documents),
+        allow_large=arguments.yes,
+        fewer="--max-rows",
+        ready=tell,
+        observe=lambda done, total: tell(f"{done} of {total} shards are recorded"),
+        **options,
+    )
     for line in _summarize(store):
         tell(line)
     return 0
-
-
-@contextmanager
-def progress_bar(console: Console, text: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar in a terminal; yields the function that gets (done, total)."""
-    from rich.progress import Progress
-
-    from posttrain.untrusted import guard_output
-
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        guard_output()
-        bar = progress.add_task(text, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:

@@ -37,7 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_sae_features(arguments: argparse.Namespace) -> int:
     """Read all rows once, and write the page with its JSON."""
     from posttrain.commands.console import open_console
-    from posttrain.commands.interpret.activations import progress_bar
     from posttrain.commands.interpret.steering import find_dictionary
     from posttrain.interpret.features.features import default_activations, read_features, write_features
     from posttrain.reports.features import render_features
@@ -53,19 +52,17 @@ def run_sae_features(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--out {page}: this is the page, so give a name that ends in .html; the JSON is next to it")
     with storage_errors("page", page):
         page.parent.mkdir(parents=True, exist_ok=True)
-    with progress_bar(console, "reading", arguments.quiet) as observe:
-        report = read_features(
-            arguments.dictionary,
-            folder,
-            arguments.activations or default_activations(folder, run),
-            lambda name: find_source(name, arguments.runs_dir).path,
-            model=arguments.model,
-            source=arguments.source,
-            features=arguments.features,
-            contexts=arguments.contexts,
-            with_lens=not arguments.no_lens,
-            observe=observe,
-        )
+    report = read_features(
+        arguments.dictionary,
+        folder,
+        arguments.activations or default_activations(folder, run),
+        lambda name: find_source(name, arguments.runs_dir).path,
+        model=arguments.model,
+        source=arguments.source,
+        features=arguments.features,
+        contexts=arguments.contexts,
+        with_lens=not arguments.no_lens,
+    )
     written = write_features(report, page.with_suffix(".json"))
     write_html(render_features(report), page)
     if not arguments.quiet:

@@ -54,13 +54,10 @@ def record(
     ready: Callable[[str], Any] = lambda size: None,
     observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> ActivationStore:
-    """Record activations of documents (token ids) into a folder and open it.
-
-    An interrupted recording continues, and ends with the same bytes.
+    """Record activations of documents (token ids) into a folder and open it; an interrupted recording continues.
 
     Args:
         models: one, or two over the same tokens (``base`` and ``post``); names or sections of a recipe.
-        documents: none longer than the models' context.
         dtype: of what is stored. Norms are taken before rounding.
         outliers: drop rows with a norm above this many times the median of the first shard, in any site and source; 0
             keeps them.

@@ -150,11 +150,7 @@ class RowBatches:
 
 @dataclass(slots=True)
 class Measured:
-    """Numbers of a step, as tensors (no waiting for a device).
-
-    ``squared_error``: mean over rows and d. ``fired`` bool [F]. ``threshold``: the new running one or None.
-    ``features`` [n, F].
-    """
+    """Numbers of a step, as tensors: ``fired`` bool [F], ``features`` [n, F], ``threshold`` the new running one."""
 
     squared_error: Tensor
     penalty: Tensor
@@ -251,10 +247,7 @@ def _revive(
 
 
 class Learner:
-    """A prepared dictionary that learns: its loss, gradient clipping, optimizer and schedule.
-
-    ``measured`` and ``grad_norm`` are of the last step. A feature is dead that no row of ``dead_rows`` activated.
-    """
+    """A prepared dictionary that learns; ``measured`` and ``grad_norm`` are of the last step."""
 
     measured: Measured
     grad_norm: Tensor

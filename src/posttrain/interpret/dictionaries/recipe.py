@@ -132,11 +132,7 @@ class SaeRecipe(Content):
         )
 
     def resolve(self) -> SaeRecipe:
-        """Return the recipe with the options of every component checked and all their defaults filled in.
-
-        Raises:
-            UnknownWord, RecipeError: with the key that is wrong.
-        """
+        """Return the recipe with the options of every component checked and all their defaults filled in."""
         resolved = self.model_copy(deep=True)
         resolved.dictionary = complete_word(resolved.dictionary, "dictionary", "dictionary")
         activations = resolved.activations
@@ -148,11 +144,7 @@ class SaeRecipe(Content):
 
 
 def load_sae_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = ()) -> SaeRecipe:
-    """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
-
-    Raises:
-        RecipeError: with file, line and key.
-    """
+    """Read a recipe, apply dotted overrides, validate. Components are checked by ``resolve``."""
     document = Document.load(SaeRecipe, name_or_path).extend()
     if SECTION not in document.content:
         raise RecipeError(

@@ -259,10 +259,7 @@ def try_factors(
 
 
 def judge(differences: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of differences, one per seed, with its 95 % Student-t interval.
-
-    ``separates``: the interval does not hold 0; None where one seed gives no interval.
-    """
+    """Return the mean of differences, one per seed, with its 95 % Student-t interval, and whether that excludes 0."""
     summary = summarize_seeds(differences)
     assert summary is not None, "at least one seed"
     separates = None if summary.half_width is None else abs(summary.mean) > summary.half_width
@@ -320,10 +317,7 @@ def measure_causes(
 
 
 def plan_of(test: str, settings: CausalSection) -> list[tuple[int, float]]:
-    """Return (features, factor) of a test: the whole factor for every count, and every factor for ``features``.
-
-    ``returned`` has no further factors: they would repeat what ``given`` shows.
-    """
+    """Return (features, factor) of a test: the whole factor for every count, and every factor for ``features``."""
     whole = WHOLE[test]
     factors = {"given": settings.doses, "returned": [], "scaled": settings.factors}[test]
     points = [(count, whole) for count in settings.counts] + [(settings.features, x) for x in (whole, *factors)]

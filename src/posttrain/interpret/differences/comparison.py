@@ -133,11 +133,7 @@ def _refuse_another(folder: Path, recipe: DiffRecipe) -> None:
 
 
 def compare(work: Comparison, about: Mapping[str, Any], started: float) -> dict[str, Any]:
-    """Do all of it, write ``diff.json`` with ``about`` in front, and return its content.
-
-    Activations and dictionaries that are in the folder already are kept. ``started``: ``time.monotonic`` at the
-    beginning.
-    """
+    """Do all that is not there yet, write ``diff.json`` with ``about`` in front, and return its content."""
     changes, report = work.changes, work.report
     asked, tested = split_examples(work.task, changes)
     with work.timed("answers", f"{len(asked)} prompts are answered {changes.samples} times by {changes.by}"):
@@ -410,10 +406,10 @@ def feature_contexts(
     *,
     count: int = 4,
 ) -> list[dict[str, Any]]:
-    """Return for each feature where it changed: ``tokens`` [text, share of the change, mean change], and ``contexts``.
+    """Return for each feature ``tokens`` [text, share of the change, mean change] and ``contexts`` of most change.
 
-    A context is where the feature changed most, one for each beginning of a text: ``tokens`` as texts, its activation
-    at each in ``base`` and ``post``, and ``at``, the place of the change.
+    One for each beginning of a text: ``tokens`` as texts, its activation at each in ``base`` and ``post``, and ``at``,
+    the place of the change.
     """
     chosen = torch.tensor(list(features), dtype=torch.long, device=dictionary.b_dec.device)
     every = torch.arange(store.num_rows)

@@ -126,10 +126,9 @@ def divergence(post_logits: Tensor, base_logits: Tensor) -> Tensor:
 def token_kl(
     base: Any, post: Any, documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
 ) -> tuple[list[Tensor], Tensor]:
-    """Return (for each document float64 [tokens], float64 [V]).
+    """Return (for each document float64 [tokens]: KL of the distribution of the token *at* each place, float64 [V]).
 
-    The first: KL(post ‖ base) of the distribution of the token *at* each place, 0 for the first. The second: how much
-    probability each token of the vocabulary gained, summed over the tokens of the answers.
+    The second: how much probability each token of the vocabulary gained, summed over the tokens of the answers.
     """
     kl: list[Tensor] = [torch.zeros(len(ids), dtype=torch.float64) for ids in documents]
     device = device_of(base)

@@ -122,11 +122,7 @@ class DiffRecipe(Content):
     changes: ChangesSection = Field(default_factory=ChangesSection)
 
     def resolve(self) -> DiffRecipe:
-        """Return the recipe with the options of every component checked and their defaults filled in.
-
-        Raises:
-            UnknownWord, RecipeError: with the key that is wrong.
-        """
+        """Return the recipe with the options of every component checked and their defaults filled in."""
         resolved = self.model_copy(deep=True)
         resolved.changes.dictionary = complete_word(resolved.changes.dictionary, "dictionary", "changes.dictionary")
         for kind in ("task", "template"):
@@ -137,11 +133,7 @@ class DiffRecipe(Content):
 
 
 def load_diff_recipe(models: Sequence[str], overrides: Sequence[tuple[str, str]] = ()) -> DiffRecipe:
-    """Return the recipe of a name or file, or of the names of two models.
-
-    Raises:
-        RecipeError: with file, line and key.
-    """
+    """Return the recipe of a name or file, or of the names of two models."""
     if len(models) == 2:
         document = Document(DiffRecipe, {"base": {"name": models[0]}, "post": {"name": models[1]}}, "command line")
     else:

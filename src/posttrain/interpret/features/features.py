@@ -147,20 +147,17 @@ def find_contexts(
     before: int = 20,
     after: int = 10,
     chunk_rows: int = 8192,
-    observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> FeatureStatistics:
     """Read all rows once, in order, on the dictionary's device.
 
     ``features`` int64 [S] (None: all). ``contexts``: K for each feature, with the activations of ``before`` and
     ``after`` tokens around the strongest one. ``chunk_rows``: rows at a time, about; the result does not depend on it.
-    ``observe`` gets (rows done, rows in all).
     """
     chosen = torch.arange(dictionary.features) if features is None else features
     limit = max(1, min(chunk_rows, MAX_ELEMENTS // dictionary.features))
     found = FeatureStatistics(dictionary, rows, chosen, contexts, before, after)
     for start, end in rows.whole_documents(limit):
         found.read(start, end)
-        observe(end, rows.num_rows)
     found.look_around(before, after)
     return found
 
@@ -208,7 +205,6 @@ def describe_features(
     lens: Lens | None = None,
     tokenizer: Any | None = None,
     about: dict[str, Any] | None = None,
-    observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Report:
     """Describe the features of a dictionary on raw activations, from one pass over rows.
 
@@ -224,7 +220,7 @@ def describe_features(
             "activations that it was trained on, or others like them"
         )
     chosen = check_features(dictionary, features)
-    found = find_contexts(dictionary, rows, features=chosen, contexts=contexts, observe=observe)
+    found = find_contexts(dictionary, rows, features=chosen, contexts=contexts)
     ends = None if lens is None else lens.extremes(dictionary.W_dec[chosen.to(dictionary.W_dec.device)], tokens)
     summary = {
         "rows": found.rows,
@@ -320,7 +316,6 @@ def read_features(
     features: Sequence[int] | None = None,
     contexts: int = 10,
     with_lens: bool = True,
-    observe: Callable[[int, int], Any] = lambda done, total: None,
 ) -> Report:
     """Describe the features of a stored dictionary; ``about["notices"]`` has notes on rows of another model.
 
@@ -358,7 +353,6 @@ def read_features(
         lens=lens,
         tokenizer=tokenizer,
         about=about,
-        observe=observe,
     )
 
 
