@@ -314,13 +314,14 @@ def test_the_card_of_an_export_shows_text_as_text(tmp_path: Path) -> None:
         json.dumps({"recipe": "`\n<img src=x>", "starts": [{"versions": {"posttrain": "<i>"}}]})
     )
     lines = model_card(evil, 1, evil).splitlines()
-    assert not any(line.startswith("---") for line in lines)
+    assert [i for i, line in enumerate(lines) if line.startswith("---")] == [0, 4]
+    assert lines[1:4] == ["library_name: transformers", "tags:", "- posttrain"]
     assert [line for line in lines if line.startswith("#")] == ["# evil"]
-    assert lines[2] == (
+    assert lines[8] == (
         r"\--- license: mit --- # Official \<script>x\</script> \[click\](http://evil) !\[i\](http://e/i.png) "
         r"\`a\` \| b  \[2J"
     )
-    assert len([line for line in lines if line.startswith("- ")]) == 5
+    assert len([line for line in lines[5:] if line.startswith("- ")]) == 5
     assert "- from: ``x`](http://evil)` # d``" in lines
     assert "- objective: a \\| b # c" in lines
 

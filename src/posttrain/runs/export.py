@@ -17,6 +17,8 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
 from posttrain.models.stated_sizes import read_object
@@ -139,7 +141,10 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
     """Return ``README.md`` of an export: origin of the ``weights`` in it, results, and how to load them."""
     summary, made_by = summarize_run(run), RunDirectory(run).made_by() or "?"
     description = str(RunDirectory(run).read_recipe().get("description") or "").strip()
-    lines = [f"# {plain(run.name)}", "", *([paragraph(description), ""] if description else [])]
+    front: dict[str, Any] = {"library_name": "peft" if is_adapter(str(weights)) else "transformers"}
+    front |= {"base_model": summary.model} if re.fullmatch(r"[\w.-]+/[\w.-]+", summary.model) else {}
+    lines = ["---", yaml.safe_dump(front | {"tags": ["posttrain"]}).rstrip(), "---", ""] if step is not None else []
+    lines += [f"# {plain(run.name)}", "", *([paragraph(description), ""] if description else [])]
     lines += [
         f"- trained with: posttrain {plain(made_by)}, recipe {code(summary.recipe)} (resolved: `recipe.yaml`)",
         f"- from: {code(summary.model)}",
