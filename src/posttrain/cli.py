@@ -407,6 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         is_resumable = arguments[:1] == ["train"] or arguments[:2] == ["sae", "train"]
         advice = "; continue with the same command and --resume" if is_resumable else ""
+        advice = "; continue with the same command" if arguments[:1] in (["evaluate"], ["sweep"]) else advice
         print(f"\nposttrain: interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
 

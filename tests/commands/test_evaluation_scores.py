@@ -93,7 +93,7 @@ def test_models_of_one_name_are_told_apart(runs: Path, tmp_path: Path, capsys: p
     found = [read(folder) for folder in sorted(out.iterdir())]
     assert [content["settings"]["step"] for content, _ in found] == [1, 2]
     assert found[0][1] != found[1][1]
-    assert "beside" in capsys.readouterr().out  # the difference is tested
+    assert "compared with" in capsys.readouterr().out  # the difference is tested
 
 
 def test_a_checkpoint_of_the_run_may_be_named(runs: Path, tmp_path: Path) -> None:

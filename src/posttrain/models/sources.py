@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from posttrain.errors import UsageError, first_line
+from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
@@ -51,6 +52,7 @@ def resolve_model_name(name: str) -> str:
         raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
     if kind == "folder":
         check_folder(path)
+        check_tokenizer(path)
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
@@ -153,6 +155,8 @@ def check_files(source: str) -> None:
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
                 "could run code of its choice; merge it into its base with what made it, and give the merged model"
             )
+        check_adapter_patterns(settings, f"model.name: {source}: {ADAPTER_CONFIG}: ")
+        check_tokenizer(Path(source))
         patterns = settings.get("alpha_pattern")
         for alpha in (settings.get("lora_alpha"), *(patterns.values() if isinstance(patterns, dict) else ())):
             if isinstance(alpha, int | float) and not abs(alpha) <= MAX_ALPHA:  # peft takes any; sampling cannot
