@@ -29,7 +29,7 @@ from posttrain.evals.generation import Evaluation
 from posttrain.evals.plan import Drawing, measure
 from posttrain.evals.tables import Row, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
-from posttrain.recipes.sections import Word
+from posttrain.recipes.sections import Word, map_tasks
 from posttrain.render.template import build_template
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
@@ -176,7 +176,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     root, story = Path(arguments.runs_dir), STORIES[arguments.story]
     plan = make_plan(root, arguments.seed, story)
     word = plan.grpo_recipe.task
-    task = build_task(Word(name=word.name, **(word.options | {"split": "test"})))
+    task = build_task(map_tasks(word, lambda one: Word(name=one.name, **(one.options | {"split": "test"}))))
     stages: dict[str, Evaluation] = {}
     for label, title, text, folder, recipe in (
         (LABELS[0], "1. The base model", story.texts[0], None, plan.sft_recipe),
