@@ -9,7 +9,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from posttrain.models.sources import TINY, resolve_model_name
+from posttrain.models.sources import resolve_model_name
 from posttrain.store.checkpoint_files import stated_digests
 
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
@@ -29,7 +29,7 @@ def served_names(model: str) -> tuple[str, ...]:
     folder = Path(source)
     if not folder.is_dir():
         return (source,)
-    label = "tiny" if folder == TINY.resolve() else folder.name
+    label = folder.name
     if folder.parent.name == "checkpoints":
         label = f"{folder.parent.parent.name}-{label}"
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"

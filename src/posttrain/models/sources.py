@@ -15,10 +15,12 @@ from posttrain.errors import UsageError, first_line
 from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
 from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
+from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 from posttrain.untrusted import TRUST_REMOTE_CODE, kind_of_file
 
-TINY = Path(__file__).parent / "tiny"
+EMBEDDED = {name: Path(__file__).parent / name for name in EMBEDDED_MODELS}
+TINY = EMBEDDED["tiny"]
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
 SCORE = "score.weight"  # among the weights of a reward model, its head
@@ -28,15 +30,15 @@ HUB_PATIENCE_SECONDS = 1.0
 def resolve_model_name(name: str) -> str:
     """The folder or hub name that ``name`` stands for.
 
-    ``tiny`` is the embedded model; a run directory is its best checkpoint, else its newest. A checkpoint is compared
-    with its manifest.
+    ``tiny`` and ``tiny-sft`` are embedded; a run directory is its best checkpoint, else its newest. A checkpoint is
+    compared with its manifest.
 
     Raises:
         UsageError: a run without a checkpoint, or a path that does not exist.
         DataError: a checkpoint with a damaged file.
     """
-    if name == "tiny":
-        return str(TINY)
+    if name in EMBEDDED:
+        return str(EMBEDDED[name])
     if not name.strip():
         raise UsageError("model.name is empty; give tiny, a folder, a run directory or a hub name")
     try:
@@ -195,8 +197,9 @@ def base_of(adapter: str) -> str:
     base = read_object(place).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise UsageError(f"model.name: {place}: base_model_name_or_path must be a model's name; got {shorten(base)}")
-    if Path(base).parts[-3:] == TINY.parts[-3:]:
-        return str(TINY)
+    embedded = EMBEDDED.get(Path(base).name)
+    if embedded is not None and Path(base).parts[-3:] == embedded.parts[-3:]:
+        return str(embedded)
     if Path(base).is_absolute() or ".." in Path(base).parts or kind_of_file(base) != "nothing":
         above = None
     else:

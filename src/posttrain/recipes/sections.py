@@ -22,6 +22,9 @@ from posttrain.untrusted import trusts_remote_code
 Every = Annotated[int, BeforeValidator(lambda value: 0 if type(value) is int and value == -1 else value)]
 
 
+EMBEDDED_MODELS = ("tiny", "tiny-sft")  # in the package: a base model, and what `tiny/sft` with seed 0 makes of it
+
+
 class Section(Options):
     """A part of a recipe; unknown keys are refused."""
 

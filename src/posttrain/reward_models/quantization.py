@@ -29,10 +29,10 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
-from posttrain.models.sources import TINY, adapter_base, resolve_model_name
+from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
 from posttrain.models.stated_sizes import context_length
 from posttrain.randomness import derive_key
-from posttrain.recipes.sections import AdapterSection, ModelSection, Word
+from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
 from posttrain.render import Template, end_id, stop_ids
 from posttrain.render.template import build_template
 from posttrain.reward_models.evaluation import evaluate_reward_model
@@ -178,7 +178,9 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
 
     source, word, task = asked.source, None, None
-    is_known = (asked.task is not None and asked.task.name) or source.recipe is not None or source.name == "tiny"
+    is_known = (
+        (asked.task is not None and asked.task.name) or source.recipe is not None or source.name in EMBEDDED_MODELS
+    )
     if asked.n and is_known:
         word = choose_task(asked.task, source.name, source.recipe)
         task = build_task(word, "--task")
@@ -187,7 +189,7 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         build_template(template, "--template")
     path = resolve_model_name(source.path)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
-    is_folder = Path(path).is_dir() and path != str(TINY)
+    is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
     default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{plain}-int{asked.bits}")
     out = asked.out or default
     is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()

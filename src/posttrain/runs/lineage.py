@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.recipes.document import flatten
+from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.paths import every_run_name
 from posttrain.store.checkpoint_files import STEP_FOLDER, best_step, checkpoint_steps, newest_state
@@ -72,7 +73,7 @@ def steps_in_use(root: str | Path, parent: str, links: Iterable[Link]) -> dict[i
 
 def _find_parent(root: Path, known: Sequence[str], child: str, key: str, value: Any) -> Iterator[Link]:
     is_run, is_name = key.endswith(".run"), key in _NAMES
-    if not isinstance(value, str) or (is_name and value in ("tiny", "self")):
+    if not isinstance(value, str) or (is_name and value in ("self", *EMBEDDED_MODELS)):
         return
     if not (is_run or is_name or "/" in value):
         return

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from posttrain.errors import UsageError
 from posttrain.models.sources import looks_local, refuse_out_of_reach
 from posttrain.option_types import shorten
+from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.registry import suggest
 from posttrain.runs.directory import NAME_RULE, RUN_NAME, folders_with, list_names, run_names
 from posttrain.untrusted import kind_of_file
@@ -119,7 +120,7 @@ def refuse_absent(root: str | Path, name: str) -> None:
     if inside in sweep_names(root) and (trials := trial_names(root, inside)):
         raise UsageError(f"{shorten(name)} is a sweep; name one of its runs. {list_names(trials)}")
     in_run = [p for p in (Path(root) / name, *path.parents) if name and kind_of_file(p / "recipe.yaml") == "file"]
-    if name in ("", "tiny") or in_run or kind_of_file(path.expanduser()) != "nothing":
+    if name in ("", *EMBEDDED_MODELS) or in_run or kind_of_file(path.expanduser()) != "nothing":
         return
     if looks_local(name) or name.startswith(f"{Path(root)}/"):
         known = every_run_name(root)

@@ -9,7 +9,7 @@ from typing import Any, overload
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.recipes.sections import Word, map_tasks, task_words
+from posttrain.recipes.sections import EMBEDDED_MODELS, Word, map_tasks, task_words
 from posttrain.types import Example
 
 
@@ -141,7 +141,7 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
         name = named.name
     elif recipe is not None:
         return map_tasks(recipe.task, lambda word: _own_task(word, options))
-    elif model == "tiny":
+    elif model in EMBEDDED_MODELS:
         name = "stories"
     else:
         known = ", ".join(registry.entries("task"))

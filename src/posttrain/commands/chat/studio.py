@@ -18,6 +18,7 @@ from posttrain.commands.interpret.steering import has_dictionary, read_steering
 from posttrain.commands.options import refuse_open_host
 from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
+from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.runs.directory import run_names
 from posttrain.runs.models import find_source, read_run_recipe
@@ -101,7 +102,7 @@ class Library:
 
     def models(self) -> list[str]:
         """Return the models that write answers."""
-        return list(dict.fromkeys([*self.named_models, *self.runs(trains_scorer=False), "tiny"]))
+        return list(dict.fromkeys([*self.named_models, *self.runs(trains_scorer=False), *EMBEDDED_MODELS]))
 
     def dictionaries(self) -> list[str]:
         """Return the sparse autoencoders."""

@@ -22,7 +22,7 @@ from posttrain.interpret.activations.sites import check_layers, device_of, read_
 from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer
 from posttrain.models.stated_sizes import context_length
-from posttrain.recipes.sections import ModelSection, Word
+from posttrain.recipes.sections import EMBEDDED_MODELS, ModelSection, Word
 from posttrain.render import encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of
 from posttrain.render.template import build_template
@@ -123,7 +123,7 @@ def _describe(
         raise UsageError(f"{both} have different widths")
     sources = []
     for name, section, each in zip(("model",) if len(loaded) == 1 else ("base", "post"), sections, loaded, strict=True):
-        model = "tiny" if section.name == "tiny" else each.source
+        model = section.name if section.name in EMBEDDED_MODELS else each.source
         facts = {"name": name, "model": model, "weights_hash": weights_hash(section.name), "dtype": section.dtype}
         sources.append(Source.model_validate(facts))
     data, dropped = dict(texts.data), dict(+texts.dropped)
