@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
         if arguments[:1] == ["__follow"]:  # one of several processes that train a run
-            return int(importlib.import_module("posttrain.runs.launch").follow())
+            return int(importlib.import_module("posttrain.runs.processes").follow())
         return run_command(arguments)
     except PosttrainError as error:
         if show_traceback:

@@ -8,21 +8,19 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
-from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, StorageError, UsageError
-from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.errors import DataError, MissingExtra, RunConflict, StorageError, UsageError
+from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
+from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
@@ -34,20 +32,11 @@ from posttrain.runs.directory import (
     refuse_live_folder,
     run_names,
 )
+from posttrain.runs.processes import check_scale, join_processes, task_of
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
-from posttrain.untrusted import (
-    consent_options,
-    declare_code,
-    declare_from_command_line,
-    declared_code,
-    trusts_remote_code,
-)
-from posttrain.world import ONE, World
-
-if TYPE_CHECKING:
-    from posttrain.train.loop import TrainResult
+from posttrain.untrusted import consent_options
 
 DEFAULT_ROOT = "runs"
 # train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
@@ -94,7 +83,7 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    _check_scale(_scale_of(recipe))
+    check_scale(recipe.scale if isinstance(recipe, Recipe) else ScaleSection())
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
@@ -125,109 +114,26 @@ def launch(
 
 
 def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
-    if train is None:
-        from posttrain.train.loop import train as train_loop
-
-        train = train_loop
     with storage_errors("run", directory.folder):
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    if _scale_of(recipe).launcher == "ray":
+    if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains
+        assert train is not None
+        with stop_on_signals() as should_stop:
+            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop)
+    elif recipe.scale.launcher == "ray":
         result = _train_on_cluster(recipe, directory.folder, resume, record)
     else:
-        with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
-            shared = {"world": world} if isinstance(recipe, Recipe) else {}
-            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
+        if train is None:
+            from posttrain.train.loop import train
+        with stop_on_signals() as should_stop, join_processes(recipe, directory.folder, resume) as world:
+            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, world=world)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
-
-
-def _check_scale(scale: ScaleSection) -> None:
-    """Refuse a run of which this process cannot be the first.
-
-    Raises:
-        UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
-    """
-    there = num_started()
-    if scale.launcher == "ray" and there is not None:
-        raise UsageError(
-            "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
-            "is in the environment); start the command alone, or use launcher torchrun"
-        )
-    if scale.sharding != "none" and (there or scale.processes) == 1:
-        raise UsageError(
-            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
-            "scale.processes, or sharding none"
-        )
-    if there is None:
-        if scale.launcher == "torchrun":
-            raise UsageError(
-                "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
-            )
-        return
-    if is_follower():
-        raise UsageError(
-            f"this is process {os.environ['RANK']} of {there} that torchrun started, and only `posttrain train` and "
-            "`posttrain runs resume` work in several; start this command without it"
-        )
-    if scale.processes not in (1, there):
-        raise UsageError(
-            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
-        )
-
-
-def _scale_of(recipe: Any) -> ScaleSection:
-    """A dictionary's recipe has no such section: it trains in one process."""
-    return recipe.scale if isinstance(recipe, Recipe) else ScaleSection()
-
-
-def num_started() -> int | None:
-    """How many processes torchrun or srun has started for the run; None where none of them did."""
-    stated = os.environ.get("WORLD_SIZE", "")
-    return int(stated) if "RANK" in os.environ and stated.isdecimal() else None
-
-
-def is_follower() -> bool:
-    """Whether this process is one of those, and not the first."""
-    return num_started() is not None and os.environ["RANK"] != "0"
-
-
-@contextmanager
-def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
-    """The processes that train a run, of which this is the first: alone, with those of torchrun, or with its own."""
-    started = num_started()
-    size = started or _scale_of(recipe).processes
-    if size == 1:
-        yield ONE
-        return
-    from posttrain.runs.children import following
-    from posttrain.train.distributed import Meeting, check_devices, join
-
-    if started is None:
-        check_devices(recipe.model.device, size)
-    meeting = Meeting.open(size) if started is None else Meeting.attend()
-    meeting.give(task := _task_of(recipe, folder, resume, [] if started else sys.path))
-    others: AbstractContextManager[None] = nullcontext() if started else following(meeting, folder)
-    with others, join(meeting, *task["scale"]) as world:
-        yield world
-
-
-def _task_of(recipe: Recipe, folder: Path, resume: bool, path: list[str]) -> dict[str, Any]:
-    """What the processes of a run that do not read the command line are told (``follow``)."""
-    return {
-        "recipe": recipe.dump(),
-        "folder": str(folder.resolve()),
-        "resume": resume,
-        "scale": (recipe.model.device, recipe.scale.timeout_seconds),
-        "code": declared_code(),
-        "trust_remote_code": trusts_remote_code(),
-        "path": path,
-    }
 
 
 def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Observer) -> Any:
@@ -236,36 +142,8 @@ def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Obse
         raise MissingExtra("ray", "ray", "scale.launcher: ray")
     from posttrain.runs.ray import train_on_cluster
 
-    task = _task_of(recipe, folder, resume, sys.path)
     with stop_on_signals() as should_stop:
-        return train_on_cluster(task, recipe, observer, should_stop)
-
-
-def follow() -> int:
-    """Train as one of several processes that were started for that, and told what to do; returns the exit code.
-
-    Raises:
-        PosttrainError: this process or another failed.
-    """
-    from posttrain.train.distributed import Meeting, join
-
-    meeting = Meeting.attend()
-    task = meeting.take()
-    with stop_on_signals() as should_stop, join(meeting, *task["scale"]) as world:
-        result = train_as_told(task, world, should_stop=should_stop)
-    return 0 if result.reason == "finished" else INTERRUPTED
-
-
-def train_as_told(task: Mapping[str, Any], world: World, **shared: Any) -> TrainResult:
-    """Train as the ``task`` of a run says, as one of several processes; ``shared``: as of ``posttrain.train.loop``."""
-    sys.path += [place for place in task["path"] if place not in sys.path]
-    for name, folders in task["code"].items():
-        declare_code(name, *folders)
-    declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
-    recipe = validate_recipe(task["recipe"], is_own=False).resolve()
-    from posttrain.train.loop import train
-
-    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], world=world, **shared)
+        return train_on_cluster(task_of(recipe, folder, resume), recipe, observer, should_stop)
 
 
 def find_or_train(
@@ -391,38 +269,6 @@ def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes
     if not notices and status is not None and status.state == "finished":
         return ["this run had finished; it is only checked, and its results shown again"]
     return notices
-
-
-@contextmanager
-def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
-    """Yield ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, which prints ``first``. The second exits.
-
-    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
-    always False.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received:
-            raise SystemExit(128 + number)
-        received.append(number)
-        # printing through Python's buffers from a handler may re-enter them; this may not
-        with suppress(OSError):  # after a hang-up nobody may be there to read it
-            os.write(2, f"\n{first}; once more to stop at once\n".encode())
-
-    sys.stderr.flush()
-    caught = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        caught.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in caught}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def start_text(facts: Mapping[str, Any]) -> str:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
-    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -145,7 +144,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
-        source.ahead = _build_ahead(words, source, world)
     evaluator, notices = None, list[str]()
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
@@ -160,7 +158,6 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         *further_ends(tokenizer, grader.template),
         *notices,
         *slow_paths(policy, recipe),
-        *(shards.notices if shards else ()),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     origins, guarantee = _origins(recipe, loaded), guarantee_on(policy.device, words)
@@ -305,7 +302,12 @@ def build_rollout_source(
             bootstrap=bool(word.options.get("bootstrap", False)),
             kl=words.recipe.kl_in_reward,
         )
-    return RolloutSource(
+    kind: Callable[..., RolloutSource] = RolloutSource
+    if options.staleness:
+        from posttrain.train.sources.ahead import AheadSource
+
+        kind = partial(AheadSource, in_thread=bool(words.engine.traits.get("takes_weights")))
+    return kind(
         words.recipe,
         task,
         grader,
@@ -319,22 +321,6 @@ def build_rollout_source(
         feedback=feedback,
         stage=stage,
     )
-
-
-def _build_ahead(words: Words, source: RolloutSource, world: World) -> Ahead | None:
-    """The queue of a run whose batches are sampled before they are trained on."""
-    recipe = words.recipe
-    if recipe.rollout is None or not recipe.rollout.staleness:
-        return None
-    from posttrain.train.sources.ahead import Ahead
-
-    steps = recipe.train.steps
-    if steps is None:
-        assert recipe.train.passes is not None, "a recipe says steps or passes"
-        steps, _ = source.length_of(recipe.train.passes)
-    elsewhere = bool(words.engine.traits.get("takes_weights"))
-    num_batches = -(-steps // source.updates)
-    return Ahead(source, recipe.rollout.staleness, num_batches, world=world, in_thread=elsewhere)
 
 
 def _build_streams(
