@@ -28,13 +28,13 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
+from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template, further_ends
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
-from posttrain.train.files import EngineSite
-from posttrain.train.machine import choose_kernels, guarantee_on, slow_paths
+from posttrain.train.machine import choose_kernels, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -67,7 +67,6 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    guarantee: str = "L1"  # see ``Words.guarantee``
     notices: Sequence[str] = ()  # what was built otherwise than asked for
 
     @property
@@ -130,8 +129,15 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(words, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
-    site = EngineSite(folder, world, shards.within if shards else None)
-    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
+
+    def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        engine: Engine = entry.bind(options, where)(model, tokenizer)
+        engine = engine.settle(folder, world)
+        if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(shards.within)
+        return engine
+
+    engine = build_engine(words.engine, words.engine_options, "rollout.engine")
     streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
@@ -149,7 +155,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         held_out = {} if read is None else choose_held_out(read, eval_tasks, words)
-        eval_engine, notices = _eval_engine(words, loaded, engine, site)
+        eval_engine, notices = _eval_engine(words, engine, build_engine, needed=bool(shards and shards.within))
         sampler = Sampler(eval_engine, tokenizer, grader, recipe.within(context), world=world, stage=stage)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     notices = [
@@ -160,10 +166,9 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         *slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    origins, guarantee = _origins(recipe, loaded), guarantee_on(policy.device, words)
     trained = (policy, method, heads, named, optimizer)
-    beside = (shards, reference, evaluator, guarantee, notices)
-    return Parts(model, tokenizer, *trained, source, grader, engine, origins, *beside)
+    rest = (_origins(recipe, loaded), shards, reference, evaluator, notices)
+    return Parts(model, tokenizer, *trained, source, grader, engine, *rest)
 
 
 def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
@@ -229,16 +234,20 @@ def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     return Forward(model, temperature, precision=precision)
 
 
-def _eval_engine(words: Words, loaded: LoadedModel, engine: Engine, site: EngineSite) -> tuple[Engine, list[str]]:
-    """The engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it."""
+def _eval_engine(
+    words: Words, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+) -> tuple[Engine, list[str]]:
+    """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
+
+    ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
+    """
     word = words.recipe.eval.engine
     if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
         return engine, []
     try:
-        entry = registry.find("engine", word.name, "eval.engine")
-        return site.build(loaded, entry, word.options, "eval.engine"), []
+        return build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
     except UsageError as error:
-        if site.within is not None and not words.engine.traits.get("takes_weights"):
+        if needed and not words.engine.traits.get("takes_weights"):
             raise
         return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
 

@@ -85,15 +85,6 @@ class Words:
         return (rollout and in_place[0]) or (answers and in_place[-1])
 
     @property
-    def guarantee(self) -> str:
-        """Guarantee of the engine for a killed and resumed run.
-
-        L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
-        the same bit for bit, on a CPU or a GPU with ``train.deterministic``.
-        """
-        return str(self.engine.traits.get("guarantee", "L1"))
-
-    @property
     def teaches_itself(self) -> bool:
         """Whether the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER

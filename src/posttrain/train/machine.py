@@ -1,4 +1,4 @@
-"""Threads and kernels of a run, and notices and guarantees that depend on them."""
+"""Threads and kernels of a run, and notices about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe
-from posttrain.train.checks import Words
 from posttrain.world import World
 
 
@@ -36,12 +35,6 @@ def choose_kernels(recipe: Recipe) -> None:
     if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
         torch.use_deterministic_algorithms(recipe.train.deterministic)
-
-
-def guarantee_on(device: torch.device, words: Words) -> str:
-    """Return what ``Words.guarantee`` says, L1 at most on a GPU whose kernels add up in any order."""
-    in_any_order = device.type != "cpu" and not (device.type == "cuda" and words.recipe.train.deterministic)
-    return "L1" if in_any_order and words.guarantee == "L2" else words.guarantee
 
 
 def slow_paths(policy: Forward, recipe: Recipe) -> list[str]:

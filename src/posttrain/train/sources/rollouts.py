@@ -26,7 +26,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
+from posttrain.train.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.train.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
@@ -85,8 +85,7 @@ class RolloutSource(Source):
         self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
-        size = self.options.prompts
-        self.order = row_order(self.seed, "prompts", size, task, rows, further=further)
+        self.order = RowOrder(self.seed, "prompts", self.options.prompts, task.parts, rows, further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
