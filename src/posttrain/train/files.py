@@ -14,7 +14,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 class NoRecords:
     """Metrics and rollouts of a process that is not the main one: nothing is written."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments, **options: None
 
 
