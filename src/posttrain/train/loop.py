@@ -101,20 +101,13 @@ class Loop:
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
-        """The content of the event ``start``; ``length`` describes the passes over the data, where they are counted."""
-        parts = self.parts
-        return {
-            "recipe": self.recipe,
-            "steps": self.steps,
-            "length": length,
-            "resumed_from": self.step if resumed else None,
-            "num_examples": parts.source.num_examples,
-            "dropped": parts.source.dropped,
-            "origin": parts.source.origin,
-            "num_repeated": parts.source.num_repeated,
-            "trained": parts.source.trained,
-            "forward_path": parts.method.forward.path,
+        """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
+        source = self.parts.source
+        about = {
+            name: getattr(source, name) for name in ("num_examples", "dropped", "origin", "num_repeated", "trained")
         }
+        about |= {"recipe": self.recipe, "steps": self.steps, "length": length}
+        return about | {"resumed_from": self.step if resumed else None, "forward_path": self.parts.method.forward.path}
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
@@ -196,7 +189,6 @@ class Loop:
         return (every > 0 and self.step % every == 0) or self.step == self.steps
 
     def _is_best(self) -> bool:
-        """Whether this step's evaluation is the best so far; its weights are kept, whatever ``save_every`` says."""
         return self.best is not None and self.best["step"] == self.step
 
     def update(self) -> None:

@@ -176,7 +176,9 @@ class RolloutSource(Source):
         else:
             metrics |= self._fill_streams(batch, chosen, rows, rewards)
             if len(trained) < len(rows):
-                batch = _of_units(batch, rows, trained)
+                each, kept = self.rows_per_unit, set(trained)
+                places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
+                batch = batch.select(places) if places else None
         metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
@@ -222,7 +224,18 @@ class RolloutSource(Source):
         sampler = Sampler(*machine, world=self.world, stage=self.stage)
         while drawn is None:
             attempt = len(sampled) // self.options.prompts
-            groups, seconds = collect(sampler, self._request(cycle, step, attempt))
+            turn = self.order.turn(cycle, attempt)
+            request = RolloutRequest(
+                [self.task.examples[self.kept[p]] for p in turn.places],
+                [self.prompts[p] for p in turn.places],
+                self.sampling,
+                key=(self.seed, f"rollout {attempt}", step),
+                group=self.options.group,
+                step=step,
+                prompt_indices=[self.kept[p] for p in turn.places],
+                passes=turn.passes,
+            )
+            groups, seconds = collect(sampler, request)
             grading += seconds
             sampled += groups
             drawn = self._choose_groups(sampled, cycle)
@@ -294,21 +307,6 @@ class RolloutSource(Source):
         masks = self.options.mask_truncated
         return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
 
-    def _request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
-        """The request of round ``attempt`` of a rollout batch, whose first update is ``step``."""
-        turn = self.order.turn(cycle, attempt)
-        places = turn.places
-        return RolloutRequest(
-            [self.task.examples[self.kept[p]] for p in places],
-            [self.prompts[p] for p in places],
-            self.sampling,
-            key=(self.seed, f"rollout {attempt}", step),
-            group=self.options.group,
-            step=step,
-            prompt_indices=[self.kept[p] for p in places],
-            passes=turn.passes,
-        )
-
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         needs = self.streams.needs
         samples = []
@@ -368,13 +366,6 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         prefix=len(prompt),
         streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
     )
-
-
-def _of_units(batch: Batch, units: Units, trained: Units) -> Batch | None:
-    """The rows of ``trained`` out of a batch of ``units``; None where that is none."""
-    kept, each = set(trained), batch.rows_per_unit
-    rows = [b for u, unit in enumerate(units) if unit in kept for b in range(u * each, (u + 1) * each)]
-    return batch.select(rows) if rows else None
 
 
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
