@@ -103,11 +103,18 @@ class Loop:
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
         """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
         source = self.parts.source
-        about = {
-            name: getattr(source, name) for name in ("num_examples", "dropped", "origin", "num_repeated", "trained")
+        return {
+            "recipe": self.recipe,
+            "steps": self.steps,
+            "length": length,
+            "resumed_from": self.step if resumed else None,
+            "num_examples": source.num_examples,
+            "dropped": source.dropped,
+            "origin": source.origin,
+            "num_repeated": source.num_repeated,
+            "trained": source.trained,
+            "forward_path": self.parts.method.forward.path,
         }
-        about |= {"recipe": self.recipe, "steps": self.steps, "length": length}
-        return about | {"resumed_from": self.step if resumed else None, "forward_path": self.parts.method.forward.path}
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         """The newest that verifies, as the main process says; the others load that one."""
