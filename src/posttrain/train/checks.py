@@ -178,13 +178,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
 
 
 def _of_engines(w: Words) -> Iterator[Rule]:
-    evaluating, elsewhere = (
-        w.recipe.eval.engine,
-        (
-            ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
-            "`posttrain evaluate`"
-        ),
-    )
+    evaluating = w.recipe.eval.engine
+    elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     unplayed = w.recipe.environment is None and not w.recipe.tools
     gives = "give 'environment'"
