@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ from posttrain.render.template import build_template, further_ends
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
-from posttrain.train.machine import choose_kernels, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    choose_kernels(recipe)
+    _choose_kernels(recipe)
     loaded, policy, forward, heads, reference, shards = _build_models(words, task, world, eval_tasks)
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(words, forward)
@@ -163,12 +163,33 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         *unread_margins(words, task.keys),
         *further_ends(tokenizer, grader.template),
         *notices,
-        *slow_paths(policy, recipe),
+        *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
     trained = (policy, method, heads, named, optimizer)
     rest = (_origins(recipe, loaded), shards, reference, evaluator, notices)
     return Parts(model, tokenizer, *trained, source, grader, engine, *rest)
+
+
+def _choose_kernels(recipe: Recipe) -> None:
+    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
+    if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+
+
+def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+    if policy.path == "padded" and recipe.model.attention != "sdpa":
+        return [f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"]
+    if policy.path == "padded":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
+    if policy.device.type == "cuda" and policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return []
 
 
 def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:

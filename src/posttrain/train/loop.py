@@ -30,7 +30,6 @@ from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import threads_of_main, use_threads
 from posttrain.train.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
@@ -133,7 +132,7 @@ class Loop:
             what = f"goes on in {after}, and the checkpoint was saved by {before}"
             self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
         elif threads != own:
-            use_threads(threads)
+            _use_threads(threads)
             line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
@@ -383,7 +382,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with threads_of_main(world):
+    with _threads_of_main(world):
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
@@ -402,6 +401,23 @@ def train(
             except Exception as error:
                 loop.rescue(error)
                 raise
+
+
+def _use_threads(number: int) -> None:
+    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
+
+
+@contextmanager
+def _threads_of_main(world: World) -> Iterator[None]:
+    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
+    before = torch.get_num_threads()
+    _use_threads(world.tell(before, "number of threads"))
+    try:
+        yield
+    finally:
+        _use_threads(before)
 
 
 @contextmanager
