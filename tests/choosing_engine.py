@@ -12,7 +12,7 @@ from posttrain.registry import register
 from posttrain.types import Completion
 
 
-@register("engine", guarantee="L2")
+@register("engine")
 def choosing(model: Any, tokenizer: Any, *, texts: list[str]) -> Engine:
     """Each text ends with the tokenizer's end token; its tokens have the model's log-probabilities."""
     return Choosing(model, [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])

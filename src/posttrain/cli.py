@@ -246,7 +246,7 @@ COMMANDS = {
            ("compare", "show:run_compare", "results of several runs, and the keys in which their recipes differ"),
            ("prune", "change:run_prune", "delete checkpoints that are neither the best nor the last"),
            ("delete", "change:run_delete", "delete runs or sweeps, or a checkpoint of a run"),
-           ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder or archive"),
+           ("export", "change:run_export", "copy a run's model, recipe and results to a clean folder"),
            ("resume", "change:run_resume", "go on with a run by its own recipe, from its newest checkpoint"),
            ("manage", "change:run_manage", "all of this, line by line in a terminal"),
        )},
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module("posttrain.runs.children").end_with_parent()
     try:
         if arguments[:1] == ["__follow"]:  # one of several processes that train a run
-            return int(importlib.import_module("posttrain.runs.launch").follow())
+            return int(importlib.import_module("posttrain.runs.processes").follow())
         return run_command(arguments)
     except PosttrainError as error:
         if show_traceback:

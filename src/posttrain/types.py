@@ -213,8 +213,7 @@ class Batch:
     ``int64 [B]``; streams: ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the
     aggregation over the whole optimizer batch): ``float32 [B, T]`` for token objectives, ``[U]``
     for unit ones. ``rows_per_unit``: 1, or 2 where rows come in pairs, chosen (even rows) then
-    rejected (odd rows); the rows of a unit always stay together and in order. ``parts``: the names of a mixture's
-    parts, where the loss is told by part; the stream ``part`` is then the index of each row's.
+    rejected (odd rows); the rows of a unit always stay together and in order.
     """
 
     tokens: Tensor
@@ -225,7 +224,6 @@ class Batch:
     streams: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     rows_per_unit: int = 1
-    parts: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:

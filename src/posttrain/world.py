@@ -2,8 +2,8 @@
 
 The work on a list of items is shared (``share``, and ``gather`` to have all results everywhere), and sums are taken
 (``add``). All else every process computes for itself from the same numbers, so that all hold the same weights. Every
-call is made by all processes, in the same order. ``train/distributed.py`` has several processes; this module imports
-none of ours, so that every package can take one.
+call is made by all processes, in the same order; ``what`` names it in the message of a failure. The class for several
+processes is in ``train/distributed.py``; this module imports none of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Within = Callable[[Callable[[], Any]], Any]  # gathers a sharded model around wh
 
 
 class World:
-    """A single process: rank 0 of 1. ``what`` names an exchange in the message of its failure."""
+    """A single process: rank 0 of 1."""
 
     rank = 0
     size = 1
@@ -30,26 +30,26 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """The items that are this process's work: every ``size``-th, from the ``rank``-th on."""
+        """Return the items that are this process's work: every ``size``-th, from the ``rank``-th on."""
         return list(items[self.rank :: self.size])
 
     def gather(self, mine: Sequence[T], what: str) -> list[T]:
-        """One result for each item of ``share``, from all processes, in the order of the items."""
+        """Return one result for each item of ``share``, from all processes, in the order of the items."""
         return list(mine)
 
     def add(self, tensors: Sequence[Any], what: str) -> None:
-        """Each tensor becomes the sum over all processes, in place; shapes and types are the same everywhere."""
+        """Replace each tensor by the sum over all processes; shapes and types are the same everywhere."""
 
     def tell(self, value: T, what: str) -> T:
-        """The value of rank 0, for all."""
+        """Return the value of rank 0."""
         return value
 
     def agree(self, flag: bool, what: str) -> bool:
-        """True for all where it is True for any."""
+        """Return True where it is True for any."""
         return flag
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Around what takes much main memory: one process of a machine is inside at a time, and all leave together."""
+        """Enter a block with one process of a machine at a time, as loading takes much memory; all leave together."""
         return nullcontext()
 
 
@@ -57,31 +57,32 @@ ONE = World()
 
 
 def whole(tensor: Any) -> Any:
-    """The tensor itself; a sharded one is gathered, which every process has to ask for."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    """Return the tensor itself; a sharded one is gathered, which every process has to call."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def own_part(tensor: Any) -> Any:
-    """The part of a tensor that this process has."""
-    part = getattr(tensor, "to_local", None)
-    return tensor if part is None else part()
+    """Return the part of a tensor that this process has."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def local_size() -> int:
-    """Number of the processes on this machine (``LOCAL_WORLD_SIZE``)."""
-    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(stated)) if stated.isdecimal() else 1
+    """Return the number of the processes on this machine (``LOCAL_WORLD_SIZE``)."""
+    return max(1, _number("LOCAL_WORLD_SIZE") or 1)
 
 
 def local_rank() -> int | None:
-    """Rank of this process among those of its machine (``LOCAL_RANK``); None: it is alone."""
-    stated = os.environ.get("LOCAL_RANK", "")
-    return int(stated) if stated.isdecimal() else None
+    """Return the rank of this process among those of its machine (``LOCAL_RANK``); None: it is alone."""
+    return _number("LOCAL_RANK")
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else None
 
 
 def peak_resident_bytes() -> int:
-    """The most main memory that this process has held so far; 0 where the system does not say (Windows)."""
+    """Return the most main memory that this process has held; 0 where the system does not say (Windows)."""
     try:
         import resource
     except ImportError:

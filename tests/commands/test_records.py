@@ -231,7 +231,7 @@ def test_an_export_is_a_model_like_any_other(place: Path, out: Out, capsys: pyte
     assert "there is something already" in out("export", "more", "--to", "out", code=2)
     assert AutoModelForCausalLM.from_pretrained("out").config.model_type == "qwen3"
     assert main(["generate", "out", "What is 1 plus 1?", "--max-tokens", "2"]) == 0
-    assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records.tar.gz")
+    assert "no weights" in out("export", "sft", "--weights", "none", "--to", "records")
 
 
 def test_resuming_goes_on_by_the_runs_own_recipe(place: Path, out: Out) -> None:

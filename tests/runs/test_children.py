@@ -76,8 +76,8 @@ def test_a_parent_that_is_gone_before_the_child_looks(tmp_path: Path) -> None:
     os.close(writing)
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path / "x")],
-        env=os.environ | {LIFELINE: str(reading)},
-        pass_fds=(reading,),
+        env=os.environ | {LIFELINE: "stdin"},
+        stdin=reading,
         process_group=0,
     )
     os.close(reading)

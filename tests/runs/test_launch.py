@@ -15,8 +15,9 @@ import pytest
 from posttrain import __version__
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
+from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
-from posttrain.runs.launch import launch, resume_command, stop_on_signals
+from posttrain.runs.launch import launch, resume_command
 from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
 from posttrain.untrusted import declare_code, prepare_import

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.train.build import prepare
-from posttrain.train.distributed import Meeting, join
+from posttrain.train.distributed import Processes, join
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import TrainResult, train
 from posttrain.train.step import accumulate, apply_update
@@ -30,8 +30,8 @@ SECONDS = 600.0  # a bound for the slowest of machines; no test waits for it
 @contextmanager
 def world_of(size: int) -> Iterator[World]:
     """A world of which this process is rank 0; the others train what ``train_case`` tells them."""
-    meeting = Meeting.open(size)
-    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.store.port)}
+    world = Processes.open(size)
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.store.port)}
     place["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     others = [
         subprocess.Popen(
@@ -40,7 +40,7 @@ def world_of(size: int) -> Iterator[World]:
         for r in range(1, size)
     ]
     try:
-        with join(meeting, "cpu", SECONDS) as world:
+        with join(world, "cpu", SECONDS):
             yield world
             world.tell(None, "case")
     finally:
@@ -110,7 +110,7 @@ def _train(
 
 
 def main() -> None:
-    with join(Meeting.attend(), "cpu", SECONDS) as world:
+    with join(Processes.attend(), "cpu", SECONDS) as world:
         while (case := world.tell(None, "case")) is not None:
             if len(case) == 1:
                 _shards(world, *case)

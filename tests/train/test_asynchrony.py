@@ -208,7 +208,6 @@ def test_a_server_samples_in_a_thread_with_the_same_versions_as_the_native_engin
     assert [version for _, version, _ in batches] == [2 * max(0, b - staleness) for b in range(4)]
     assert all(is_behind for *_, is_behind in batches)
     assert [version for name, version, _ in served.calls if name == "MainThread"] == [0, 4, 8]  # evaluations
-    assert prepare(served_recipe(1)).guarantee == "L1"
 
 
 def test_a_server_that_fails_on_the_way_is_asked_once_more(tmp_path: Path, served: type[Remote]) -> None:

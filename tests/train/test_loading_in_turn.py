@@ -7,7 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-from posttrain.world import ONE, peak_resident_bytes
 from small_runs import end_of, make_recipe, start, train_command
 
 KILLER = f"""
@@ -55,9 +54,3 @@ def test_a_process_that_is_killed_in_its_turn_is_named(tmp_path: Path) -> None:
     code, error = ended(tmp_path, KILLER, 2)
     assert code == 1
     assert "rank 1 of 2: its process was ended by SIGKILL" in error
-
-
-def test_alone_there_is_no_turn() -> None:
-    with ONE.in_turn():
-        assert ONE.size == 1
-    assert peak_resident_bytes() > 100 << 20, "torch alone"

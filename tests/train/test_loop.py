@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.algorithms.objectives import primitives
@@ -288,7 +287,7 @@ def test_a_reward_that_is_not_finite_ends_the_run_and_loses_nothing(
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
+def test_a_loss_that_is_not_finite_changes_no_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Any] = []
@@ -299,16 +298,8 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
         return prepared[0]
 
     monkeypatch.setattr(loop, "prepare", keep)
-    with pytest.raises(NonFiniteLoss, match=r"update 1: loss nan.*not changed.*The batch is saved in") as caught:
+    with pytest.raises(NonFiniteLoss, match=r"update 1: loss nan.*not changed"):
         run(tmp_path, one_layer_recipe(kind, objective={"name": "small_runs:no_value"}))
-    path = tmp_path / "nonfinite-step-000001.safetensors"
-    assert str(path) in str(caught.value)
-    batch = load_file(path)
-    assert batch["tokens"].shape == batch["mask"].shape
-    assert bool(batch["mask"].any())
-    if kind == "grpo":
-        assert torch.equal(batch["stream.old_logprobs"], batch["stream.sampler_logprobs"])
-        assert batch["tokens"].shape[0] == 16
     initial = AutoModelForCausalLM.from_pretrained(shallow(1)).state_dict()
     assert same_bits(dict(prepared[0].model.state_dict()), dict(initial))
     assert list((tmp_path / "checkpoints").iterdir()) == []

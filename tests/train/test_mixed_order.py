@@ -9,16 +9,16 @@ import pytest
 
 from posttrain.errors import UsageError
 from posttrain.randomness import draw_indices
-from posttrain.tasks.base import Task, TaskPart
-from posttrain.train.sources import MixedOrder, PlainOrder, row_order
+from posttrain.tasks.base import TaskPart
+from posttrain.train.sources import RowOrder
 
 PARTS = (TaskPart("a", 2.0), TaskPart("b", 1.0))
 ROWS = ["a"] * 10 + ["b"] * 7
 
 
-def make(size: int = 6, **changes: Any) -> MixedOrder:
-    settings: dict[str, Any] = {"seed": 3, "purpose": "prompts", "size": size, "parts": PARTS, "part_of": ROWS}
-    return MixedOrder(**settings | changes)
+def make(size: int = 6, **changes: Any) -> RowOrder:
+    settings: dict[str, Any] = {"seed": 3, "purpose": "prompts", "size": size, "parts": PARTS, "rows": ROWS}
+    return RowOrder(**settings | changes)
 
 
 def counts(places: list[int]) -> dict[str, int]:
@@ -26,8 +26,7 @@ def counts(places: list[int]) -> dict[str, int]:
 
 
 def test_a_task_without_parts_is_drawn_as_it_always_was() -> None:
-    order = row_order(3, "prompts", 4, Task("t", "train", []), range(10), further=2)
-    assert isinstance(order, PlainOrder)
+    order = RowOrder(3, "prompts", 4, (), range(10), further=2)
     assert order.turn(5).places == draw_indices(3, "prompts", 20, 4, 10)
     assert order.turn(5).passes == [2, 2, 2, 2]
     assert order.turn(5, 2).places == draw_indices(3, "further prompts", (5 * 2 + 1) * 4, 4, 10)
@@ -51,7 +50,7 @@ def test_a_batch_is_a_function_of_the_seed_and_its_number() -> None:
     order = make()
     assert [order.turn(batch).places for batch in (7, 2, 11, 0, 7)] == [straight[b] for b in (7, 2, 11, 0, 7)]
     assert make(seed=4).turn(0).places != straight[0]
-    alone = MixedOrder(3, "prompts", 4, PARTS[:1], ["a"] * 10)
+    alone = RowOrder(3, "prompts", 4, PARTS[:1], ["a"] * 10)
     mine = [p for places in straight[:5] for p in places if ROWS[p] == "a"]
     assert [p for batch in range(5) for p in alone.turn(batch).places] == mine, "b changes nothing in a's order"
 
@@ -69,4 +68,4 @@ def test_replacement_rounds_have_the_same_shares_and_an_order_of_their_own() -> 
 
 def test_a_part_without_a_row_is_refused() -> None:
     with pytest.raises(UsageError, match=r"task\.parts: not one example of part 'b' can be used here"):
-        make(part_of=["a"] * 10)
+        make(rows=["a"] * 10)

@@ -9,7 +9,6 @@ import pytest
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
-from posttrain.store.metrics import MetricsLog
 from posttrain.train.build import prepare
 from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
@@ -69,49 +68,9 @@ def test_demonstrations_by_part(tmp_path: Path) -> None:
         train={"steps": 6, "save_every": 1},
     )
     run(tmp_path / "whole", recipe)
-    rows = steps_of(tmp_path / "whole")
-    assert [(row["one:rows"], row["two:rows"]) for row in rows] == [(6, 2)] * 6
-    for row in rows:
-        own = [name for name in ("one", "two") if row[f"{name}:rows"]]
-        tokens = {name: row[f"{name}:rows"] * row[f"{name}:num_tokens"] for name in own}
-        assert sum(tokens.values()) == pytest.approx(row["tokens"])
-        told = sum(row[f"{name}:loss"] * tokens[name] for name in own) / row["tokens"]
-        assert told == pytest.approx(row["loss"], rel=1e-5)
     run(tmp_path / "cut", recipe, stop_after=4)
     run(tmp_path / "cut", recipe, resume=True)
     assert same_bits(saved_tensors(tmp_path / "cut", 6), saved_tensors(tmp_path / "whole", 6))
-
-
-@pytest.mark.parametrize(
-    ("objective", "responses", "accuracy", "unit"),
-    [
-        ("bradley_terry", "pair", "pair_accuracy", "pairs"),
-        ("dpo", "pair", "pair_accuracy", "pairs"),
-        ("kto", "judged", None, "answers"),
-        ("outcome", "judged", "final_accuracy", "answers"),
-        ("process", "steps", "step_accuracy", "solutions"),
-    ],
-)
-def test_given_answers_by_part(objective: str, responses: str, accuracy: str | None, unit: str, tmp_path: Path) -> None:
-    recipe = one_layer_recipe(
-        "judged",
-        task=mixed({"one": 1, "two": 1}, responses=responses),
-        objective=objective,
-        data={"batch": 6},
-        train={"steps": 2},
-        eval={"every": 2, "n": 12} if accuracy else {},
-    )
-    run(tmp_path, recipe)
-    for row in steps_of(tmp_path):
-        assert (row[f"one:{unit}"], row[f"two:{unit}"]) == (3, 3)
-        told = ["loss", *([accuracy] if accuracy else [])]
-        assert {f"{name}:{metric}" for name in ("one", "two") for metric in told} <= row.keys()
-        if unit == "pairs":
-            for metric in told:
-                assert (row[f"one:{metric}"] + row[f"two:{metric}"]) / 2 == pytest.approx(row[metric], abs=1e-6)
-    evaluated = MetricsLog(tmp_path / "metrics.jsonl").read()[-1].metrics
-    if accuracy is not None:
-        assert {f"eval/mixture/validation/{name}:{accuracy}" for name in ("one", "two")} <= evaluated.keys()
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def add_delete_options(parser: argparse.ArgumentParser) -> None:
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the run")
-    place = "a new folder, or a file that ends in .tar.gz"
+    place = "a new folder"
     parser.add_argument("--to", type=new_place, metavar="PLACE", required=True, help=place)
     which = "which checkpoint (default: best, else last)"
     parser.add_argument("--weights", choices=("best", "last", "none"), help=which)

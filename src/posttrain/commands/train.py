@@ -53,7 +53,8 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
         if arguments.memory:
             _print_memory(recipe)
         return 0
-    from posttrain.runs.launch import follow, is_follower, launch
+    from posttrain.runs.launch import launch
+    from posttrain.runs.processes import follow, is_follower
 
     if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()

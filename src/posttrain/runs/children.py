@@ -1,36 +1,29 @@
 """Processes that a sweep or a run starts. None of them outlives it, however it ends.
 
-A child holds the reading end of a pipe whose only writing end is its parent's. When the parent ends, ``kill -9``
-included, the system closes that end, and a thread of the child ends the child with all of its process group.
+A child's standard input is a pipe to which its parent alone has the other end. When the parent ends, ``kill -9``
+included, the system closes it, and a thread of the child ends the child with all of its process group.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
-from posttrain.errors import RunFailure
 from posttrain.store import posix
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
 
-if TYPE_CHECKING:
-    from posttrain.train.distributed import Meeting
-
-LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: the descriptor of its end of the pipe
-FOLLOW = "__follow"  # the command of a process that trains with others
+LIFELINE = "POSTTRAIN_LIFELINE"  # in a child's environment: its standard input is that pipe
 PATIENCE_SECONDS = 10.0
-LAST_SECONDS = 40.0  # for this process to notice that another one ended, where it waits for that one
 
 
 @dataclass
@@ -40,20 +33,30 @@ class Child:
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
-    lifeline: int
     started: float
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it works."""
+        """Return its exit code, negative for a signal; None while it works."""
         code = self.process.poll()
-        if code is not None and self.lifeline >= 0:
-            os.close(self.lifeline)
-            self.lifeline = -1
+        if code is not None and self.process.stdin is not None:
+            self.process.stdin.close()
         return code
 
     def interrupt(self) -> None:
         """Ask it to save and end."""
         self.process.send_signal(signal.SIGINT)
+
+    def describe_end(self, code: int) -> str:
+        """Describe its end by its exit code and the last line of its log."""
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
+            return f"its process was ended by {name}{hint}"
+        end = f"its process ended with exit code {code}"
+        with suppress(OSError):
+            lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip().splitlines()
+            return f"{end}: {harmless(lines[-1][-300:])} ({self.log})" if lines else end
+        return end
 
 
 def start_child(
@@ -69,142 +72,92 @@ def start_child(
     Raises:
         StorageError: the log cannot be written, or the process not started.
     """
-    reading, writing = os.pipe()
-    environment = {**os.environ, **thread_settings(num_threads), **(settings or {}), LIFELINE: str(reading)}
-    try:
-        with storage_errors(f"the log of {what}", log), log.open("ab") as output:
-            start = output.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(reading,),
-                process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
-            )
-    except BaseException:
-        os.close(writing)
-        raise
-    finally:
-        os.close(reading)
-    return Child(process, log, start, writing, time.monotonic())
+    environment = {**os.environ, **thread_settings(num_threads), **(settings or {}), LIFELINE: "stdin"}
+    with storage_errors(f"the log of {what}", log), log.open("ab") as output:
+        start = output.tell()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on once
+        )
+    return Child(process, log, start, time.monotonic())
 
 
-def end_children(children: Iterable[Child]) -> None:
-    """Ask all to save and end; those that have not after ``PATIENCE_SECONDS`` are killed."""
+def end_children(children: Iterable[Child], seconds: float = PATIENCE_SECONDS) -> None:
+    """Ask all to save and end; those that have not after so many seconds are killed, with what they started."""
     working = list(children)
-    for child in working:
+    for child in working if seconds else ():
         child.interrupt()
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + seconds
     for child in working:
-        try:
-            child.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        if child.poll() is None:
+            posix.kill_group(child.process.pid)
             child.process.wait()
-        child.poll()
+            child.poll()
 
 
 def end_with_parent() -> None:
-    """In a child: from here on it ends when its parent does. Does nothing in any other process."""
-    descriptor = os.environ.pop(LIFELINE, "")  # what this process starts has a parent of its own
-    if not descriptor:
+    """Let this process end when its parent does, if ``start_child`` started it."""
+    if not os.environ.pop(LIFELINE, ""):  # what this process starts has a parent of its own
         return
-    os.set_inheritable(int(descriptor), False)
-    threading.Thread(target=_watch, args=(int(descriptor),), name="lifeline", daemon=True).start()
+    pipe = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
+    def watch() -> None:
+        while os.read(pipe, 1):  # nothing is ever written: this returns when the parent is gone
+            pass
+        if not hasattr(os, "getpgrp") or os.getpgrp() == os.getpid():
+            posix.kill_group(os.getpid())  # with what it has started itself
+        os.kill(os.getpid(), posix.SIGKILL)
 
-def _watch(descriptor: int) -> None:
-    while os.read(descriptor, 1):  # nothing is ever written: this returns when the parent is gone
-        pass
-    if not hasattr(os, "getpgrp") or os.getpgrp() == os.getpid():
-        posix.kill_group(os.getpid())  # with what it has started itself
-    os.kill(os.getpid(), posix.SIGKILL)
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def threads_per_child(default: int) -> int:
-    """Number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
+    """Return the number of threads that a child computes with: OMP_NUM_THREADS of the environment, else ``default``."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isascii() and asked.isdigit() and int(asked) > 0 else default
 
 
 def thread_settings(default: int) -> dict[str, str]:
-    """OMP_NUM_THREADS and MKL_NUM_THREADS of a child. The environment decides; MKL goes with OMP."""
+    """Return OMP_NUM_THREADS and MKL_NUM_THREADS of a child. The environment decides; MKL goes with OMP."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(default)
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS") or threads}
 
 
 @contextmanager
-def following(meeting: Meeting, folder: Path) -> Iterator[None]:
-    """Start ranks 1 and up of a run on this machine, for the time of the block; this process is rank 0.
+def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
+    """Yield ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, which prints ``first``. The second exits.
 
-    They keep nothing, so they are killed behind the block. A rank that ends before leaves its record in the
-    ``meeting``. Its output is in ``log-RANK.txt`` of the ``folder``.
+    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
+    always False.
     """
-    import torch
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[int] = []
 
-    num_threads = torch.get_num_threads()
-    own = threads_per_child(max(1, num_threads // meeting.size))
-    shared = {"LOCAL_WORLD_SIZE": str(meeting.size)}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        shared["GLOO_SOCKET_IFNAME"] = "lo"  # they talk within this machine alone
-    before = {name: os.environ.get(name) for name in shared}
-    place = {"WORLD_SIZE": str(meeting.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting.store.port)}
-    children: dict[int, Child] = {}
-    ended = threading.Event()
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+        # printing through Python's buffers from a handler may re-enter them; this may not
+        with suppress(OSError):  # after a hang-up nobody may be there to read it
+            os.write(2, f"\n{first}; once more to stop at once\n".encode())
+
+    sys.stderr.flush()
+    caught = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        caught.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
-        os.environ.update(shared)
-        torch.set_num_threads(own)
-        for rank in range(1, meeting.size):
-            settings = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "posttrain", FOLLOW]
-            children[rank] = start_child(command, folder / f"log-{rank}.txt", f"rank {rank}", own, settings)
-        watch = threading.Thread(target=_watch_ranks, args=(meeting, children, ended), name="ranks", daemon=True)
-        watch.start()
-        yield
+        yield lambda: bool(received)
     finally:
-        ended.set()
-        for child in children.values():
-            _end_at_once(child)
-        torch.set_num_threads(num_threads)
-        for name, value in before.items():
-            os.environ.pop(name)
-            os.environ.update({} if value is None else {name: value})
-
-
-def _end_at_once(child: Child) -> None:
-    """Kill a child with what it has started itself; remove an empty log."""
-    if child.poll() is None:
-        posix.kill_group(child.process.pid)
-        child.process.wait()
-        child.poll()
-    with suppress(OSError):
-        if child.log.stat().st_size == 0:
-            child.log.unlink()
-
-
-def _watch_ranks(meeting: Meeting, children: Mapping[int, Child], ended: threading.Event) -> None:
-    """Leave a record of the first rank that ends with an error; end this process if it hangs for that reason."""
-    while not ended.wait(0.1):
-        codes = {rank: child.process.poll() for rank, child in children.items()}
-        for rank, code in codes.items():
-            if code:
-                meeting.fail(rank, describe_end(code, children[rank]), RunFailure.exit_code)
-                if not ended.wait(LAST_SECONDS) and not meeting.noticed and (failure := meeting.failure()):
-                    os.write(2, f"posttrain: {failure}\n".encode())
-                    os._exit(failure.exit_code)
-                return
-
-
-def describe_end(code: int, child: Child) -> str:
-    """Describe the end of a process by its exit code and the last line of its log."""
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        hint = ", as the system does where memory runs out" if -code == posix.SIGKILL else ""
-        return f"its process was ended by {name}{hint}"
-    with suppress(OSError):
-        said = child.log.read_bytes()[child.log_start :].decode(errors="replace").strip()
-        if said:
-            return f"its process ended with exit code {code}: {harmless(said.splitlines()[-1][-300:])} ({child.log})"
-    return f"its process ended with exit code {code}"
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A run as a clean folder or archive to give away: the model in the Hugging Face layout, recipe and results.
+"""A run as a clean folder to give away: the model in the Hugging Face layout, recipe and results.
 
 The weights are those of a checkpoint that verifies against its manifest, without the files that only training needs
 (optimizer, rollout buffer). Everything is written aside and renamed into place.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:  # listing runs imports no torch
     from posttrain.recipes.sections import ModelSection
 
 Weights = Literal["best", "last", "none"]
-ARCHIVES = (".tar.gz", ".tgz")
 RECORDS = ("recipe.yaml", "results.json", "metrics.jsonl", "curves.png", "report.html")
 # Files of a checkpoint that only a resumed run reads.
 _OPTIMIZER = re.compile(r"optimizer-[0-9]+-of-[0-9]+\.safetensors")
@@ -65,7 +63,7 @@ class Export:
 def export_run(
     root: str | Path, folder: str | Path, target: str | Path, *, weights: Weights | None = None, merge: bool = False
 ) -> Export:
-    """Copy model, recipe and results of the run in ``folder`` to a new folder, or to a ``.tar.gz``.
+    """Copy model, recipe and results of the run in ``folder`` to a new folder.
 
     Args:
         root: the runs folder; the target may not lie in it.
@@ -80,24 +78,22 @@ def export_run(
     run, goal = Path(folder), Path(target)
     _check_target(Path(root), goal)
     step = _choose_step(run, weights)
-    is_archive = goal.name.endswith(ARCHIVES)
-    aside = aside_of(goal)
+    content = aside_of(goal)
     with storage_errors("the export", goal):
         goal.parent.mkdir(parents=True, exist_ok=True)
         remove_asides(goal)
         try:
-            content = aside / (run.name if is_archive else goal.name)
-            content.mkdir(parents=True)
+            content.mkdir()
             notices = [] if step is None else _copy_weights(run, step, content, merge)
             for name in RECORDS:
                 if (run / name).is_file() and not (run / name).is_symlink():
                     shutil.copyfile(run / name, content / name)
             (content / "README.md").write_text(model_card(run, step, content), encoding="utf-8")
             sizes = [item.stat().st_size for item in content.rglob("*") if item.is_file()]
-            os.rename(_pack(content, aside / goal.name) if is_archive else content, goal)
+            os.rename(content, goal)
             sync_folder(goal.parent)
         finally:
-            remove_tree(aside)
+            remove_tree(content)
     return Export(goal, step, len(sizes), sum(sizes), tuple(notices))
 
 
@@ -108,8 +104,8 @@ def _check_target(root: Path, goal: Path) -> None:
         raise UsageError(
             f"--to {goal}: this lies in the runs folder, where it would look like a run; choose a place outside"
         )
-    if goal.name.endswith((".tar", ".zip", ".gz")) and not goal.name.endswith(ARCHIVES):
-        raise UsageError(f"--to {goal}: archives are written as .tar.gz; any other name is that of a folder")
+    if goal.name.endswith((".tar", ".tgz", ".zip", ".gz")):
+        raise UsageError(f"--to {goal}: an export is a folder; `tar -czf` packs one")
 
 
 def _choose_step(run: Path, weights: Weights | None) -> int | None:
@@ -122,19 +118,6 @@ def _choose_step(run: Path, weights: Weights | None) -> int | None:
     if not steps:
         raise UsageError(f"{run.name} has no checkpoint; --weights none exports recipe and results alone")
     return steps[-1] if weights == "last" or best is None else best
-
-
-def _pack(content: Path, archive: Path) -> Path:
-    """Write the folder as a ``.tar.gz`` that names no user of this machine."""
-
-    def anonymous(item: tarfile.TarInfo) -> tarfile.TarInfo:
-        item.uid = item.gid = 0
-        item.uname = item.gname = ""
-        return item
-
-    with tarfile.open(archive, "w:gz") as file:
-        file.add(content, arcname=content.name, filter=anonymous)
-    return archive
 
 
 def model_card(run: Path, step: int | None, weights: Path) -> str:
@@ -161,7 +144,8 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
 
 def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
     """Copy or merge the weights, and compare them with the trained model; returns notices."""
-    source, recipe = step_folder(run / "checkpoints", step), RunDirectory(run).read_recipe()
+    source, model = step_folder(run / "checkpoints", step), RunDirectory(run).read_recipe().get("model")
+    dtype = str(model.get("dtype", "?")) if isinstance(model, Mapping) else "?"
     digests = _verified(source)
     adapter = source / ADAPTER_CONFIG
     has_head = "heads.safetensors" in digests
@@ -172,7 +156,7 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
             raise UsageError(
                 f"--merge: {run.name} has a head with its adapter, which a merged model would lose; leave out --merge"
             )
-        _merge_into_base(recipe, source, content)
+        _merge_into_base(dtype, source, content)
         return []
     base = str(read_object(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
     lower = ""
@@ -194,7 +178,7 @@ def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]
         what += ", which is a folder of this machine"
         what += "" if has_head else "; --merge exports a model that stands alone"
     if lower and Path(lower).is_dir():
-        _compare_with_trained(recipe, source, content, "the exported adapter")
+        _compare_with_trained(dtype, source, content, "the exported adapter")
     else:
         what += ". The base is not here, so the adapter was not compared with the trained model"
     return [what, _SCORER] if _is_scorer(content) else [what]
@@ -222,30 +206,24 @@ def _is_scorer(folder: Path) -> bool:
     return is_adapter(str(folder)) and read_object(folder / ADAPTER_CONFIG).get("task_type") == "SEQ_CLS"
 
 
-def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> None:
+def _merge_into_base(dtype: str, source: Path, content: Path) -> None:
     from posttrain.models.load import load_merged, quiet_transformers
 
-    loaded = load_merged(_model_section(recipe, source))
+    loaded = load_merged(_model_section(source, dtype))
     with quiet_transformers():
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)
     del loaded  # one model at a time
-    _compare_with_trained(recipe, source, content, "--merge")
+    _compare_with_trained(dtype, source, content, "--merge")
 
 
-def _model_section(recipe: Mapping[str, Any], folder: Path, dtype: str | None = None) -> ModelSection:
+def _model_section(folder: Path, dtype: str) -> ModelSection:
     from posttrain.recipes.sections import ModelSection
 
-    chosen = {"name": str(folder), "dtype": dtype or _dtype_of(recipe), "device": "cpu"}
-    return ModelSection.model_validate(chosen)
+    return ModelSection.model_validate({"name": str(folder), "dtype": dtype, "device": "cpu"})
 
 
-def _dtype_of(recipe: Mapping[str, Any]) -> str:
-    model = recipe.get("model")
-    return str(model.get("dtype", "?")) if isinstance(model, Mapping) else "?"
-
-
-def _compare_with_trained(recipe: Mapping[str, Any], source: Path, content: Path, what: str) -> None:
+def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) -> None:
     """Load the adapter in ``source`` and its export, one after the other, and compare them.
 
     Raises:
@@ -256,10 +234,9 @@ def _compare_with_trained(recipe: Mapping[str, Any], source: Path, content: Path
 
     given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices") or []
     tokens = [index for ids in (given.values() if isinstance(given, dict) else [given]) for index in ids]
-    dtype = _dtype_of(recipe)
     # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
     for last, chosen in [(True, dtype)] if dtype != "float32" else [(False, dtype), (True, "float64")]:
-        folders = (_model_section(recipe, folder, chosen) for folder in (source, content))
+        folders = (_model_section(folder, chosen) for folder in (source, content))
         trained, exported = (read_probe(load_model(section, seed=0).model, tokens) for section in folders)
         try:
             check_same(trained, exported, what, exact=dtype != "bfloat16")

@@ -8,21 +8,19 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from posttrain.errors import INTERRUPTED, DataError, MissingExtra, RunConflict, StorageError, UsageError
-from posttrain.recipes.recipe import Recipe, validate_recipe
+from posttrain.errors import DataError, MissingExtra, RunConflict, StorageError, UsageError
+from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.registry import suggest
+from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
@@ -34,20 +32,12 @@ from posttrain.runs.directory import (
     refuse_live_folder,
     run_names,
 )
+from posttrain.runs.processes import check_scale, join_processes, task_of
+from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_changes
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
-from posttrain.untrusted import (
-    consent_options,
-    declare_code,
-    declare_from_command_line,
-    declared_code,
-    trusts_remote_code,
-)
-from posttrain.world import ONE, World
-
-if TYPE_CHECKING:
-    from posttrain.train.loop import TrainResult
+from posttrain.untrusted import consent_options
 
 DEFAULT_ROOT = "runs"
 # train/loop.py: train(recipe, files, *, resume, observer, should_stop, world), with .step, .reason, .evaluations
@@ -94,7 +84,7 @@ def launch(
         RunFailure: the work failed; what had been saved is intact and can be resumed.
     """
     recipe = recipe.resolve()
-    _check_scale(_scale_of(recipe))
+    check_scale(recipe.scale if isinstance(recipe, Recipe) else ScaleSection())
     if accept_changes and not resume:
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
@@ -109,163 +99,48 @@ def launch(
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
-        record = _Record(directory, status, observer, is_new=not resume)
+        record = _Record(directory, status, observer)
         try:
-            with record:
-                for message in notices:
-                    record("notice", {"message": message})
-                return _train(recipe, directory, resume, record, train)
-        except UsageError:
-            if record.is_refusal:  # the same command, once corrected, finds the name free
+            record.update()
+            for message in notices:
+                record("notice", {"message": message})
+            result = _train(recipe, directory, resume, record, train)
+        except BaseException as error:
+            is_refusal = not resume and isinstance(error, UsageError) and record.status.step == 0
+            record.end(error, goes=is_refusal)
+            if is_refusal:  # the same command, once corrected, finds the name free
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # other runs may have come into it
                     if is_new_root:
                         Path(root).rmdir()
             raise
+        record.end(None)
+        return result
 
 
 def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Record, train: Train | None) -> RunResult:
-    if train is None:
-        from posttrain.train.loop import train as train_loop
-
-        train = train_loop
     with storage_errors("run", directory.folder):
         files = RunFiles.within(directory.folder)
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    if _scale_of(recipe).launcher == "ray":
-        result = _train_on_cluster(recipe, directory.folder, resume, record)
-    else:
-        with stop_on_signals() as should_stop, _world_of(recipe, directory.folder, resume) as world:
-            shared = {"world": world} if isinstance(recipe, Recipe) else {}
-            result = train(recipe, files, resume=resume, observer=record, should_stop=should_stop, **shared)
+    loop: Any = train or import_module("posttrain.train.loop").train
+    with stop_on_signals() as should_stop:
+        about: dict[str, Any] = {"resume": resume, "observer": record, "should_stop": should_stop}
+        if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains
+            result = loop(recipe, files, **about)
+        elif recipe.scale.launcher == "ray":  # all processes are on a cluster; this one keeps status and log
+            if importlib.util.find_spec("ray") is None:
+                raise MissingExtra("ray", "ray", "scale.launcher: ray")
+            cluster = import_module("posttrain.runs.ray")
+            result = cluster.train_on_cluster(task_of(recipe, directory.folder, resume), recipe, record, should_stop)
+        else:
+            with join_processes(recipe, directory.folder, resume) as world:
+                result = loop(recipe, files, world=world, **about)
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
     return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
-
-
-def _check_scale(scale: ScaleSection) -> None:
-    """Refuse a run of which this process cannot be the first.
-
-    Raises:
-        UsageError: the processes that torchrun has started are others than the recipe wants, or there are none.
-    """
-    there = num_started()
-    if scale.launcher == "ray" and there is not None:
-        raise UsageError(
-            "scale.launcher: ray places all processes of a run itself, and torchrun or srun has started this one (RANK "
-            "is in the environment); start the command alone, or use launcher torchrun"
-        )
-    if scale.sharding != "none" and (there or scale.processes) == 1:
-        raise UsageError(
-            f"scale.sharding: {scale.sharding} spreads a model over several processes, and this is one; give "
-            "scale.processes, or sharding none"
-        )
-    if there is None:
-        if scale.launcher == "torchrun":
-            raise UsageError(
-                "scale.launcher: torchrun has not started this process (RANK is not in the environment); use "
-                "`torchrun --nproc-per-node N -m -- posttrain train ...`, or launcher local"
-            )
-        return
-    if is_follower():
-        raise UsageError(
-            f"this is process {os.environ['RANK']} of {there} that torchrun started, and only `posttrain train` and "
-            "`posttrain runs resume` work in several; start this command without it"
-        )
-    if scale.processes not in (1, there):
-        raise UsageError(
-            f"scale.processes: {scale.processes}, but torchrun has started {there}; leave the key out, or give the same"
-        )
-
-
-def _scale_of(recipe: Any) -> ScaleSection:
-    """A dictionary's recipe has no such section: it trains in one process."""
-    return recipe.scale if isinstance(recipe, Recipe) else ScaleSection()
-
-
-def num_started() -> int | None:
-    """How many processes torchrun or srun has started for the run; None where none of them did."""
-    stated = os.environ.get("WORLD_SIZE", "")
-    return int(stated) if "RANK" in os.environ and stated.isdecimal() else None
-
-
-def is_follower() -> bool:
-    """Whether this process is one of those, and not the first."""
-    return num_started() is not None and os.environ["RANK"] != "0"
-
-
-@contextmanager
-def _world_of(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World]:
-    """The processes that train a run, of which this is the first: alone, with those of torchrun, or with its own."""
-    started = num_started()
-    size = started or _scale_of(recipe).processes
-    if size == 1:
-        yield ONE
-        return
-    from posttrain.runs.children import following
-    from posttrain.train.distributed import Meeting, check_devices, join
-
-    if started is None:
-        check_devices(recipe.model.device, size)
-    meeting = Meeting.open(size) if started is None else Meeting.attend()
-    meeting.give(task := _task_of(recipe, folder, resume, [] if started else sys.path))
-    others: AbstractContextManager[None] = nullcontext() if started else following(meeting, folder)
-    with others, join(meeting, *task["scale"]) as world:
-        yield world
-
-
-def _task_of(recipe: Recipe, folder: Path, resume: bool, path: list[str]) -> dict[str, Any]:
-    """What the processes of a run that do not read the command line are told (``follow``)."""
-    return {
-        "recipe": recipe.dump(),
-        "folder": str(folder.resolve()),
-        "resume": resume,
-        "scale": (recipe.model.device, recipe.scale.timeout_seconds),
-        "code": declared_code(),
-        "trust_remote_code": trusts_remote_code(),
-        "path": path,
-    }
-
-
-def _train_on_cluster(recipe: Recipe, folder: Path, resume: bool, observer: Observer) -> Any:
-    """All processes of the run, rank 0 too, are on a Ray cluster; this one watches them, and keeps status and log."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtra("ray", "ray", "scale.launcher: ray")
-    from posttrain.runs.ray import train_on_cluster
-
-    task = _task_of(recipe, folder, resume, sys.path)
-    with stop_on_signals() as should_stop:
-        return train_on_cluster(task, recipe, observer, should_stop)
-
-
-def follow() -> int:
-    """Train as one of several processes that were started for that, and told what to do; returns the exit code.
-
-    Raises:
-        PosttrainError: this process or another failed.
-    """
-    from posttrain.train.distributed import Meeting, join
-
-    meeting = Meeting.attend()
-    task = meeting.take()
-    with stop_on_signals() as should_stop, join(meeting, *task["scale"]) as world:
-        result = train_as_told(task, world, should_stop=should_stop)
-    return 0 if result.reason == "finished" else INTERRUPTED
-
-
-def train_as_told(task: Mapping[str, Any], world: World, **shared: Any) -> TrainResult:
-    """Train as the ``task`` of a run says, as one of several processes; ``shared``: as of ``posttrain.train.loop``."""
-    sys.path += [place for place in task["path"] if place not in sys.path]
-    for name, folders in task["code"].items():
-        declare_code(name, *folders)
-    declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
-    recipe = validate_recipe(task["recipe"], is_own=False).resolve()
-    from posttrain.train.loop import train
-
-    return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], world=world, **shared)
 
 
 def find_or_train(
@@ -289,9 +164,11 @@ def find_or_train(
         say(f"{recipe_name}: a finished run is there, {finished}")
         return finished, None
     say(f"{recipe_name}: {f'going on with {unfinished}' if unfinished else 'no finished run; training one'}")
-    options: dict[str, Any] = {"name": unfinished.name, "resume": True} if unfinished else {}
+    name = unfinished.name if unfinished else None
     with observing() as observer:
-        result = launch(recipe, root=root, recipe_name=recipe_name, observer=observer, **options)
+        result = launch(
+            recipe, root=root, name=name, recipe_name=recipe_name, resume=name is not None, observer=observer
+        )
     return result.folder, result
 
 
@@ -333,8 +210,6 @@ def _new_folder(root: Path, name: str | None, recipe: Recipe, recipe_name: str) 
 
 
 def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
-    from posttrain.runs.resuming import describe_changes, hard_changes
-
     folder, other = directory.folder, "Nothing was changed. Choose another name with --run NAME"
     if not folder.exists() or (folder.is_dir() and directory.is_empty):
         return
@@ -379,50 +254,15 @@ def _newest_of(root: Path, names: Sequence[str]) -> Path:
 
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
-    if not resume:
-        if not directory.is_empty:
-            raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
-        directory.write_recipe(recipe)
-        return []
-    from posttrain.runs.resuming import claim_to_resume
-
-    notices = claim_to_resume(directory, recipe, accept_changes)
-    status = directory.read_status()
-    if not notices and status is not None and status.state == "finished":
-        return ["this run had finished; it is only checked, and its results shown again"]
-    return notices
-
-
-@contextmanager
-def stop_on_signals(first: str = "stopping after this step, with a checkpoint") -> Iterator[Callable[[], bool]]:
-    """Yield ``should_stop``: True after the first SIGINT, SIGTERM or SIGHUP, which prints ``first``. The second exits.
-
-    A hang-up that is ignored (``nohup``) stays so. Outside of the main thread, where Python allows no handlers, it is
-    always False.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if received:
-            raise SystemExit(128 + number)
-        received.append(number)
-        # printing through Python's buffers from a handler may re-enter them; this may not
-        with suppress(OSError):  # after a hang-up nobody may be there to read it
-            os.write(2, f"\n{first}; once more to stop at once\n".encode())
-
-    sys.stderr.flush()
-    caught = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        caught.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in caught}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if resume:
+        notices, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
+        if not notices and status is not None and status.state == "finished":
+            return ["this run had finished; it is only checked, and its results shown again"]
+        return notices
+    if not directory.is_empty:
+        raise RunConflict(f"{directory.folder}: another process was faster. Choose another name with --run NAME")
+    directory.write_recipe(recipe)
+    return []
 
 
 def start_text(facts: Mapping[str, Any]) -> str:
@@ -443,27 +283,24 @@ def start_text(facts: Mapping[str, Any]) -> str:
 
 
 class _Record:
-    """An observer that keeps status and log, and passes every event on; as a context it sets the final state."""
+    """An observer that keeps status and log, and passes every event on."""
 
-    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer, is_new: bool = True) -> None:
+    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer) -> None:
         self.directory, self.status, self.observer = directory, status, observer
-        self.is_new = is_new
-        self.is_refusal = False  # a new run ended by what its user has to correct, before it made a step
-        self.started = False
-        self._interrupted = False
+        self.started = self.interrupted = False
 
     def __call__(self, event: str, facts: dict[str, Any]) -> None:
         if event == "start":
             self.started = True
-            self._update(step=facts.get("resumed_from") or 0, steps=facts.get("steps", self.status.steps))
+            self.update(step=facts.get("resumed_from") or 0, steps=facts.get("steps", self.status.steps))
             self.directory.log(f"started: {start_text(facts)}")
         elif event == "step":
-            self._update(step=facts["step"])
+            self.update(step=facts["step"])
         elif event == "evaluation":
             headline, results = facts["headline"], facts["results"]
             result = "evaluated"
             if headline is not None and headline.metric in results:  # a further task may lack what the first one has
-                self._update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
+                self.update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
                 result = f"{headline.metric} {results[headline.metric]}"
             self.directory.log(f"step {facts['step']}: {facts['name']}: {result}")
         elif event == "checkpoint":
@@ -472,41 +309,35 @@ class _Record:
         elif event == "notice":
             self.directory.log(str(facts["message"]))
         elif event == "finish":
-            self._interrupted = facts["reason"] != "finished"
-            self._update(step=facts["step"])
+            self.interrupted = facts["reason"] != "finished"
+            self.update(step=facts["step"])
         self.observer(event, facts)
 
-    def _update(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
+        """Change the status."""
         self.status = replace(self.status, updated=time.time(), **changes)
         self.directory.write_status(self.status)
 
-    def __enter__(self) -> _Record:
-        self._update()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            state = "interrupted" if self._interrupted else "finished"
-            self._update(state=state)
-            self.directory.log(state)
-            return
-        self.is_refusal = self.is_new and isinstance(error, UsageError) and self.status.step == 0
+    def end(self, error: BaseException | None, *, goes: bool = False) -> None:
+        """Set the final state; after an error, write how to continue unless the run ``goes`` away."""
+        state, message = "interrupted" if self.interrupted else "finished", None
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        state = "interrupted" if stopped else "failed"
-        message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
-        message = "; ".join([message, *getattr(error, "__notes__", [])])
+        if error is not None:
+            state = "interrupted" if stopped else "failed"
+            message = "stopped at once" if stopped else f"{type(error).__name__}: {error}"
+            message = "; ".join([message, *getattr(error, "__notes__", [])])
         try:
-            self._update(state=state, message=message)
-            self.directory.log(f"{state}: {message}")
-            if self.started and not self.is_refusal:
-                self("notice", {"message": self._how_to_go_on("stopped" if stopped else "failed")})
+            self.update(state=state, message=message)
+            self.directory.log(f"{state}: {message}" if message else state)
+            if error is not None and self.started and not goes:
+                saved = max(checkpoint_steps(self.directory.folder / "checkpoints"), default=None)
+                kept = "no checkpoint had been saved yet"
+                if saved is not None:
+                    kept = f"the newest checkpoint is of step {saved}"
+                made = f"{'stopped' if stopped else 'failed'} after step {self.status.step} of {self.status.steps}"
+                command = resume_command(self.directory.folder)
+                self("notice", {"message": f"{made}; {kept}; continue with: {command}"})
         except (StorageError, OSError) as failure:  # the first error is the one to show
+            if error is None:
+                raise
             error.add_note(str(failure))
-
-    def _how_to_go_on(self, what: str) -> str:
-        saved = max(checkpoint_steps(self.directory.folder / "checkpoints"), default=None)
-        kept = "no checkpoint had been saved yet" if saved is None else f"the newest checkpoint is of step {saved}"
-        command = resume_command(self.directory.folder)
-        return f"{what} after step {self.status.step} of {self.status.steps}; {kept}; continue with: {command}"

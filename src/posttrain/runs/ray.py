@@ -16,13 +16,13 @@ import ray
 from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Empty, Queue
+from ray.util.queue import Queue
 
 from posttrain import __version__
 from posttrain.errors import PeerFailure, PosttrainError, UsageError, first_line
 from posttrain.recipes.recipe import Recipe
-from posttrain.runs.launch import train_as_told
-from posttrain.train.distributed import Meeting, join
+from posttrain.runs.processes import train_task
+from posttrain.train.distributed import Processes, join
 from posttrain.train.files import Observer
 from posttrain.train.loop import TrainResult
 
@@ -38,7 +38,7 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 def train_on_cluster(
     task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
-    """Train a task (``runs/launch.py``) in ``scale.processes`` workers; again from the last checkpoint where
+    """Train a task (``runs/processes.py``) in ``scale.processes`` workers; again from the last checkpoint where
     one of them is lost, ``scale.restarts`` times at most.
 
     Args:
@@ -49,6 +49,7 @@ def train_on_cluster(
         PeerFailure: a process failed, or one was lost once too often.
     """
     folder, scale = Path(task["folder"]), recipe.scale
+    passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
     ends: dict[str, Any] = {}  # "result" or the first "error" of the run's own, and the "failure" of Ray's trainer
     with _joined():
         events = Queue(actor_options={"num_cpus": 0})
@@ -62,7 +63,7 @@ def train_on_cluster(
                 name="ray",
                 storage_path=str(folder),
                 failure_config=FailureConfig(max_failures=RESTARTS if scale.restarts is None else scale.restarts),
-                worker_runtime_env={"env_vars": _passed_on(), "working_dir": None},
+                worker_runtime_env={"env_vars": passed, "working_dir": None},
             ),
         )
 
@@ -73,7 +74,8 @@ def train_on_cluster(
                 ends["failure"] = error
 
         def read() -> None:
-            for event, facts in _waiting(events):
+            while not events.empty():
+                event, facts = events.get()
                 if event in ("result", "error"):
                     ends.setdefault(event, facts)
                 else:
@@ -96,17 +98,9 @@ def train_on_cluster(
     return TrainResult(**ends["result"])
 
 
-def _waiting(events: Any) -> Iterator[tuple[str, Any]]:
-    while True:
-        try:
-            yield events.get_nowait()
-        except Empty:
-            return
-
-
-def _work(told: dict[str, Any]) -> None:
+def _work(given: dict[str, Any]) -> None:
     """Train in a worker of Ray's. An error of the run's own is reported and ends it; other errors count as a loss."""
-    task, events, context = told["task"], told["events"], get_context()
+    task, events, context = given["task"], given["events"], get_context()
     folder = Path(task["folder"])
     try:
         if task["version"] != __version__:
@@ -120,14 +114,14 @@ def _work(told: dict[str, Any]) -> None:
         def report(event: str, facts: Mapping[str, Any]) -> None:
             events.put((event, {key: value for key, value in facts.items() if key != "recipe"}))
 
-        with join(Meeting.attend(), *task["scale"]) as world:
+        with join(Processes.attend(), *task["scale"]) as world:
             has_begun = world.tell((folder / "metrics.jsonl").is_file(), "earlier steps")
             observed: dict[str, Any] = {"observer": report} if world.is_main else {}
             if world.is_main and has_begun and not task["resume"]:
                 again = "a process was lost, and Ray has started all again: the run goes on from its newest checkpoint"
                 report("notice", {"message": again})
             task = {**task, "resume": task["resume"] or has_begun}
-            result = train_as_told(task, world, should_stop=(folder / STOP).is_file, **observed)
+            result = train_task(task, world, should_stop=(folder / STOP).is_file, **observed)
             if world.is_main:
                 events.put(("result", asdict(result)))
     except PeerFailure:
@@ -143,10 +137,8 @@ def _cause(failure: Any, size: int) -> str:
         return "the workers of Ray ended without a result"
     by_rank: dict[int, BaseException] = getattr(failure, "worker_failures", {})
     causes = [(rank, getattr(error, "_base_exc", error)) for rank, error in sorted(by_rank.items())]
-    own = [(rank, error) for rank, error in causes if not isinstance(error, PeerFailure)]
-    for rank, error in own or causes:
-        return f"rank {rank} of {size}: {first_line(error)}"
-    return first_line(failure)
+    causes.sort(key=lambda cause: isinstance(cause[1], PeerFailure))
+    return f"rank {causes[0][0]} of {size}: {first_line(causes[0][1])}" if causes else first_line(failure)
 
 
 def _takes_gpus(recipe: Recipe) -> bool:
@@ -163,10 +155,6 @@ def _takes_gpus(recipe: Recipe) -> bool:
     return on_gpus
 
 
-def _passed_on() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k.startswith(_PASSED) and not _SECRET.search(k)}
-
-
 @contextmanager
 def _joined() -> Iterator[None]:
     """The cluster that RAY_ADDRESS names, inside the block.
@@ -175,8 +163,7 @@ def _joined() -> Iterator[None]:
         UsageError: RAY_ADDRESS names none, or none answers there.
     """
     address = os.environ.get(ADDRESS, "")
-    parts = re.fullmatch(r"\[?([^\[\]/@]+?)\]?:([0-9]{1,5})", address)
-    if not parts and address != "auto":
+    if address != "auto" and not re.fullmatch(r"\[?[^\[\]/@]+\]?:[0-9]{1,5}", address):
         stands = f"is {address!r}" if address else "is not set"
         raise UsageError(
             f"scale.launcher: ray needs the address of a cluster that this machine belongs to, and {ADDRESS} {stands}. "
@@ -184,8 +171,9 @@ def _joined() -> Iterator[None]:
             "machine (docs/cluster.md)"
         )
     try:
-        if parts:
-            socket.create_connection((parts[1], int(parts[2])), timeout=CONNECT_SECONDS).close()
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
         raise UsageError(

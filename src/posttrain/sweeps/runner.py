@@ -15,9 +15,8 @@ from datetime import timedelta
 from posttrain.errors import PosttrainError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
 from posttrain.render.template import build_template
-from posttrain.runs.children import Child, describe_end, end_children, start_child, threads_per_child
+from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
-from posttrain.runs.launch import stop_on_signals
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
 from posttrain.sweeps.labelling import write_labelled
@@ -171,7 +170,7 @@ class _Runner:
                 self.say(f"{trial.name}: {'goes on' if resume else 'started'}", False)
 
     def _end(self, trial: Trial, child: Child, code: int) -> None:
-        message = describe_end(code, child) if code != 0 else self._label(trial)
+        message = child.describe_end(code) if code != 0 else self._label(trial)
         if message is None and trial.state == "finished":
             self.states[trial.name] = "finished"
             took, left = timedelta(seconds=round(time.monotonic() - child.started)), self.waiting + self.working

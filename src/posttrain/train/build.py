@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,13 +29,12 @@ from posttrain.models.trained_heads import forward_with_head
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection
+from posttrain.registry import Entry
 from posttrain.render import end_id
 from posttrain.render.template import build_template, further_ends
 from posttrain.tasks.base import Task, build_task
 from posttrain.train.checks import OWN_TEACHER, Words, unread_margins, words_of
 from posttrain.train.credit import Credit
-from posttrain.train.files import EngineSite
-from posttrain.train.machine import choose_kernels, guarantee_on, slow_paths
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import Method, Objective, same_digest, weights_digest
 from posttrain.train.streams import Streams, scoring_temperature
@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.models.reference import Reference
     from posttrain.train.distributed import Shards
     from posttrain.train.held_out import Evaluator
-    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.dataset import SupervisedSource
     from posttrain.train.sources.rollouts import RolloutSource
 
@@ -68,7 +67,6 @@ class Parts:
     shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
     reference: Reference | None = None  # the model as it was when training began, where something needs it
     evaluator: Evaluator | None = None
-    guarantee: str = "L1"  # see ``Words.guarantee``
     notices: Sequence[str] = ()  # what was built otherwise than asked for
 
     @property
@@ -126,13 +124,20 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
 
         eval_tasks = build_eval_tasks(recipe)
     words = words_of(recipe)
-    choose_kernels(recipe)
+    _choose_kernels(recipe)
     loaded, policy, forward, heads, reference, shards = _build_models(words, task, world, eval_tasks)
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
     method = _build_method(words, forward)
     grader, stage = _build_grader(recipe, tokenizer, folder)
-    site = EngineSite(folder, world, shards.within if shards else None)
-    engine = site.build(loaded, words.engine, words.engine_options, "rollout.engine")
+
+    def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        engine: Engine = entry.bind(options, where)(model, tokenizer)
+        engine = engine.settle(folder, world)
+        if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(shards.within)
+        return engine
+
+    engine = build_engine(words.engine, words.engine_options, "rollout.engine")
     streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
     source: SupervisedSource | RolloutSource
     read: Callable[..., SupervisedSource] | None = None
@@ -145,13 +150,12 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         source = read(task, cache=folder)
     else:
         source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
-        source.ahead = _build_ahead(words, source, world)
     evaluator, notices = None, list[str]()
     if eval_tasks:
         from posttrain.train.held_out import Evaluator, choose_held_out
 
         held_out = {} if read is None else choose_held_out(read, eval_tasks, words)
-        eval_engine, notices = _eval_engine(words, loaded, engine, site)
+        eval_engine, notices = _eval_engine(words, engine, build_engine, needed=bool(shards and shards.within))
         sampler = Sampler(eval_engine, tokenizer, grader, recipe.within(context), world=world, stage=stage)
         evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
     notices = [
@@ -159,14 +163,33 @@ def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> P
         *unread_margins(words, task.keys),
         *further_ends(tokenizer, grader.template),
         *notices,
-        *slow_paths(policy, recipe),
-        *(shards.notices if shards else ()),
+        *_slow_paths(policy, recipe),
     ]
     named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
-    origins, guarantee = _origins(recipe, loaded), guarantee_on(policy.device, words)
     trained = (policy, method, heads, named, optimizer)
-    beside = (shards, reference, evaluator, guarantee, notices)
-    return Parts(model, tokenizer, *trained, source, grader, engine, origins, *beside)
+    rest = (_origins(recipe, loaded), shards, reference, evaluator, notices)
+    return Parts(model, tokenizer, *trained, source, grader, engine, *rest)
+
+
+def _choose_kernels(recipe: Recipe) -> None:
+    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
+    if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+
+
+def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+    if policy.path == "padded" and recipe.model.attention != "sdpa":
+        return [f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"]
+    if policy.path == "padded":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
+    if policy.device.type == "cuda" and policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return []
 
 
 def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
@@ -232,16 +255,20 @@ def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
     return Forward(model, temperature, precision=precision)
 
 
-def _eval_engine(words: Words, loaded: LoadedModel, engine: Engine, site: EngineSite) -> tuple[Engine, list[str]]:
-    """The engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it."""
+def _eval_engine(
+    words: Words, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+) -> tuple[Engine, list[str]]:
+    """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
+
+    ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
+    """
     word = words.recipe.eval.engine
     if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
         return engine, []
     try:
-        entry = registry.find("engine", word.name, "eval.engine")
-        return site.build(loaded, entry, word.options, "eval.engine"), []
+        return build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
     except UsageError as error:
-        if site.within is not None and not words.engine.traits.get("takes_weights"):
+        if needed and not words.engine.traits.get("takes_weights"):
             raise
         return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
 
@@ -305,7 +332,12 @@ def build_rollout_source(
             bootstrap=bool(word.options.get("bootstrap", False)),
             kl=words.recipe.kl_in_reward,
         )
-    return RolloutSource(
+    kind: Callable[..., RolloutSource] = RolloutSource
+    if options.staleness:
+        from posttrain.train.sources.ahead import AheadSource
+
+        kind = partial(AheadSource, in_thread=bool(words.engine.traits.get("takes_weights")))
+    return kind(
         words.recipe,
         task,
         grader,
@@ -319,22 +351,6 @@ def build_rollout_source(
         feedback=feedback,
         stage=stage,
     )
-
-
-def _build_ahead(words: Words, source: RolloutSource, world: World) -> Ahead | None:
-    """The queue of a run whose batches are sampled before they are trained on."""
-    recipe = words.recipe
-    if recipe.rollout is None or not recipe.rollout.staleness:
-        return None
-    from posttrain.train.sources.ahead import Ahead
-
-    steps = recipe.train.steps
-    if steps is None:
-        assert recipe.train.passes is not None, "a recipe says steps or passes"
-        steps, _ = source.length_of(recipe.train.passes)
-    elsewhere = bool(words.engine.traits.get("takes_weights"))
-    num_batches = -(-steps // source.updates)
-    return Ahead(source, recipe.rollout.staleness, num_batches, world=world, in_thread=elsewhere)
 
 
 def _build_streams(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -130,9 +130,8 @@ def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: b
     Args:
         folder: the run's ``checkpoints`` folder.
         step: this one and no other.
-        set_aside: rename those that do not verify to ``failed-step-*``, so that the run can write
-            these steps anew and pruning does not count them. Only for the process that holds the
-            run's lock.
+        set_aside: rename those that do not verify to ``failed-step-*``, so that the run can write these steps anew;
+            only for the process that holds the run's lock.
 
     Raises:
         CheckpointError: some exist but none verifies, or the one asked for does not.
@@ -175,10 +174,10 @@ def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> No
     """
     folder = Path(path)
     if hasattr(model, "peft_config"):
+        from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
+
         for adapter in model.peft_config:
             place = folder if adapter == "default" else folder / adapter
-            from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
-
             stored = load_file(place / ADAPTER_WEIGHTS)
             stored.pop(ADAPTER_SCORE, None)  # a reward model's head, which is among the heads
             copy_tensors(stored, _adapter_tensors(model, adapter), place, fill)
@@ -197,26 +196,14 @@ def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> No
     copy_tensors(stored, live, folder, fill)
 
 
-class _Strict(BaseModel):
-    """Keys that are not read here may have any value: settings, choices of the machine."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class KeptBest(_Strict):
+class KeptBest(BaseModel, strict=True, extra="allow"):
     """The step of the best evaluation, and its results."""
 
     step: FiniteFloat
     __pydantic_extra__: dict[str, float]
 
 
-class KeptSource(_Strict):
-    """See ``RolloutSource.state``."""
-
-    kl_weight: FiniteFloat = 0.0
-
-
-class KeptState(_Strict):
+class KeptState(BaseModel, strict=True, extra="allow"):
     """The keys of ``state.json`` that a resumed run reads; an untrusted checkpoint may say anything."""
 
     best: KeptBest | None = None
@@ -225,7 +212,7 @@ class KeptState(_Strict):
     num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     processes: PositiveInt = 1
     rewards: dict[str, str] = {}
-    source: KeptSource = KeptSource()
+    source: dict[str, FiniteFloat] = {}
     steps: NonNegativeInt | None = None
     teacher: str | None = None
     unevaluated: bool = False
@@ -238,15 +225,16 @@ def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
         KeptState.model_validate_json(state)
     except ValidationError as error:
         raise Unverified("state.json", f"says what no run writes: {first_fault(error)}") from None
-    return Checkpoint(
-        path=path,
-        step=step,
-        state=json.loads(state),
-        optimizer=_read_optimizer(path, files),
-        rollout_buffer=_tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None,
-        heads=_tensors(path, "heads.safetensors") if "heads.safetensors" in files else {},
-        skipped=list(skipped),
-    )
+    optimizer: Mapping[str, Tensor]
+    if any(name.startswith("optimizer/") for name in files):
+        from posttrain.train.distributed import StoredShards
+
+        optimizer = StoredShards(path / "optimizer")
+    else:
+        optimizer = _tensors(path, "optimizer.safetensors")
+    buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
+    heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped))
 
 
 def _tensors(path: Path, name: str) -> dict[str, Tensor]:
@@ -254,14 +242,6 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
         return load_file(path / name)
     except SafetensorError as error:
         raise Unverified(name, f"holds no tensors ({error})") from None
-
-
-def _read_optimizer(path: Path, files: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    if any(name.startswith("optimizer/") for name in files):
-        from posttrain.train.distributed import StoredShards
-
-        return StoredShards(path / "optimizer")
-    return _tensors(path, "optimizer.safetensors")
 
 
 def names_to_write(model: Any) -> set[str]:

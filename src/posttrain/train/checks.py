@@ -85,15 +85,6 @@ class Words:
         return (rollout and in_place[0]) or (answers and in_place[-1])
 
     @property
-    def guarantee(self) -> str:
-        """Guarantee of the engine for a killed and resumed run.
-
-        L0: weights and step go on from the checkpoint. L1: and no prompt is left out or sampled twice. L2: and all is
-        the same bit for bit, on a CPU or a GPU with ``train.deterministic``.
-        """
-        return str(self.engine.traits.get("guarantee", "L1"))
-
-    @property
     def teaches_itself(self) -> bool:
         """Whether the model that is trained is its own teacher."""
         return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
@@ -187,13 +178,8 @@ def _of_objective(w: Words) -> Iterator[Rule]:
 
 
 def _of_engines(w: Words) -> Iterator[Rule]:
-    evaluating, elsewhere = (
-        w.recipe.eval.engine,
-        (
-            ": {!r} samples with weights of its own, which no update reaches; use native, and this one in "
-            "`posttrain evaluate`"
-        ),
-    )
+    evaluating = w.recipe.eval.engine
+    elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
     yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
     unplayed = w.recipe.environment is None and not w.recipe.tools
     gives = "give 'environment'"

@@ -2,10 +2,9 @@
 
 The processes meet in torch's key-value store, which rank 0 holds: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of
 the environment (torchrun, srun), at a port of the loopback (the local launcher), or in the process group that Ray Train
-has opened. A process that fails leaves a record there before it ends. Its connections close, so the exchange that the
-others are in, or come to next, fails at once; they read the first record for the reason.
-
-Objects travel pickled between the processes of one run, which trust one another.
+has opened. The first process that fails leaves a record there. Its connections close, so the next exchange of the
+others fails; they read the record for the reason. Objects travel pickled between the processes of one run, which trust
+one another.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,29 +43,27 @@ RECORD_SECONDS = 10.0  # for a record to arrive after the connection of the proc
 TASK, FAILURE, ARRIVED = "task", "failure", "arrived"
 
 
-@dataclass
-class Meeting:
-    """Rank and number of the processes, and the store that they share.
+class Processes(World):
+    """Several processes, of which this one is ``rank``, and the store that they share.
 
-    ``noticed``: this process knows that another one failed, and is ending.
+    Every exchange raises ``PeerFailure`` if another process failed, ended, or did not come in time. ``noticed``: this
+    process knows that another one failed, and is ending.
     """
 
-    rank: int
-    size: int
-    store: Any
-    noticed: bool = False
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self.store, self.noticed = rank, size, store, False
 
     @classmethod
-    def open(cls, size: int, host: str = "127.0.0.1") -> Meeting:
-        """Rank 0 with a store at a free port of ``host`` alone; torch itself would listen on all addresses."""
+    def open(cls, size: int, host: str = "127.0.0.1") -> Processes:
+        """Return rank 0 with a store at a free port of ``host`` alone; torch itself would listen on all addresses."""
         listening = socket.create_server((host, 0))
         port, descriptor = int(listening.getsockname()[1]), listening.detach()
         store = dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         return cls(0, size, store)
 
     @classmethod
-    def attend(cls) -> Meeting:
-        """The store of the environment; that of the process group where one is open.
+    def attend(cls) -> Processes:
+        """Return this process with the store of the environment, or of the process group where one is open.
 
         Raises:
             UsageError: variables are missing, the port is in use, or nobody answers there.
@@ -75,42 +71,41 @@ class Meeting:
         if dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
         named = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in named if not os.environ.get(name)]
-        if missing:
+        if missing := [name for name in named if not os.environ.get(name)]:
             raise UsageError(f"the environment has RANK and no {', '.join(missing)}; torchrun sets all of them")
         try:
             store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
-        except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        except (RuntimeError, ValueError, TimeoutError) as error:
             reason = "the port is in use" if "EADDRINUSE" in str(error) else first_line(error)
             raise UsageError(
-                f"MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at {place}: {reason}. Give a "
-                "free port of a machine that all of them reach"
+                "MASTER_ADDR and MASTER_PORT: the processes of the run cannot meet at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Give a free port of a machine "
+                "that all of them reach"
             ) from error
         return cls(rank, size, store)
 
     def give(self, task: Mapping[str, Any]) -> None:
-        """Rank 0: leave the task of the others."""
+        """Leave the task of the others, as rank 0."""
         self.store.set(TASK, json.dumps(task))
 
     def take(self) -> dict[str, Any]:
-        """The others: wait for the task of rank 0."""
+        """Wait for the task of rank 0."""
         try:
             self.store.wait([TASK], timedelta(seconds=JOIN_SECONDS))
-        except (dist.DistError, RuntimeError) as error:
-            raise PeerFailure(f"rank {self.rank} of {self.size}: rank 0 gives no task: {first_line(error)}") from error
+        except RuntimeError as error:
+            raise PeerFailure(f"{self}: rank 0 gives no task: {first_line(error)}") from error
         task: dict[str, Any] = json.loads(self.store.get(TASK))
         return task
 
     def fail(self, rank: int, message: str, exit_code: int) -> None:
         """Leave the record of a failed rank; the first record stays."""
-        with suppress(dist.DistError, RuntimeError):  # rank 0, and the store with it, may be gone
+        with suppress(RuntimeError):  # rank 0, and the store with it, may be gone
             self.store.compare_set(FAILURE, "", json.dumps([f"rank {rank} of {self.size}: {message}", exit_code]))
 
     def failure(self, seconds: float = 0.0) -> PeerFailure | None:
-        """The first record of a failed rank, if there is one within so many seconds."""
+        """Return the first record of a failed rank, if there is one within so many seconds."""
         deadline = time.monotonic() + seconds
-        with suppress(dist.DistError, RuntimeError):
+        with suppress(RuntimeError):
             while not self.store.check([FAILURE]):
                 if time.monotonic() >= deadline:
                     return None
@@ -119,19 +114,72 @@ class Meeting:
         return None
 
     def wait_for_all(self) -> None:
-        """Rank 0 waits for all processes, as long as none has failed.
+        """Wait, as rank 0, for all processes, as long as none has failed.
 
         Raises:
             PeerFailure: one did not come.
         """
         num_here, deadline = self.store.add(ARRIVED, 1), time.monotonic() + JOIN_SECONDS
-        while self.rank == 0 and num_here < self.size:
+        while self.is_main and num_here < self.size:
             if (failure := self.failure(0.05)) is not None:
                 raise failure
             if time.monotonic() > deadline:
-                missing = self.size - num_here
-                raise PeerFailure(f"{missing} of {self.size} processes have not come in {JOIN_SECONDS:g} s")
+                raise PeerFailure(
+                    f"{self.size - num_here} of {self.size} processes have not come in {JOIN_SECONDS:g} s"
+                )
             num_here = self.store.add(ARRIVED, 0)
+
+    def gather(self, mine: Sequence[T], what: str) -> list[T]:
+        parts: list[Any] = [None] * self.size
+        with self._exchange(what):
+            dist.all_gather_object(parts, (what, list(mine)))
+        for rank, (theirs, _) in enumerate(parts):
+            if theirs != what:  # our own bug, or processes that decided differently
+                raise RunFailure(f"rank {self.rank} is at {what!r} while rank {rank} is at {theirs!r}")
+        lists = [part for _, part in parts]
+        return [lists[i % self.size][i // self.size] for i in range(sum(map(len, lists)))]
+
+    def add(self, tensors: Sequence[Tensor], what: str) -> None:
+        with self._exchange(what), torch.no_grad():
+            for tensor in tensors:
+                total = tensor.contiguous()
+                dist.all_reduce(total)
+                tensor.copy_(total)
+
+    def tell(self, value: T, what: str) -> T:
+        return self.gather([value if self.is_main else None], what)[0]  # type: ignore[return-value]
+
+    def agree(self, flag: bool, what: str) -> bool:
+        return any(self.gather([flag], what))
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        own = local_rank() or 0
+        last = max(self.gather([own], "places on a machine"))
+        for _ in range(own):
+            self.agree(False, "turns to load")
+        yield
+        for _ in range(last - own + 1):
+            self.agree(False, "turns to load")
+
+    def first_failure(self) -> PeerFailure | None:
+        """Return the record of the first failed rank, which may be on its way, after an exchange failed."""
+        self.noticed = True
+        return self.failure(RECORD_SECONDS)
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.first_failure() or PeerFailure(
+                f"{self}: the exchange of {what} failed after {time.monotonic() - started:.0f} s: {first_line(error)}. "
+                "If another process is only slower, give a larger scale.timeout_seconds"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
 
 
 def check_devices(device: str, num_processes: int) -> None:
@@ -140,8 +188,8 @@ def check_devices(device: str, num_processes: int) -> None:
     Raises:
         UsageError: there are fewer, or they are Apple's, between which no tensors travel.
     """
-    there = torch.cuda.device_count()
-    if (kind := choose_device(device).type) == "mps" and num_processes > 1:
+    kind, there = choose_device(device).type, torch.cuda.device_count()
+    if kind == "mps" and num_processes > 1:
         raise UsageError(f"scale.processes: {num_processes}, and a Mac's GPU (model.device mps) is for 1; or use cpu")
     if kind == "cuda" and num_processes > there:
         raise UsageError(
@@ -151,7 +199,7 @@ def check_devices(device: str, num_processes: int) -> None:
 
 
 @contextmanager
-def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[World]:
+def join(world: Processes, device: str, timeout_seconds: float) -> Iterator[Processes]:
     """Work together with the other processes, inside the block; an error in it ends all of them.
 
     Args:
@@ -163,114 +211,41 @@ def join(meeting: Meeting, device: str, timeout_seconds: float) -> Iterator[Worl
         PeerFailure: another process failed.
     """
     try:
-        _open_group(meeting, device, timeout_seconds)
+        _open_group(world, device, timeout_seconds)
         try:
-            world = Processes(meeting)
             yield world
             world.agree(False, "end of the run")  # rank 0 holds the store and ends the others
         finally:
             dist.destroy_process_group()
     except BaseException as error:
         # FSDP2 gathers layers itself; its errors come here as they are.
-        failure = _first_failure(meeting) if isinstance(error, RuntimeError) else None
+        failure = world.first_failure() if isinstance(error, RuntimeError) else None
         if failure is not None:
             raise failure from error
         if not isinstance(error, PeerFailure):
             what = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
-            meeting.fail(meeting.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
+            world.fail(world.rank, what, getattr(error, "exit_code", RunFailure.exit_code))
         raise
 
 
-def _open_group(meeting: Meeting, device: str, timeout_seconds: float) -> None:
-    chosen = choose_device(device)
-    if chosen.type == "mps":
-        check_devices(device, meeting.size)
-    if chosen.type == "cuda":
-        index = local_rank() or 0
-        check_devices(device, index + 1)
+def _open_group(world: Processes, device: str, timeout_seconds: float) -> None:
+    kind, index = choose_device(device).type, local_rank() or 0
+    check_devices(device, world.size if kind == "mps" else index + 1)
+    if kind == "cuda":
         torch.cuda.set_device(index)
-    meeting.wait_for_all()
+    world.wait_for_all()
     if dist.is_initialized():
         return
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            store=dist.PrefixStore("group", meeting.store),
-            rank=meeting.rank,
-            world_size=meeting.size,
+            backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore("group", world.store),
+            rank=world.rank,
+            world_size=world.size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    except (dist.DistError, RuntimeError) as error:
-        here = f"rank {meeting.rank} of {meeting.size}"
-        raise meeting.failure() or PeerFailure(f"{here} cannot reach the others: {first_line(error)}") from error
-
-
-def _first_failure(meeting: Meeting) -> PeerFailure | None:
-    meeting.noticed = True
-    return meeting.failure(RECORD_SECONDS)
-
-
-class Processes(World):
-    """Several processes, of which this one is ``rank``.
-
-    Every method raises ``PeerFailure`` if another process failed, ended, or did not come in time.
-    """
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self.rank, self.size = meeting.rank, meeting.size
-
-    def gather(self, mine: Sequence[T], what: str) -> list[T]:
-        """See ``World.gather``."""
-        parts: list[Any] = [None] * self.size
-        with self._exchange(what):
-            dist.all_gather_object(parts, (what, list(mine)))
-        for rank, (theirs, _) in enumerate(parts):
-            if theirs != what:  # our own bug, or processes that decided differently
-                raise RunFailure(f"rank {self.rank} is at {what!r} while rank {rank} is at {theirs!r}")
-        lists = [part for _, part in parts]
-        return [lists[i % self.size][i // self.size] for i in range(sum(map(len, lists)))]
-
-    def add(self, tensors: Sequence[Tensor], what: str) -> None:
-        """See ``World.add``."""
-        with self._exchange(what), torch.no_grad():
-            for tensor in tensors:
-                total = tensor.contiguous()
-                dist.all_reduce(total)
-                tensor.copy_(total)
-
-    def tell(self, value: T, what: str) -> T:
-        """See ``World.tell``."""
-        return self.gather([value if self.is_main else None], what)[0]  # type: ignore[return-value]
-
-    def agree(self, flag: bool, what: str) -> bool:
-        """See ``World.agree``."""
-        return any(self.gather([flag], what))
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """See ``World.in_turn``; the order is that of ``LOCAL_RANK``."""
-        place = local_rank() or 0
-        last = max(self.gather([place], "places on a machine"))
-        for _ in range(place):
-            self.agree(False, "turns to load")
-        yield
-        for _ in range(last - place + 1):
-            self.agree(False, "turns to load")
-
-    @contextmanager
-    def _exchange(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        except (dist.DistError, RuntimeError) as error:
-            if (failure := _first_failure(self._meeting)) is not None:
-                raise failure from error
-            raise PeerFailure(
-                f"rank {self.rank} of {self.size}: the exchange of {what} failed after "
-                f"{time.monotonic() - started:.0f} s: {first_line(error)}. If another process is only slower, give a "
-                "larger scale.timeout_seconds"
-            ) from error
+    except RuntimeError as error:
+        raise world.failure() or PeerFailure(f"{world} cannot reach the others: {first_line(error)}") from error
 
 
 class Root(torch.nn.Module):
@@ -294,16 +269,13 @@ class Shards:
     Where the trainer samples with the model, gradients are computed with the shards alone, and an unsharded model stays
     for all else: ``gather`` brings it up to date after an update, ``scatter`` the shards after it was loaded. Elsewhere
     the shards are the model (``keeps_whole`` False): it is sharded in place from main memory, and every pass gathers it
-    layer by layer.
-
-    Args:
-        device: of the shards.
+    layer by layer. ``within`` gathers the model there.
     """
 
     model: torch.nn.Module
     heads: dict[str, torch.nn.Module]
     forward: Forward | ActorCritic
-    within: Within | None = None  # gathers the model, where there is no unsharded one
+    within: Within | None = None
 
     def __init__(self, world: World, device: torch.device, *, keeps_whole: bool = True) -> None:
         self._mesh = init_device_mesh(device.type, (world.size,))
@@ -316,16 +288,15 @@ class Shards:
         if self.keeps_whole:
             self.model = copy.deepcopy(whole.model)
             self.heads = {name: copy.deepcopy(module) for name, module in heads.items()}
+            modules = [(whole.model, self.model), *((heads[name], self.heads[name]) for name in heads)]
         if isinstance(whole, ActorCritic):
             critic = self._of_model(whole.critic, self.heads["critic"])
             self.forward = ActorCritic(self._of_model(whole.policy, self.model), critic)
         else:
             self.forward = self._of_model(whole, self.model)
-        if self.keeps_whole:
-            modules = [(whole.model, self.model), *((heads[name], self.heads[name]) for name in heads)]
-            for module, sharded in modules:
-                pairs = zip(module.parameters(), sharded.parameters(), strict=True)
-                self._pairs += [(plain, shard) for plain, shard in pairs if plain.requires_grad]
+        for module, sharded in modules if self.keeps_whole else ():
+            pairs = zip(module.parameters(), sharded.parameters(), strict=True)
+            self._pairs += [(plain, shard) for plain, shard in pairs if plain.requires_grad]
 
     def _of_model(self, whole: Forward, model: torch.nn.Module) -> Forward:
         forward = copy.copy(whole) if self.keeps_whole else whole
@@ -347,20 +318,11 @@ class Shards:
         """Choose again how batches are computed, where the shards are the model; ``policy``: the language model's."""
         if self.keeps_whole:
             return
-        actor = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
-        self.within = policy.root = actor.root
-        critics = [self.forward.critic] if isinstance(self.forward, ActorCritic) else []
-        for each in dict.fromkeys([actor, policy, *critics]):
+        forward = self.forward
+        passes = [forward.policy, forward.critic] if isinstance(forward, ActorCritic) else [forward]
+        self.within = policy.root = passes[0].root
+        for each in dict.fromkeys([passes[0], policy, *passes[1:]]):
             each.choose_path()
-
-    @property
-    def notices(self) -> list[str]:
-        """A line where a process needs more memory than for its part."""
-        told = (
-            "scale.sharding: the trainer's processes sample, so each keeps a whole model beside its part of it; "
-            "a vLLM server that answers (rollout.engine, eval.engine) leaves the part alone"
-        )
-        return [told] if self.keeps_whole else []
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -381,7 +343,7 @@ class Shards:
 
     @torch.no_grad()
     def whole(self, tensors: Mapping[str, Tensor], is_kept: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Unsharded tensors on the CPU, gathered one by one; a process keeps those that it asks for."""
+        """Return unsharded tensors on the CPU, gathered one by one; a process keeps those that it asks for."""
         gathered = ((name, whole(tensor)) for name, tensor in tensors.items())
         return {name: full.cpu() for name, full in gathered if is_kept(name)}
 
@@ -395,7 +357,7 @@ def _within(root: Any, compute: Callable[[], T]) -> T:
 
 
 def part_of(tensor: Tensor, like: Any) -> Any:
-    """An unsharded tensor, the same in all processes, sharded as ``like`` is."""
+    """Return an unsharded tensor, the same in all processes, sharded as ``like`` is."""
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
@@ -421,19 +383,16 @@ class StoredShards(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with self._explained():
-            self._about: dict[str, Any] = dict(self._reader().read_metadata().state_dict_metadata)
+        with self._explained() as reader:
+            self._about: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         for name, about in self._about.items():
             if about.size.numel() != sum(chunk.sizes.numel() for chunk in about.chunks):
                 raise CheckpointError(f"{folder}: rows of {name} are missing; this checkpoint is not whole")
 
-    def _reader(self) -> Any:
-        return HuggingFaceStorageReader(str(self._folder))
-
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[Any]:
         try:
-            yield
+            yield HuggingFaceStorageReader(str(self._folder))
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{self._folder} does not hold an optimizer's tensors: {first_line(error)}") from None
 
@@ -446,6 +405,6 @@ class StoredShards(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         about = self._about[name]
         tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        with self._explained():
-            dcp.load({name: tensor}, storage_reader=self._reader(), no_dist=True)
+        with self._explained() as reader:
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
         return tensor

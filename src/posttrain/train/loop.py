@@ -15,25 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
-from posttrain.models.load import num_parameters
+from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
-from posttrain.store.durable import replace_file
 from posttrain.store.headline import choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.train.build import Parts, check_origins, prepare
 from posttrain.train.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
 from posttrain.train.files import NoRecords, Observer, RunFiles
-from posttrain.train.machine import threads_of_main, use_threads
 from posttrain.train.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.train.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.train.sources import TrainBatch
@@ -104,23 +100,19 @@ class Loop:
             self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
 
     def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
-        """The content of the event ``start``; ``length`` describes the passes over the data, where they are counted."""
-        parts = self.parts
+        """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
+        source = self.parts.source
         return {
             "recipe": self.recipe,
             "steps": self.steps,
             "length": length,
             "resumed_from": self.step if resumed else None,
-            "num_examples": parts.source.num_examples,
-            "dropped": parts.source.dropped,
-            "origin": parts.source.origin,
-            "num_repeated": parts.source.num_repeated,
-            "trained": parts.source.trained,
-            "num_parameters": num_parameters(parts.model),
-            "num_trained": sum(p.numel() for _, p in parts.parameters),
-            "forward_path": parts.method.forward.path,
-            "attention": parts.method.forward.attention,
-            "guarantee": parts.guarantee,
+            "num_examples": source.num_examples,
+            "dropped": source.dropped,
+            "origin": source.origin,
+            "num_repeated": source.num_repeated,
+            "trained": source.trained,
+            "forward_path": self.parts.method.forward.path,
         }
 
     def _newest_checkpoint(self) -> Checkpoint | None:
@@ -140,7 +132,7 @@ class Loop:
             what = f"goes on in {after}, and the checkpoint was saved by {before}"
             self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
         elif threads != own:
-            use_threads(threads)
+            _use_threads(threads)
             line = f"number of threads: {threads}, as it began; here it would be {own}"
             self.observer("notice", {"message": line})
 
@@ -203,7 +195,6 @@ class Loop:
         return (every > 0 and self.step % every == 0) or self.step == self.steps
 
     def _is_best(self) -> bool:
-        """Whether this step's evaluation is the best so far; its weights are kept, whatever ``save_every`` says."""
         return self.best is not None and self.best["step"] == self.step
 
     def update(self) -> None:
@@ -264,9 +255,9 @@ class Loop:
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
                 self.parts.shards.gather()
-        except NonFiniteLoss as error:
+        except NonFiniteLoss:
             self.consistent = True
-            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+            raise
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
@@ -370,19 +361,6 @@ class Loop:
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
 
-    def _save_batch(self, batch: Batch, step: int) -> str:
-        """Save the batch of a failed step; returns a sentence about it."""
-        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
-        if not self.world.is_main:
-            return "Rank 0 saves the batch"
-        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
-        tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
-        try:
-            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
-        except StorageError as failure:
-            return f"The batch could not be kept: {failure}"
-        return f"The batch is saved in {path}"
-
 
 def train(
     recipe: Recipe,
@@ -404,7 +382,7 @@ def train(
     if world.is_main:
         watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
         trackers = build_trackers(recipe.track, watched)
-    with threads_of_main(world):
+    with _threads_of_main(world):
         parts = prepare(recipe, files.folder, world)
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
@@ -423,6 +401,23 @@ def train(
             except Exception as error:
                 loop.rescue(error)
                 raise
+
+
+def _use_threads(number: int) -> None:
+    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
+
+
+@contextmanager
+def _threads_of_main(world: World) -> Iterator[None]:
+    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
+    before = torch.get_num_threads()
+    _use_threads(world.tell(before, "number of threads"))
+    try:
+        yield
+    finally:
+        _use_threads(before)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Estimate of the memory of one training process, part by part, from its recipe and its model's configuration.
 
-Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest rows
-that the recipe allows. docs/memory.md explains the parts. With N tokens of a micro-batch in the trainer's stream (a
-shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f, attention widths a and k,
-s bytes of a weight, a layer keeps for the backward pass, in bytes:
+Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
+rows that the recipe allows (docs/memory.md says what is not counted). With N tokens of a micro-batch in the trainer's
+stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f, attention
+widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
 
 - the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
   and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
@@ -12,10 +12,6 @@ s bytes of a weight, a layer keeps for the backward pass, in bytes:
 - under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes beside 4 · rank.
 
 With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
-
-Not counted: the libraries and the device's own memory, fragments of the allocator, the weights of a teacher or of a
-reward model, held-out evaluation, data sets, and what one operation needs while it runs. Attention that runs without a
-fused kernel keeps more.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def accumulate(
     batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
     device = next(forward.model.parameters()).device
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
-    means, of_parts = MeanOverBatch(), [MeanOverBatch() for _ in batch.parts]
+    means = MeanOverBatch()
     slots = used = 0.0
     pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
     for rows, counts in even_pieces(pieces, batch, world, is_sharded=forward.is_sharded):
@@ -120,16 +120,11 @@ def accumulate(
             continue
         total += with_float64(loss.detach()).to(torch.float64)
         _measure(means, result, outputs, part, level, float(planned.mask.sum()))
-        for number, of_part in enumerate(of_parts):
-            _measure_part(of_part, number, result, planned, level)
         slots += forward.last_slots
         used += forward.last_tokens
     mine = (float(total), float(slots), float(used))
     loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
-    metrics = means.means(world, method.derive) | {"padding_share": 1.0 - used / slots}
-    for name, of_part in zip(batch.parts, of_parts, strict=True):
-        metrics |= {f"{name}:{metric}": mean for metric, mean in of_part.means(world, method.derive).items()}
-    return loss, metrics
+    return loss, means.means(world, method.derive) | {"padding_share": 1.0 - used / slots}
 
 
 def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
@@ -210,16 +205,6 @@ def _measure(
         means.add("entropy", outputs.entropy, *over_tokens)
     for name, values in measure_ratios(outputs, part, level == "token").items():
         means.add(name, values, *over_tokens)
-
-
-def _measure_part(means: MeanOverBatch, number: int, result: Loss, planned: Batch, level: Level) -> None:
-    """Add loss and accuracies of the rows of one part of a mixture, in a micro-batch on the CPU."""
-    rows = planned.stream("part") == number
-    own = planned.mask & rows[:, None] if level == "token" else rows[:: planned.rows_per_unit]
-    count = float(own.sum())
-    for name, values in {"loss": result.values, **result.metrics}.items() if count else ():
-        if name == "loss" or name.endswith("accuracy") or name.startswith("final_token"):
-            means.add(name, values, own.to(values.device), count)
 
 
 @contextmanager

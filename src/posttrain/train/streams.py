@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from posttrain.world import ONE, World
 if TYPE_CHECKING:
     from posttrain.models.reference import Reference
 
+T = TypeVar("T")
 # Filled by the sources, with the rows.
 OF_ROLLOUTS = ("advantages", "sampler_logprobs", "returns", "rewards", "has_feedback")
 GIVEN = (*OF_ROLLOUTS, "labels", "margins", "step_labels")
@@ -50,20 +51,22 @@ class Scorer:
     rows_per_micro: int | None = None
     world: World = ONE
 
-    def _pieces(self, batch: Batch, forward: Forward | ActorCritic) -> Iterator[tuple[list[int], bool]]:
-        """Rows of each pass, and whether it counts."""
-        own = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
-        return even_pieces(own, batch, self.world, is_sharded=forward.is_sharded)
+    def _each(self, batch: Batch, compute: Callable[[Any, Batch], T]) -> Iterator[tuple[list[int], T]]:
+        """Yield the rows of each pass that counts, with what is computed of them."""
+        pieces = split_rows(batch, self.tokens_per_micro, self.rows_per_micro, self.world)
+        with self.open() as forward:
+            for rows, counts in even_pieces(pieces, batch, self.world, is_sharded=forward.is_sharded):
+                computed = compute(forward, batch.select(rows))
+                if counts:
+                    yield rows, computed
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """``float32 [B, T]``: log-probabilities of the trained tokens, 0 elsewhere."""
         scored = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        with self.open() as forward:
-            for rows, counts in self._pieces(batch, forward):
-                values = forward(batch.select(rows), "none").logprobs.cpu().float()
-                if counts:
-                    scored[torch.as_tensor(rows), : values.shape[1]] = values
+        for rows, outputs in self._each(batch, lambda forward, part: forward(part, "none")):
+            values = outputs.logprobs.cpu().float()
+            scored[torch.as_tensor(rows), : values.shape[1]] = values
         self.world.add([scored], "log-probabilities")
         return scored
 
@@ -72,13 +75,9 @@ class Scorer:
         """``[B, T]`` values of the states before each trained token, ``[B]`` of the state after the last one."""
         values = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         final = torch.zeros(batch.num_rows, dtype=torch.float32)
-        with self.open() as forward:
-            for rows, counts in self._pieces(batch, forward):
-                before, after = state_values(forward, batch.select(rows))
-                index = torch.as_tensor(rows if counts else [], dtype=torch.long)
-                before, after = before[: len(index)], after[: len(index)]
-                values[index, : before.shape[1]] = before.cpu().float()
-                final[index] = after.cpu().float()
+        for rows, (before, after) in self._each(batch, state_values):
+            values[torch.as_tensor(rows), : before.shape[1]] = before.cpu().float()
+            final[torch.as_tensor(rows)] = after.cpu().float()
         self.world.add([values, final], "values")
         return values, final
 
@@ -86,15 +85,11 @@ class Scorer:
     def candidates(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Of each row, at its trained tokens: the likeliest tokens ``int64 [N, K]`` and their log-probabilities."""
         of_row: dict[int, tuple[Tensor, Tensor]] = {}
-        with self.open() as forward:
-            assert isinstance(forward, Forward)
-            for rows, counts in self._pieces(batch, forward):
-                part = batch.select(rows)
-                likeliest, their_logprobs = (x.cpu() for x in forward.top_candidates(part, k))
-                their_logprobs = their_logprobs.float()
-                for place, row in enumerate(rows if counts else ()):
-                    trained = part.mask[place]
-                    of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
+        for rows, both in self._each(batch, lambda forward, part: forward.top_candidates(part, k)):
+            likeliest, their_logprobs = both[0].cpu(), both[1].cpu().float()
+            for place, row in enumerate(rows):
+                trained = batch.mask[row, : likeliest.shape[1]]
+                of_row[row] = likeliest[place][trained], their_logprobs[place][trained]
         everywhere = {row: both for rows in self.world.gather([of_row], "candidates") for row, both in rows.items()}
         ids, logprobs = zip(*(everywhere[row] for row in range(batch.num_rows)), strict=True)
         return list(ids), list(logprobs)

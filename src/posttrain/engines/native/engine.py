@@ -40,7 +40,7 @@ PATHS: dict[Path, str] = {
 _OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
 
 
-@register("engine", guarantee="L2")
+@register("engine")
 def native(
     model: Any,
     tokenizer: Any,

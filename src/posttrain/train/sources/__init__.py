@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from posttrain.errors import UsageError
-from posttrain.randomness import draw_indices, permutation
-from posttrain.tasks.base import Task, TaskPart
+from posttrain.randomness import permutation
+from posttrain.tasks.base import TaskPart
 from posttrain.types import Batch, Rollout
 
 
@@ -73,96 +73,65 @@ class Turn:
     passes: list[int]
 
 
-def row_order(
-    seed: int, purpose: str, size: int, task: Task, rows: Sequence[Any], *, further: int = 0
-) -> PlainOrder | MixedOrder:
-    """The order of a source's ``rows``; of a mixture these are the names of their parts.
+class RowOrder:
+    """Rows of a source in a new order for every pass; the parts of a mixture take turns by weight, each in its order.
 
-    Raises:
-        UsageError: a part of a mixture has no row.
-    """
-    if task.parts:
-        return MixedOrder(seed, purpose, size, task.parts, rows, further)
-    return PlainOrder(seed, purpose, size, len(rows), further)
+    Every batch has its share of each part (``tasks/mixture.next_turn``). Further rounds of a batch, which replace
+    dropped groups, have the same shares and orders of their own.
 
-
-@dataclass(frozen=True)
-class PlainOrder:
-    """One row after the other, in a new order for every pass; ``further`` rounds of a batch follow an order of theirs.
-
-    ``purpose``: of the random numbers. ``size``: rows of a batch, of ``there`` rows.
-    """
-
-    seed: int
-    purpose: str
-    size: int
-    there: int
-    further: int = 0
-
-    def turn(self, batch: int, attempt: int = 0) -> Turn:
-        """The rows of round ``attempt`` of a batch, both from 0; later rounds replace dropped groups."""
-        order = self.purpose if attempt == 0 else f"further {self.purpose}"
-        start = (batch if attempt == 0 else batch * self.further + attempt - 1) * self.size
-        places = draw_indices(self.seed, order, start, self.size, self.there)
-        return Turn(places, [position // self.there for position in range(start, start + self.size)])
-
-
-class MixedOrder:
-    """Parts of a mixture take turns by weight (``tasks/mixture.next_turn``), each in an order of its own.
-
-    Every batch has its share of each part. Further rounds of a batch have the same shares and orders of their own.
-    ``part_of``: the name of each row's part.
+    Args:
+        purpose: of the random numbers.
+        size: rows of a batch.
+        parts: those of a mixture, or none.
+        rows: of the source; of a mixture the name of each row's part.
+        further: the number of further rounds of a batch.
 
     Raises:
         UsageError: a part has no row.
     """
 
     def __init__(
-        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], part_of: Sequence[str], further: int = 0
+        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[Any], further: int = 0
     ) -> None:
         self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
-        self.names, self.weights = [part.name for part in parts], [part.weight for part in parts]
-        self.rows = [[place for place, name in enumerate(part_of) if name == part] for part in self.names]
-        for name, rows in zip(self.names, self.rows, strict=True):
-            if not rows:
+        self.names, self.weights = [part.name for part in parts] or [""], [part.weight for part in parts] or [1.0]
+        self.rows = [[n for n, row in enumerate(rows) if not parts or row == name] for name in self.names]
+        for name, own in zip(self.names, self.rows, strict=True):
+            if not own:
                 raise UsageError(
                     f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
                     "to learn from. Leave the part out, or make room for it (data.max_tokens, prompt.max_prompt_tokens)"
                 )
-        self._at = 0, [0] * len(parts)  # a batch, and how many rows each part gave before it
+        self._at = 0, [0] * len(self.names)  # a batch, and how many rows each part gave before it
 
     def turn(self, batch: int, attempt: int = 0) -> Turn:
-        """See ``PlainOrder.turn``."""
-        given = self._given(batch)
-        parts, at = self._parts(list(given)), list(given)
+        """Return the rows of round ``attempt`` of a batch, both from 0."""
+        start, given = self._at if self._at[0] <= batch else (0, [0] * len(self.names))
+        given = list(given)
+        for _ in range(start, batch):
+            self._parts(given)
+        self._at = batch, list(given)
+        parts, at = self._parts(list(given)), given
         if attempt:
             each = [parts.count(part) for part in range(len(self.names))]
             at = [g * self.further + (attempt - 1) * n for g, n in zip(given, each, strict=True)]
         turn = Turn([], [])
         for part in parts:
-            rows = self.rows[part]
-            in_pass, offset = divmod(at[part], len(rows))
-            order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}"
-            turn.places.append(rows[int(_permutation(self.seed, order, in_pass, len(rows))[offset])])
+            in_pass, offset = divmod(at[part], len(self.rows[part]))
+            order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}".rstrip()
+            place = int(_permutation(self.seed, order, in_pass, len(self.rows[part]))[offset])
+            turn.places.append(self.rows[part][place])
             turn.passes.append(in_pass)
             at[part] += 1
         return turn
 
-    def _given(self, batch: int) -> list[int]:
-        at, given = self._at if self._at[0] <= batch else (0, [0] * len(self.names))
-        given = list(given)
-        for _ in range(at, batch):
-            self._parts(given)
-        self._at = batch, given
-        return given
-
     def _parts(self, turns: list[int]) -> list[int]:
-        """The parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
+        """Return the parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
         from posttrain.tasks.mixture import next_turn
 
         parts = []
         for _ in range(self.size):
-            parts.append(next_turn(self.weights, turns))
+            parts.append(next_turn(self.weights, turns) if len(turns) > 1 else 0)
             turns[parts[-1]] += 1
         return parts
 

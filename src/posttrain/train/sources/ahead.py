@@ -11,8 +11,8 @@ what is done, and the rest is sampled again from the same seeds, with the weight
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import Any
@@ -22,44 +22,38 @@ from torch import Tensor
 
 from posttrain.errors import CheckpointError, RunFailure
 from posttrain.models.forward.attention import in_own_thread
-from posttrain.train.sources.rollouts import START_AGAIN, Drawn, RolloutSource
-from posttrain.train.sources.stored import check_written, read_drawn, write_drawn
-from posttrain.world import ONE, World
+from posttrain.train.sources.rollouts import RolloutSource
+from posttrain.train.sources.stored import START_AGAIN, Drawn, check_written, read_drawn, write_drawn
+from posttrain.world import ONE
 
 HELD = "ahead"  # in a checkpoint's rollout buffer: JSON as bytes
 UNTIMED = {"generate_seconds": 0.0, "score_seconds": 0.0}
 NOT_OURS = "the checkpoint's rollout_buffer.safetensors does not hold the batches that this run sampled ahead"
 
 
-class Ahead:
-    """The batches of ``source`` that wait to be trained on.
+class AheadSource(RolloutSource):
+    """A rollout source whose batches wait to be trained on.
 
-    Args:
-        staleness: S.
-        num_batches: of the whole run.
-        in_thread: the engine computes elsewhere; the main process samples for all of ``world``, and tells the others.
+    ``in_thread``: the engine computes elsewhere; the main process samples for all of the ``streams.world``, and sends
+    the others what it got.
     """
 
-    def __init__(
-        self, source: RolloutSource, staleness: int, num_batches: int, *, world: World = ONE, in_thread: bool = False
-    ) -> None:
-        self.source, self.staleness, self.num_batches, self.world = source, staleness, num_batches, world
+    def __init__(self, *arguments: Any, in_thread: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.everyone = self.world
         self._thread = ThreadPoolExecutor(1, "sampling", in_own_thread) if in_thread else None
         if in_thread:
-            source.world = ONE
+            self.world = ONE
+        train = self.recipe.train
+        steps = train.steps if train.steps is not None else self.length_of(train.passes or 0.0)[0]
+        self._last = -(-steps // self.updates) - 1  # the last batch of the run
         self._waiting: dict[int, Future[Drawn]] = {}
         self._next = 0  # the first batch that was not begun
 
-    @property
-    def in_thread(self) -> bool:
-        """Whether batches are sampled while the trainer works."""
-        return self._thread is not None
-
     def wait(self) -> None:
-        """Wait until nothing is being sampled, so that the engine may get other weights."""
         wait(list(self._waiting.values()))
 
-    def draw(self, step: int, cycle: int) -> Drawn:
+    def take(self, step: int, cycle: int) -> Drawn:
         """Return rollout batch ``cycle``, whose first update is ``step``, and begin those that are due.
 
         Raises:
@@ -67,15 +61,15 @@ class Ahead:
             CheckpointError: the run was resumed from a checkpoint that has not got it.
         """
         self.wait()
-        is_told = self.in_thread and not self.world.is_main
-        begun = [] if is_told else self._due(cycle)
+        receives = self._thread is not None and not self.everyone.is_main
+        begun = [] if receives else self._due(cycle)
         syncing = time.perf_counter()
-        if self.world.tell(bool(begun), "whether a batch begins") if self.in_thread else begun:
-            self.source.engine.sync(step - 1)
+        if self.everyone.tell(bool(begun), "whether a batch begins") if self._thread else begun:
+            self.engine.sync(step - 1)
         syncing = time.perf_counter() - syncing
-        if is_told:
-            stated: Any = self.world.tell(None, "the batch that was sampled ahead")
-            return read_drawn(stated, self.source)
+        if receives:
+            stated: Any = self.everyone.tell(None, "the batch that was sampled ahead")
+            return read_drawn(stated, self)
         for batch in begun:
             self._begin(batch, cycle)
         if cycle not in self._waiting:
@@ -83,68 +77,71 @@ class Ahead:
         started = time.perf_counter()
         drawn = self._waiting[cycle].result()
         drawn.timing |= {"sync_seconds": syncing, "waited_seconds": time.perf_counter() - started}
-        if self.in_thread and self.world.size > 1:
-            self.world.tell(write_drawn(drawn), "the batch that was sampled ahead")
+        if self._thread is None:
+            self.engine.rest()
+        elif self.everyone.size > 1:
+            self.everyone.tell(write_drawn(drawn), "the batch that was sampled ahead")
         return drawn
 
     def _due(self, cycle: int) -> list[int]:
-        """The batches to begin with the current weights."""
+        """Return the batches to begin with the current weights."""
         for batch in [b for b in self._waiting if b < cycle]:
             del self._waiting[batch]
-        last = min(cycle + self.staleness, max(cycle, self.num_batches - 1))
+        last = min(cycle + self.options.staleness, max(cycle, self._last))
         # a server that failed on the way has the weights of now, and is asked once more
         lost = [b for b, waiting in self._waiting.items() if waiting.done() and type(waiting.exception()) is RunFailure]
         due = range(max(self._next, cycle), last + 1)
         self._next = max(self._next, due.stop)
         return [*lost, *due]
 
-    def held(self, step: int) -> dict[str, Tensor]:
-        """The sampled batches that the first ``step`` updates did not train on, as a tensor to save."""
-        if not self.world.is_main:
-            return {}
-        waiting = ((b, ready) for b, ready in sorted(self._waiting.items()) if b * self.source.updates >= step)
+    def _begin(self, batch: int, version: int) -> None:
+        """Sample a batch with the current weights, which are ``version``."""
+
+        def sample() -> Drawn:
+            self.engine.in_background = self._thread is not None
+            try:
+                drawn = self.draw(batch * self.updates + 1, batch)
+            finally:
+                self.engine.in_background = False
+            drawn.version = version
+            return drawn
+
+        self._waiting[batch] = _done(sample()) if self._thread is None else self._thread.submit(sample)
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        """See ``Source.rollout_buffer``: the sampled batches that the first ``step`` updates did not train on, too."""
+        buffer = super().rollout_buffer(step)
+        if not self.everyone.is_main:
+            return buffer
+        waiting = ((b, ready) for b, ready in sorted(self._waiting.items()) if b * self.updates >= step)
         done = takewhile(lambda item: item[1].done() and item[1].exception() is None, waiting)
         rows = [{"batch": batch, **write_drawn(ready.result()), "timing": UNTIMED} for batch, ready in done]
+        if not rows:
+            return buffer
         content = bytearray(json.dumps(rows).encode())
-        return {HELD: torch.frombuffer(content, dtype=torch.uint8)} if rows else {}
+        return {HELD: torch.frombuffer(content, dtype=torch.uint8)} | (buffer or {})
 
-    def restore(self, rollout_buffer: Mapping[str, Tensor], vocabulary: int) -> None:
-        """Take back what ``held`` gave, of a model with so large a vocabulary.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        if HELD not in rollout_buffer:
+    def restore(
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+    ) -> None:
+        super().restore(rollout_buffer, state, vocabulary)
+        if HELD not in (rollout_buffer or {}):
             return
+        assert rollout_buffer is not None
         try:
             for row in json.loads(rollout_buffer[HELD].numpy().tobytes()):
-                check_written(row, self.source, vocabulary)
-                self._waiting[row["batch"]] = ready = Future[Drawn]()
-                ready.set_result(read_drawn({**row, "timing": UNTIMED}, self.source))
+                check_written(row, self, vocabulary)
+                self._waiting[row["batch"]] = _done(read_drawn({**row, "timing": UNTIMED}, self))
             self._next = max(self._waiting) + 1
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{NOT_OURS} ({type(error).__name__}); {START_AGAIN}") from None
 
     def close(self) -> None:
-        """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, batch: int, version: int) -> None:
-        """Sample a batch with the current weights, which are ``version``."""
 
-        def sample() -> Drawn:
-            self.source.engine.in_background = self.in_thread
-            try:
-                drawn = self.source.draw(batch * self.source.updates + 1, batch)
-            finally:
-                self.source.engine.in_background = False
-            drawn.version = version
-            return drawn
-
-        if self._thread is not None:
-            self._waiting[batch] = self._thread.submit(sample)
-            return
-        drawn, ready = sample(), Future[Drawn]()
-        ready.set_result(drawn)
-        self._waiting[batch] = ready
+def _done(drawn: Drawn) -> Future[Drawn]:
+    ready = Future[Drawn]()
+    ready.set_result(drawn)
+    return ready

@@ -21,7 +21,7 @@ from posttrain.render import Template
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.store.durable import replace_file
 from posttrain.tasks.base import Task, num_repeated
-from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
+from posttrain.train.sources import RowOrder, Source, TrainBatch, num_batches
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Example, Sample, collate
 
@@ -106,7 +106,7 @@ class SupervisedSource(Source):
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
         self.units: list[tuple[Row, ...]] = []
-        self.parts, self.unit_parts = tuple(part.name for part in task.parts), list[str]()  # of a mixture
+        unit_parts = list[str]()  # of a mixture
         limit = min(recipe.data.max_tokens, context_tokens)
         named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
@@ -123,7 +123,7 @@ class SupervisedSource(Source):
                     reason = f"prompt longer than {prompt_limit} tokens"
                 else:
                     self.units.append(unit)
-                    self.unit_parts += [example.meta["part"]] if self.parts else []
+                    unit_parts += [example.meta["part"]] if task.parts else []
                     continue
                 self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if not self.units:
@@ -133,15 +133,13 @@ class SupervisedSource(Source):
             labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
         self.trained = self._share_of_trained(recipe.data.train_on, task)
         if draws:
-            self.order = row_order(self.seed, "data", self.batch, task, self.unit_parts or self.units)
+            self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
         names = [] if streams is None else streams.fixed
         self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based)."""
-        turn = self.order.turn(step - 1)
-        batch = self.batch_of(turn.places)
-        return TrainBatch(batch, metrics=self._describe_parts(batch))
+        return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
 
     def length_of(self, passes: float) -> tuple[int, str]:
         """The number of steps of ``passes`` through the data, rounded up, and a line about it."""
@@ -178,22 +176,7 @@ class SupervisedSource(Source):
         samples = [
             self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
         ]
-        batch = collate(samples, rows_per_unit=self.rows_per_unit)
-        if self.parts:
-            parts = [self.parts.index(self.unit_parts[i]) for i in indices for _ in self.units[i]]
-            batch.parts, batch.streams["part"] = self.parts, torch.tensor(parts, dtype=torch.float32)
-        return batch
-
-    def _describe_parts(self, batch: Batch) -> dict[str, float]:
-        """Of each part of a mixture, the number of units in a batch and the mean of trained tokens of their rows."""
-        facts = {}
-        for number, name in enumerate(self.parts):
-            rows = batch.stream("part") == number
-            count = int(rows.sum())
-            facts[f"{name}:{UNIT_NAMES[self.shape]}"] = count / self.rows_per_unit
-            if count:
-                facts[f"{name}:num_tokens"] = float(batch.mask[rows].sum()) / count
-        return facts
+        return collate(samples, rows_per_unit=self.rows_per_unit)
 
     def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
         n = len(row.ids)

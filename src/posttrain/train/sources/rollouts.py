@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -27,34 +26,18 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.render import stop_ids
 from posttrain.tasks.base import Task, num_repeated
 from posttrain.train.credit import Credit, number_turns, same_sizes
-from posttrain.train.sources import Source, TrainBatch, num_batches, row_order
+from posttrain.train.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.train.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
 from posttrain.train.streams import Streams
 from posttrain.types import Batch, Rollout, Sample, collate
 
 if TYPE_CHECKING:
     from posttrain.engines.episodes import Stage
-    from posttrain.train.sources.ahead import Ahead
     from posttrain.train.sources.feedback import Feedback
 
-Groups = list[list[Rollout]]
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
 NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
-START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # metrics of each part of a mixture
-
-
-@dataclass(slots=True)
-class Drawn:
-    """The graded groups of one rollout batch: all that were ``sampled``, and those that were ``chosen``.
-
-    ``accepted``: the share that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
-    """
-
-    sampled: Groups
-    chosen: Groups
-    accepted: float
-    version: int
-    timing: dict[str, float]
 
 
 class RolloutSource(Source):
@@ -82,7 +65,7 @@ class RolloutSource(Source):
         stage: Stage | None = None,
     ) -> None:
         assert recipe.rollout is not None
-        self.options, self.seed = recipe.rollout, recipe.train.seed
+        self.recipe, self.options, self.seed = recipe, recipe.rollout, recipe.train.seed
         self.minibatches = recipe.train.minibatches
         self.updates = recipe.train.epochs * recipe.train.minibatches
         self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
@@ -102,8 +85,7 @@ class RolloutSource(Source):
         self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
-        size = self.options.prompts
-        self.order = row_order(self.seed, "prompts", size, task, rows, further=further)
+        self.order = RowOrder(self.seed, "prompts", self.options.prompts, task.parts, rows, further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -115,7 +97,6 @@ class RolloutSource(Source):
         )
         self._batch: Batch | None = None
         self._notices: dict[str, bool] = {}  # and whether they were shown
-        self.ahead: Ahead | None = None
 
     def __call__(self, step: int) -> TrainBatch:
         """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
@@ -143,12 +124,7 @@ class RolloutSource(Source):
         return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
-        held = {} if self.ahead is None else self.ahead.held(step)
-        if step % self.updates == 0 or self._batch is None:
-            return held or None
-        from posttrain.train.sources.stored import write_batch
-
-        return held | write_batch(self._batch)
+        return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
 
     def state(self) -> dict[str, Any]:
         return {"kl_weight": self.credit.kl_weight}
@@ -157,12 +133,8 @@ class RolloutSource(Source):
         self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
     ) -> None:
         self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
-        if self.ahead is not None:
-            self.ahead.restore(rollout_buffer or {}, vocabulary)
         if rollout_buffer is None or "tokens" not in rollout_buffer:
             return
-        from posttrain.train.sources.stored import read_batch
-
         try:
             self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
         except (ValueError, KeyError) as error:
@@ -174,14 +146,6 @@ class RolloutSource(Source):
         self._notices |= dict.fromkeys(said, True)
         return said
 
-    def wait(self) -> None:
-        if self.ahead is not None:
-            self.ahead.wait()
-
-    def close(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
-
     def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
         """The rows of one part of the prompts that something was selected from."""
         groups = sorted(set(batch.group.tolist()))
@@ -192,13 +156,7 @@ class RolloutSource(Source):
         return batch.select(rows) if rows else None
 
     def _collect(self, step: int, cycle: int) -> TrainBatch:
-        syncing = time.perf_counter()
-        if self.ahead is None:
-            self.engine.sync(step - 1)
-        syncing = time.perf_counter() - syncing
-        drawn = self.draw(step, cycle) if self.ahead is None else self.ahead.draw(step, cycle)
-        if self.ahead is None or not self.ahead.in_thread:
-            self.engine.rest()
+        drawn = self.take(step, cycle)
         sampled, chosen = drawn.sampled, self._played(drawn.chosen)
         scored = time.perf_counter()
         rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
@@ -218,16 +176,18 @@ class RolloutSource(Source):
         else:
             metrics |= self._fill_streams(batch, chosen, rows, rewards)
             if len(trained) < len(rows):
-                batch = _of_units(batch, rows, trained)
+                each, kept = self.rows_per_unit, set(trained)
+                places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
+                batch = batch.select(places) if places else None
         metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
         if self.options.mask_truncated:
             metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
         if self.parts:
             metrics |= self._describe_parts(sampled, chosen, trained)
-        if self.ahead is not None:
+        if self.options.staleness:
             metrics["staleness"] = float(cycle - drawn.version)
         everything = [r for group in sampled for r in group]
-        timing = {"sync_seconds": syncing} | drawn.timing
+        timing = {"sync_seconds": 0.0} | drawn.timing
         timing |= {"score_seconds": grading, "fill_seconds": time.perf_counter() - scored}
         timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
         return TrainBatch(batch, True, everything, metrics, timing)
@@ -245,6 +205,16 @@ class RolloutSource(Source):
             facts |= {f"{name}:{key}": value for key, value in about.items()}
         return facts
 
+    def take(self, step: int, cycle: int) -> Drawn:
+        """Return rollout batch ``cycle``, sampled with the current weights."""
+        started = time.perf_counter()
+        self.engine.sync(step - 1)
+        syncing = time.perf_counter() - started
+        drawn = self.draw(step, cycle)
+        drawn.timing["sync_seconds"] = syncing
+        self.engine.rest()
+        return drawn
+
     def draw(self, step: int, cycle: int) -> Drawn:
         """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``."""
         started, grading = time.perf_counter(), 0.0
@@ -254,7 +224,18 @@ class RolloutSource(Source):
         sampler = Sampler(*machine, world=self.world, stage=self.stage)
         while drawn is None:
             attempt = len(sampled) // self.options.prompts
-            groups, seconds = collect(sampler, self._request(cycle, step, attempt))
+            turn = self.order.turn(cycle, attempt)
+            request = RolloutRequest(
+                [self.task.examples[self.kept[p]] for p in turn.places],
+                [self.prompts[p] for p in turn.places],
+                self.sampling,
+                key=(self.seed, f"rollout {attempt}", step),
+                group=self.options.group,
+                step=step,
+                prompt_indices=[self.kept[p] for p in turn.places],
+                passes=turn.passes,
+            )
+            groups, seconds = collect(sampler, request)
             grading += seconds
             sampled += groups
             drawn = self._choose_groups(sampled, cycle)
@@ -326,21 +307,6 @@ class RolloutSource(Source):
         masks = self.options.mask_truncated
         return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
 
-    def _request(self, cycle: int, step: int, attempt: int) -> RolloutRequest:
-        """The request of round ``attempt`` of a rollout batch, whose first update is ``step``."""
-        turn = self.order.turn(cycle, attempt)
-        places = turn.places
-        return RolloutRequest(
-            [self.task.examples[self.kept[p]] for p in places],
-            [self.prompts[p] for p in places],
-            self.sampling,
-            key=(self.seed, f"rollout {attempt}", step),
-            group=self.options.group,
-            step=step,
-            prompt_indices=[self.kept[p] for p in places],
-            passes=turn.passes,
-        )
-
     def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
         needs = self.streams.needs
         samples = []
@@ -400,13 +366,6 @@ def _sample_of(rollout: Rollout, group: int) -> Sample:
         prefix=len(prompt),
         streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
     )
-
-
-def _of_units(batch: Batch, units: Units, trained: Units) -> Batch | None:
-    """The rows of ``trained`` out of a batch of ``units``; None where that is none."""
-    kept, each = set(trained), batch.rows_per_unit
-    rows = [b for u, unit in enumerate(units) if unit in kept for b in range(u * each, (u + 1) * each)]
-    return batch.select(rows) if rows else None
 
 
 def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:

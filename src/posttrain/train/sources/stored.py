@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 from torch import Tensor
 
+from posttrain.engines.rollout import Grader
+from posttrain.recipes.sections import RolloutSection
 from posttrain.store.rollouts import read_turns, write_turns
-from posttrain.train.sources.rollouts import Drawn, Groups, RolloutSource
+from posttrain.tasks.base import Task
 from posttrain.types import Batch, Completion, Message, Rollout
 
+Groups = list[list[Rollout]]
+START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
 _OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
 _STREAM = "stream."
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _COUNTS = TypeAdapter(list[_Count])
 # Known or made where it is read; the prompt of an episode is what its environment began with.
 _OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The graded groups of one rollout batch: all that were ``sampled``, and those that were ``chosen``.
+
+    ``accepted``: the share that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
+    """
+
+    sampled: Groups
+    chosen: Groups
+    accepted: float
+    version: int
+    timing: dict[str, float]
+
+
+class Prompts(Protocol):
+    """A source of rollouts, as far as it is read here; ``kept``: the indices of its ``prompts`` in the task."""
+
+    task: Task
+    kept: list[int]
+    prompts: list[list[int]]
+    grader: Grader
+    options: RolloutSection
 
 
 def write_drawn(drawn: Drawn) -> dict[str, Any]:
@@ -36,14 +64,14 @@ def write_drawn(drawn: Drawn) -> dict[str, Any]:
     }
 
 
-def read_drawn(stated: Mapping[str, Any], source: RolloutSource) -> Drawn:
+def read_drawn(stated: Mapping[str, Any], source: Prompts) -> Drawn:
     """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
     sampled = read_groups(stated["sampled"], source)
     chosen = [sampled[place] for place in stated["chosen"]]
     return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
 
 
-def check_written(stated: Mapping[str, Any], source: RolloutSource, vocabulary: int) -> None:
+def check_written(stated: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
     """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
 
     ``stated`` has the number of the batch, too; token ids must be below ``vocabulary``.
@@ -121,7 +149,7 @@ def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
     return [[_write_rollout(rollout) for rollout in group] for group in groups]
 
 
-def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: RolloutSource) -> Groups:
+def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) -> Groups:
     """Read what ``write_groups`` gave."""
     position = {index: place for place, index in enumerate(source.kept)}
 
