@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as serialize
 from torch import Tensor
 
-from posttrain.errors import NonFiniteLoss, PosttrainError, UsageError
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
 from posttrain.models.lora import describe_reach
 from posttrain.models.trained_heads import head_tensors, restore_heads
 from posttrain.randomness import derive_key
 from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
+from posttrain.store.durable import replace_file
 from posttrain.store.headline import choose_headline
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
@@ -255,9 +257,9 @@ class Loop:
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
                 self.parts.shards.gather()
-        except NonFiniteLoss:
+        except NonFiniteLoss as error:
             self.consistent = True
-            raise
+            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
@@ -360,6 +362,19 @@ class Loop:
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
         prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
+
+    def _save_batch(self, batch: Batch, step: int) -> str:
+        """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
+        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
+        if not self.world.is_main:
+            return "Rank 0 saves the batch"
+        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+        tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
+        try:
+            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
+        except StorageError as failure:
+            return f"The batch could not be kept: {failure}"
+        return f"The batch is saved in {path}"
 
 
 def train(
