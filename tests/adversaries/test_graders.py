@@ -41,11 +41,6 @@ def test_every_grader_has_its_adversary() -> None:
     }  # fmt: skip
 
 
-def test_there_are_over_a_thousand_constant_answers_and_they_are_different() -> None:
-    answers = grader_answers.constant_answers()
-    assert len(set(answers)) == len(answers) > 1200
-
-
 # What the table says of golds that are known to be different, and of what is known to be the same.
 DIFFERENT = [
     ("17", "18"), ("5 cm", "5 inches"), ("\\{\\}", "17"), ("(-1)^n", "-1"), ("2+(-1)^n", "1"), ("\\ln|x|",
@@ -122,10 +117,6 @@ def test_every_spelling_of_a_right_answer_is_right_in_mathematics(kind: str) -> 
     pairs = [(gold, given) for own, gold, given in math_pairs() if own == kind]
     refused = [pair for pair, right in zip(pairs, with_grader("math")(pairs), strict=True) if not right]
     assert refused == []
-
-
-def test_there_are_more_than_300_spellings() -> None:
-    assert len(math_pairs()) + len(numeric_pairs()) + len(CHOICE) > 500
 
 
 def test_constants_hedges_and_mutations_are_wrong_as_numbers() -> None:

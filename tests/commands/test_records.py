@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli import main, parse
-from posttrain.commands.options import complete_action
+from posttrain.cli import main
 from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps
@@ -100,13 +99,6 @@ def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
         assert "was removed" in out(*gone, code=2)
 
 
-def test_the_list_as_data(place: Path, out: Out) -> None:
-    data = out.json("list", "--sort", "name")
-    assert [run["name"] for run in data["runs"]] == ["more", "sft"]
-    assert [(item["name"], item["num_finished"]) for item in data["sweeps"]] == [("sweep-x", 1)]
-    assert [run["name"] for run in out.json("list", "m*")["runs"]] == ["more"]
-
-
 def test_one_run_in_full(place: Path, out: Out) -> None:
     lines = out("show", "sft").splitlines()
     facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
@@ -142,15 +134,6 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
     assert len(data["last"]["stories/validation"]) == 2
     assert "the recipes are equal in" in out("compare", "sft", "sweep-x/cells/plain-seed0")
     assert "name two runs or more" in out("compare", "sft", "sft", code=2)
-
-
-def test_without_an_action_the_runs_are_listed() -> None:
-    assert parse(["runs"]).action == "list"
-    assert parse(["runs", "--runs-dir", "x", "--limit", "0"]).runs_dir == "x"
-    assert parse(["runs", "--runs-dir=x", "show", "a"]).action == "show"
-    assert parse(["runs", "delete", "a", "b", "--runs-dir", "y"]).runs_dir == "y"
-    for words in (["-h"], ["show", "-h"]):
-        assert complete_action(words) == words
 
 
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,23 +210,14 @@ def calling(arguments: str) -> dict[str, Any]:
     ("body", "param", "message"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
-        ({"tools": [tool("custom", name="a")]}, "tools", "tools.0.type: Input should be 'function'"),
-        ({"tools": [tool(name="a b")]}, "tools", "tools.0.function.name: String should"),
-        ({"tools": [tool(name="a", strict=True)]}, "tools", "function.strict"),
         ({"tools": [tool(name="a")] * 2}, "tools", "tools: two of them are named 'a'"),
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "Input should be 'none' or 'auto'"),
         ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
-        ({"functions": [{"name": "a"}]}, "functions", "does not do that"),
         ({"messages": [*ASKED, TOLD]}, "messages", "messages.1: a result of a tool that was not called"),
         ({"messages": [*ASKED, SAID]}, "messages", "messages.1: its call 'a' has no result"),
-        ({"messages": [*ASKED, SAID, TOLD, TOLD]}, "messages", "messages.3: a result of a tool that was not called"),
         ({"messages": [*ASKED, SAID, TOLD | {"tool_call_id": "b"}]}, "messages", "messages.2: tool_call_id 'b' is no"),
-        ({"messages": [*ASKED, SAID | {"tool_calls": [CALLED] * 2}, TOLD]}, "messages", "two of its calls have one id"),
         ({"messages": [*ASKED, SAID, TOLD, ASKED[0]]}, "messages", "messages.3: after the results"),
-        ({"messages": [*ASKED, SAID, TOLD, {"role": "assistant", "content": "2"}]}, "messages", "nothing is left"),
-        ({"messages": [*ASKED, {"role": "assistant", "content": None}]}, "messages", "content is required"),
         ({"messages": [ASKED[0] | {"tool_calls": [CALLED]}]}, "messages", "messages of the assistant"),
-        ({"messages": [*ASKED, SAID, {"role": "tool", "content": "2"}]}, "messages", "has a tool_call_id"),
         ({"messages": [*ASKED, calling("[1"), TOLD]}, "messages", "messages.1.tool_calls.0.function.arguments: they"),
     ],
 )
@@ -375,10 +366,7 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
     [
         ("<tool>calculator: 2</tool>", None, [("calculator", {"expression": "2"})]),
         ("so <tool>calculator: 2</tool> then", "so  then", [("calculator", {"expression": "2"})]),
-        ('<tool>other: {"a": [1]}</tool>', None, [("other", {"a": [1]})]),
-        ("<tool>other</tool>", None, [("other", {})]),
-        ("<tool>other: 2</tool>", "<tool>other: 2</tool>", []),  # of which argument?
-        ("<tool>calculator: 2", "<tool>calculator: 2", []),
+        ("<tool>other: 2</tool>", "<tool>other: 2</tool>", []),
         ("<tool>: 2</tool>", "<tool>: 2</tool>", []),
         ('<tool>other: {"a": NaN}</tool>', '<tool>other: {"a": NaN}</tool>', []),
         ('<tool>other: {"a": "\\ud800"}</tool>', '<tool>other: {"a": "\\ud800"}</tool>', []),
@@ -387,7 +375,6 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
             "<tool>calculator: 1 ",
             [("calculator", {"expression": "2"})],
         ),
-        ("<tool>calculator: 1</tool>" * 17, "<tool>calculator: 1</tool>", [("calculator", {"expression": "1"})] * 16),
     ],
 )
 def test_what_is_no_call_stays_text(text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:

@@ -226,24 +226,13 @@ def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_checks_every_row_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    text = f"rows: {{a: tiny/grpo, b: {{recipe: tiny/grpo, task: {{name: jsonl, path: {tmp_path}/rows.jsonl}}}}}}\n"
-    (tmp_path / "mine.yaml").write_text(text)
-    assert main(["sweep", str(tmp_path / "mine.yaml"), "--dry-run"]) == 2
-    assert "rows.jsonl:1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere.yaml"], "nowhere.yaml: no such recipe file"),
         ([str(EXAMPLE), "--rows", "grpo,wyde"], "there is no row 'wyde'. Did you mean 'wide'"),
-        ([str(EXAMPLE), "--run", "a/b"], "a run's name is made of letters"),
         ([str(EXAMPLE), "--rwos", "a"], "base: command line: rwos: a recipe has no key 'rwos'"),
         (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
-        (["prm-vs-orm", "--labelled.task.splt", "train"], "labelled.task.splt: task 'stories' has no key"),
-        (["overoptimization", f"--rows.{'x' * 3000}.a", "1"], "xxx...: there is no such key"),
         (["tiny", "--methods", "grpo"], "methods: this key was removed. Use rows."),
     ],
 )
@@ -255,12 +244,6 @@ def test_mistakes_are_one_message(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["compare", "study", "pipeline"])
-def test_earlier_commands_answer_with_the_new_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "tiny"]) == 2
-    assert f"`posttrain {command}` was removed. Use `posttrain sweep`" in capsys.readouterr().err
 
 
 def test_names_and_commands() -> None:

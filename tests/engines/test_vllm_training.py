@@ -19,12 +19,11 @@ from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.training import Trained
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.world import ONE, World
+from posttrain.world import World
 from serving import free_port
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
@@ -303,24 +302,11 @@ def test_trained_message_names_the_key_of_the_recipe(where: str, tiny: LoadedMod
     ("engine", "message"),
     [
         ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
-        ({"concurrency": 0}, "rollout.engine.concurrency.*greater than or equal to 1"),
         ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
         ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
-        ({"transfer": "nccl"}, "rollout.engine.transfer: this key was removed. Use the defaults"),
-        ({"logprobs": False}, "rollout.engine.logprobs: this key was removed. Use the defaults"),
-        ({"colocate": True}, "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU"),
         ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this key was removed. Use gpu_memory_utilization"),
-        ({"restarts": 1}, "rollout.engine.restarts: this key was removed. Use --resume"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         registry.find("engine", "vllm").options(engine, "rollout.engine")
-
-
-def test_run_without_a_python_for_vllm_is_refused(
-    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("POSTTRAIN_VLLM", "/no/such/python")
-    with pytest.raises(UsageError, match="POSTTRAIN_VLLM is '/no/such/python', which is no program"):
-        vllm(tiny.model, tiny.tokenizer).settle(tmp_path, ONE)

@@ -14,16 +14,14 @@ import pytest
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Groups
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.errors import RecipeError, RunFailure
+from posttrain.errors import RunFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.train import loop
 from posttrain.train.build import Parts, prepare
-from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
 from posttrain.train.sources.ahead import HELD
 from posttrain.train.sources.rollouts import Drawn
-from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.world import ONE, World
 from small_runs import (
     Events,
@@ -253,16 +251,3 @@ def test_corrections_see_how_old_the_sampler_was(tmp_path: Path) -> None:
     assert all(abs(step["correction"] - 1.0) > 1e-4 for step in later)
     assert all(step["mismatch_kl"] > 1e-6 for step in later)
     assert all(step["effective_sample_size"] < 1.0 for step in later)
-
-
-def test_old_logprobs_of_the_trainer_need_a_correction() -> None:
-    with pytest.raises(RecipeError, match=r"rollout\.old_logprobs: .*give 'correction'"):
-        words_of(stale_recipe(1, rollout={"old_logprobs": "trainer"}))
-
-
-def test_a_stored_batch_comes_back_bit_for_bit() -> None:
-    source = prepare(stale_recipe(1)).source
-    drawn = source.draw(1, 0)
-    again = read_drawn(write_drawn(drawn), source)
-    assert again.sampled == drawn.sampled
-    assert [drawn.sampled.index(group) for group in drawn.chosen] == [again.sampled.index(g) for g in again.chosen]

@@ -42,7 +42,6 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         {"kind": "grpo", "regularize": {"kl": 0.1}, "train": {"steps": 4, "save_every": 2}},
         3,
     ),
-    "sft": ({"kind": "sft", "train": {"steps": 5, "schedule": "cosine", "warmup_steps": 2}}, 2),
     "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl": 0.1}}, 2),
     "inside a rollout batch": ({"kind": "grpo", "train": {"steps": 5, "epochs": 2, "minibatches": 2, "keep": 9}}, 3),
     "dynamic sampling": (
@@ -103,21 +102,6 @@ def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
         assert json.loads(state.read_text())["num_threads"] == own + 1
     assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
     assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
-
-
-def test_records_behind_the_checkpoint_are_dropped_and_repeated(tmp_path: Path) -> None:
-    """A kill after step 3 with checkpoint 2: what step 3 left is trimmed, then written again."""
-    recipe = one_layer_recipe("grpo", train={"save_every": 2, "steps": 4})
-    run(tmp_path / "whole", recipe)
-    cut = tmp_path / "cut"
-    run(cut, recipe, stop_after=3)
-    for file in (cut / "checkpoints" / "step-000003").iterdir():
-        file.unlink()
-    (cut / "checkpoints" / "step-000003").rmdir()
-    assert [step for step, _ in untimed(cut)] == [1, 2, 3]
-    run(cut, recipe, resume=True)
-    assert untimed(cut) == untimed(tmp_path / "whole")
-    assert recorded(cut) == recorded(tmp_path / "whole")
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:

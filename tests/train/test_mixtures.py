@@ -85,10 +85,8 @@ def test_demonstrations_by_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "responses", "accuracy", "unit"),
     [
-        ("bradley_terry", "pair", "pair_accuracy", "pairs"),
         ("dpo", "pair", "pair_accuracy", "pairs"),
         ("kto", "judged", None, "answers"),
-        ("outcome", "judged", "final_accuracy", "answers"),
         ("process", "steps", "step_accuracy", "solutions"),
     ],
 )

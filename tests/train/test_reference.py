@@ -129,11 +129,3 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
         assert batch is not None
         assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch, 1.0)) < CLOSE
         assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
-
-
-def test_who_reads_no_reference_computes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as asked:
-        parts = prepare(make_recipe("judged", objective={"name": "simpo"}), tmp_path)
-    assert asked == []
-    assert parts.reference is None
-    assert not (tmp_path / KEPT).exists()

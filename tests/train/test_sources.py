@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from small_sources import (
     groups_of,
     mostly_uniform,
@@ -218,11 +217,8 @@ def test_labels_follow_pairs_labels_or_the_threshold(tokenizer, template, scores
             None,
             r"data\.label_above: the scores of task 'rated' are from 1 to 7 \(the first: 7 in rated/0",
         ),
-        ([(1,), (0,), (0.7,)], None, "from 0 to 1 .the first: 0.7 in rated/2.*Set data.label_above"),
-        ([(8, 5, 1)], None, "ratings and no labels"),
         ([(7,), (9,)], 10, "all 2 answers are undesirable with data.label_above 10.*from 7 to 9"),
         ([(1,), (1,)], None, "all 2 answers are desirable, and nothing can be learnt from one label"),
-        ([(9, 8)], 0, "all 2 answers are desirable with data.label_above 0"),
     ],
 )
 def test_ratings_without_threshold_and_one_label_are_refused(tokenizer, template, scores, label_above, message) -> None:
@@ -253,11 +249,6 @@ def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
     prompt = encode_prompt(tokenizer, template, item.messages)
     steps = (i for step in item.responses[2].steps for i in encode_plain(tokenizer, step))
     return (*prompt, *steps, tokenizer.eos_token_id)
-
-
-def test_data_without_answers_say_so(tokenizer, template) -> None:
-    with pytest.raises(UsageError, match=r"task 'sums': no row is left to train on; .*'no given responses': 3"):
-        given(tokenizer, template, sums(3), "pair")
 
 
 # --- rollouts ---
@@ -391,13 +382,3 @@ def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> N
     assert draw.batch.num_rows == 21
     assert draw.batch.streams["advantages"].abs().max() == 0.0  # they add no gradient
     assert draw.metrics["advantage_std"] == 0.0
-
-
-def flattening(rewards: torch.Tensor) -> torch.Tensor:
-    return rewards.mean(dim=1)
-
-
-def test_an_advantage_of_another_shape_is_refused(tokenizer, template) -> None:
-    source = sampled(tokenizer, template, sums(9), advantage={"name": "test_sources:flattening"})
-    with pytest.raises(UsageError, match=r"advantage: .*shape \(4,\) for rewards of shape \(4, 4\)"):
-        source(1)

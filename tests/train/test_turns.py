@@ -10,7 +10,7 @@ import torch
 
 from posttrain.commands.runs.show import _last_episode
 from posttrain.environments.contract import EnvironmentFailed
-from posttrain.errors import RunFailure, UsageError
+from posttrain.errors import RunFailure
 from posttrain.train.build import prepare
 from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.train.step import accumulate
@@ -195,16 +195,3 @@ def test_a_drawn_batch_comes_back_whole_from_another_process() -> None:
     again = read_drawn(write_drawn(drawn), source)
     assert [r for g in again.sampled for r in g] == [r for g in drawn.sampled for r in g]
     assert any(r.failures for g in again.sampled for r in g)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"environment": "calculater"}, "there is no environment named 'calculater'. Did you mean 'calculator'?"),
-        ({"environment": {"name": "number_guess", "hihg": 3}}, "environment 'number_guess' has no key 'hihg'"),
-    ],
-)
-def test_words_that_are_wrong_are_named(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        one_layer_recipe("grpo", **changes)
-    assert says in str(refused.value)

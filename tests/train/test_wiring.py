@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
 from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
-from small_runs import one_layer_recipe, run, save_perturbed, steps_of
+from small_runs import one_layer_recipe, run, save_perturbed
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 
@@ -27,14 +26,6 @@ def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
     assert all(id(p) in own for p in frozen)
     assert trained
     assert not any(id(p) in own for p in trained)
-
-
-def test_that_batches_are_padded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(one_layer_recipe("sft")).notices == []
-    monkeypatch.setattr(Forward, "_agrees", lambda forward, paths: False)
-    parts = prepare(one_layer_recipe("sft"))
-    assert parts.policy.path == "padded"
-    assert parts.notices == ["batches are padded, which is slower: packing them would change what this model computes"]
 
 
 @pytest.mark.parametrize(("trunk", "num_apart"), [("separate", True), ("shared", False)])
@@ -152,27 +143,3 @@ def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_
         "mlp.c_fc.weight",
         "mlp.c_proj.weight",
     }
-
-
-def test_returns_of_answers_that_are_all_cut_off_are_their_score(tmp_path: Path) -> None:
-    """Every answer is cut off and worth 1: returns that counted the value behind the cut as well grew for ever."""
-    recipe = one_layer_recipe(
-        "grpo",
-        objective={"name": "ppo"},
-        advantage={"name": "gae"},
-        rewards=["small_runs:always_one"],
-        rollout={"prompts": 2, "group": 1, "max_tokens": 2, "temperature": 1.0},
-        head={"lr_ratio": 30_000.0, "init_std": 0.05},
-        train={"steps": 120, "lr": 1e-6},
-    )
-    run(tmp_path, recipe)
-    steps = steps_of(tmp_path)
-    assert {step["truncated"] for step in steps} == {1.0}
-    assert sum(step["return_mean"] for step in steps[-20:]) / 20 == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_run_of_one_step_trains(tmp_path: Path, schedule: str) -> None:
-    run(tmp_path, one_layer_recipe("sft", train={"steps": 1, "lr": 1e-3, "schedule": schedule}))
-    (step,) = steps_of(tmp_path)
-    assert step["lr"] == 1e-3
