@@ -49,18 +49,12 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
 @pytest.mark.parametrize(
     ("name", "known", "meant"),
     [
-        ("abcd", ["abxd", "abdc"], "abdc"),  # one change each, and that one has the same letters
-        ("abcdef", ["xycdef"], "xycdef"),  # two changes of six letters
-        ("abcdef", ["xyzdef"], None),  # three are more than a third
-        ("abcxyz", ["abcdef"], "abcdef"),  # one more where half is alike
-        ("abc", ["xbc", "axc"], "axc"),  # three letters say little, but the first
-        ("abc", ["xbc"], None),
-        ("norm", ["orm", "normalized"], "normalized"),  # the begin of a name
-        ("heap", ["max_heap", "help"], "max_heap"),  # a word of it
-        ("preferences-tiny", ["tiny/preferences", "preferences"], "tiny/preferences"),  # its words, in another order
-        ("grpo", [], None),
-        ("x" * 100_000, ["x" * 100_001], None),  # a stranger's: not compared, for that would take 10^10 steps
-        ("a", ["..."], None),
+        ("abcd", ["abxd", "abdc"], "abdc"),
+        ("abcdef", ["xyzdef"], None),
+        ("abc", ["xbc", "axc"], "axc"),
+        ("norm", ["orm", "normalized"], "normalized"),
+        ("preferences-tiny", ["tiny/preferences", "preferences"], "tiny/preferences"),
+        ("x" * 100_000, ["x" * 100_001], None),
         ("größe", ["grösse", "gruppe"], "grösse"),
     ],
 )

@@ -35,7 +35,6 @@ from fuzz_arguments import argument_cases, good_cases, override_cases, place_cas
 from fuzz_case import Case
 from fuzz_data import data_cases, good_data_cases
 from fuzz_keys import key_cases, option_cases, size_cases
-from fuzz_models import model_cases, shape_cases, url_cases
 from fuzz_texts import file_cases, text_cases
 
 from posttrain import cli
@@ -54,9 +53,6 @@ GENERATORS = {
     "places": place_cases,
     "texts": text_cases,
     "files": file_cases,
-    "models": model_cases,
-    "urls": url_cases,
-    "shapes": shape_cases,
     "data": data_cases,
     "good data": good_data_cases,
     "good": good_cases,
