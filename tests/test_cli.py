@@ -56,7 +56,17 @@ def test_parse_gives_the_namespace_of_the_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no command 'trian'. Did you mean train?"), (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"), (["pipeline", "tiny"], "`posttrain pipeline` was removed. Use `posttrain sweep` with the same name or file"), (["train", "grpo-gsm8k", "--trian.lr", "1"], "a recipe has no key 'trian'. Did you mean 'train'?"), (["recipes", "show"], "give the recipe's name"), (["explain", "sycophancy"], "'sycophancy' was removed. Use jsonl, with your questions"), (["train", "tiny/grpo", "--steps", "3"], "a recipe has no key 'steps'. Did you mean train.steps? Known"), (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"), (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"), (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`")],
+        (["trian"], "no command 'trian'. Did you mean train?"),
+        (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"),
+        (["pipeline", "tiny"], "`posttrain pipeline` was removed. Use `posttrain sweep` with the same name or file"),
+        (["train", "grpo-gsm8k", "--trian.lr", "1"], "a recipe has no key 'trian'. Did you mean 'train'?"),
+        (["recipes", "show"], "give the recipe's name"),
+        (["explain", "sycophancy"], "'sycophancy' was removed. Use jsonl, with your questions"),
+        (["train", "tiny/grpo", "--steps", "3"], "a recipe has no key 'steps'. Did you mean train.steps? Known"),
+        (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
+        (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
+        (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
+    ],
 )  # fmt: skip
 def test_usage_errors_are_one_message_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -124,12 +134,6 @@ def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pyte
     path.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?"}\n', encoding="utf-8")
     assert main(command) == 2
     assert "rows.jsonl:2: the key 'answer' is missing" in capsys.readouterr().err
-
-
-def test_dry_run_takes_no_transformers() -> None:
-    code = "import sys; from posttrain.cli import main; main(); sys.exit('transformers' in sys.modules)"
-    command = [sys.executable, "-c", code, "train", "tiny/grpo", "--dry-run"]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
 def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,17 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got 'nan'"), (["--aggregate", "{name: constant, length: 0}"], "aggregate.length: Input should be greater than or equal"), (["--rewards", "[nowhere_at_all:f]"], "'nowhere_at_all:f': module 'nowhere_at_all' cannot be imported"), (["--rewards", "[bad_input_rewards:f]"], "bad_input_rewards has no function 'f'"), (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"), (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"), (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"), (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"), (["--model.dtype", "bfloat16"], "model.dtype: "), (["--prompt.template", "boxed", "--rewards", "[xml_format]"], "rewards.0: xml_format looks at the tags of the")],
+        (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got 'nan'"),
+        (["--aggregate", "{name: constant, length: 0}"], "aggregate.length: Input should be greater than or equal"),
+        (["--rewards", "[nowhere_at_all:f]"], "'nowhere_at_all:f': module 'nowhere_at_all' cannot be imported"),
+        (["--rewards", "[bad_input_rewards:f]"], "bad_input_rewards has no function 'f'"),
+        (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"),
+        (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"),
+        (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"),
+        (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
+        (["--model.dtype", "bfloat16"], "model.dtype: "),
+        (["--prompt.template", "boxed", "--rewards", "[xml_format]"], "rewards.0: xml_format looks at the tags of the"),
+    ],
 )  # fmt: skip
 def test_recipes_that_cannot_be_run_leave_nothing_behind(
     arguments: list[str], message: str, command: Command, place: Path
@@ -133,7 +143,13 @@ def test_recipes_that_cannot_be_run_leave_nothing_behind(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "x", "answer": 1', "not JSON: Expecting ',' delimiter at column 28"), ("[1]", "a line must be one JSON object; got [1] (list)"), ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"), ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"), ('{"prompt": " ", "answer": "1"}', "'prompt' is empty"), ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)")],
+        ('{"prompt": "x", "answer": 1', "not JSON: Expecting ',' delimiter at column 28"),
+        ("[1]", "a line must be one JSON object; got [1] (list)"),
+        ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"),
+        ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"),
+        ('{"prompt": " ", "answer": "1"}', "'prompt' is empty"),
+        ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)"),
+    ],
 )  # fmt: skip
 def test_a_malformed_line_is_named(recipe: str, line: str, message: str, command: Command) -> None:
     write_rows([*GOOD_ROWS[:3], "", line])  # a blank line is no row, and counts as a line

@@ -98,7 +98,11 @@ def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"), ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: {'no given responses': 30}"), ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"), ("--kl_in_reward.weight 0.1", "'kl_in_reward' belongs to 'rollout'; a supervised recipe has none")],
+        ("--objective grpo", "objective 'grpo' needs ['advantages', 'old_logprobs'], which come from rollouts"),
+        ("--objective dpo", "task 'jsonl': no row is left to train on; dropped: {'no given responses': 30}"),
+        ("--objective distillation --teacher.name self", "teacher.name: 'self' learns from its own samples"),
+        ("--kl_in_reward.weight 0.1", "'kl_in_reward' belongs to 'rollout'; a supervised recipe has none"),
+    ],
 )  # fmt: skip
 def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:
     task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}"]

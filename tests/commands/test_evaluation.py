@@ -75,21 +75,6 @@ def _samples(out: Path) -> list[dict[str, Any]]:
     return [sample for line in lines for sample in json.loads(line)["samples"]]
 
 
-def test_the_same_again_replaces_and_says_the_same(
-    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--template", "plain", "--samples", "3", "--quiet")
-    texts = ("It is 3.", "It is 2.", "No idea.")
-    assert evaluate(*arguments, texts=texts) == 0
-    assert capsys.readouterr().out == ""
-    first = (tmp_path / "out" / "items.jsonl").read_text()
-    assert evaluate(*arguments, texts=texts) == 0
-    assert (tmp_path / "out" / "items.jsonl").read_text() == first
-    assert len(_samples(tmp_path / "out")) == 18
-    assert evaluate(*arguments, "--seed", "1", texts=texts) == 0
-    assert (tmp_path / "out" / "items.jsonl").read_text() != first
-
-
 class Interrupting(ScriptedEngine):
     """Answers so many batches; then somebody presses Ctrl-C."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from posttrain.commands.evaluate.command import SECTIONS
 from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.options import words_of
 from posttrain.errors import UsageError
-from posttrain.evals.plan import Drawing, Plan, make_plan, slug
-from posttrain.models.sources import TINY
+from posttrain.evals.plan import Drawing, Plan, make_plan
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory
@@ -106,16 +103,6 @@ def test_models_times_tasks_times_templates(tmp_path: Path) -> None:
     assert found.cells[0].task is found.cells[4].task  # read once
 
 
-def test_where_files_go(tmp_path: Path) -> None:
-    assert str(plan("tiny").folder) == "evaluations/tiny-stories-test"
-    assert str(plan("tiny", "--template", "boxed").folder) == "evaluations/tiny-stories-test-boxed"
-    assert plan("tiny", "--out", str(tmp_path)).cells[0].folder == tmp_path
-    several = plan("tiny", "--template", "boxed,plain", "--out", str(tmp_path))
-    assert [cell.folder.name for cell in several.cells] == ["boxed", "plain"]
-    assert slug("a/b c*d") == "a-b-c-d"
-    assert slug("../..") == "evaluation"
-
-
 def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path) -> None:
     for length in (300, 200):
         recipe = load_recipe("tiny/sft", [("eval.max_tokens", str(length))]).resolve()
@@ -125,17 +112,6 @@ def test_both_sides_of_a_comparison_may_answer_at_the_same_length(tmp_path: Path
     assert [cell.max_tokens for cell in plan(*models).cells] == [200, 300]
     assert [cell.max_tokens for cell in plan(*models, "--compare").cells] == [300, 300]
     assert [cell.max_tokens for cell in plan(*models, "--compare", "--max-tokens", "9").cells] == [9, 9]
-
-
-def test_the_weights_of_the_reward_model_are_marked(tmp_path: Path) -> None:
-    shutil.copytree(TINY, tmp_path / "rm")
-    arguments = ("tiny", "--samples", "2", "--n", "3", "--best-of", str(tmp_path / "rm"))
-    settings = [found.settings(found.cells[0]) for found in (plan(*arguments), plan(*arguments))]
-    assert settings[0] == settings[1]
-    os.utime(next((tmp_path / "rm").glob("*.safetensors")), ns=(1, 1))
-    found = plan(*arguments)
-    changed = found.settings(found.cells[0])
-    assert {name for name in changed if changed[name] != settings[0][name]} == {"best_of_weights"}
 
 
 def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:

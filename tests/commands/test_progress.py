@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from posttrain.commands.progress import (
-    History,
     LiveProgress,
     PlainProgress,
     Progress,
@@ -59,20 +58,6 @@ def drive(progress: Progress, clock: Clock, steps: int = 40) -> None:
 )
 def test_sparkline_scales_means_of_stretches(values: list[float], width: int, drawn: str) -> None:
     assert sparkline(values, width) == drawn
-
-
-def test_remaining_time_counts_the_steps_of_this_process_alone() -> None:
-    clock = Clock()
-    history = History(clock)
-    history.start(start(13, resumed_from=2))
-    assert history.remaining() is None
-    clock.now += 52.0  # an evaluation before the first step
-    history.add(step(3, seconds=2.0))
-    assert history.remaining() == pytest.approx(20.0)
-    assert history.elapsed() == pytest.approx(52.0)
-    clock.now += 4.0
-    history.add(step(4))
-    assert history.remaining() == pytest.approx(6.0 / 2 * 9)
 
 
 INTERVAL = {"n": 256.0, "accuracy": 0.5, "accuracy_low": 0.439, "accuracy_high": 0.561, "format": 1.0}

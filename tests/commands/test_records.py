@@ -167,20 +167,6 @@ def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
     assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
 
 
-def test_delete_with_a_step_deletes_that_checkpoint_alone(place: Path, out: Out) -> None:
-    folder = place / "runs" / "sft" / "checkpoints"
-    said = out("delete", "sft", "--step", "1", "--dry-run")
-    assert "sft: delete 1 (" in said
-    assert "would delete 1 checkpoint of 1 run" in said
-    assert "deleted 1 checkpoint of 1 run" in out("delete", "sft", "--step", "1", "--yes")
-    assert checkpoint_steps(folder) == [2, 3]
-    assert "give its name. Nothing was changed" in out("delete", "sft", "more", "--step", "1", "--yes", code=2)
-    assert "stays (" in out("delete", "sft", "--step", "3", "--yes", code=2)
-    said = out("delete", "sft", "--step", "3", "--yes", "--force")
-    assert "3 is the best checkpoint; the run's name means its newest one without it" in said
-    assert checkpoint_steps(folder) == [2]
-
-
 def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     said = out("delete", "sft", "--yes", code=2)
     assert "more: its start is sft, step 3" in said

@@ -167,25 +167,6 @@ def test_a_question_behind_an_answer_with_tools(served: Served) -> None:
     assert told.removeprefix(tokenizer.decode(before)) == f"\nUser: {QUESTIONS[3]}\nAssistant: <think>"
 
 
-def test_an_unmodified_client_of_openai_calls_tools(served: Served, runs: Path) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    episode = play(runs / "silent", QUESTIONS[0])
-    asked: dict[str, Any] = {"model": client.models.list().data[0].id, **OFFER, **LIMITS}
-    messages: list[Any] = list(ASKED)
-    for turn in episode.turns:
-        with client.chat.completions.stream(messages=messages, **asked) as stream:
-            message = stream.get_final_completion().choices[0].message
-        whole = client.chat.completions.create(messages=messages, **asked).choices[0].message
-        assert message.content == whole.content
-        messages.append(message)
-        plain = [call.model_dump() for call in message.tool_calls or []]
-        messages += answered(plain)
-        written = [json.loads(call["function"]["arguments"])["expression"] for call in plain]
-        assert written == [call.stated for call in turn.calls]
-    assert messages[-1].content == episode.turns[-1].text
-
-
 CALLED = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}}
 SAID = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 TOLD = {"role": "tool", "tool_call_id": "a", "content": "2"}

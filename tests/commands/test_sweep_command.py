@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli import main, parse
-from posttrain.commands.sweeps import command_of, folder_of, read_over
+from posttrain.cli import main
+from posttrain.commands.sweeps import read_over
 from posttrain.reports.sweeps import write_sweep
 from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
@@ -244,33 +244,6 @@ def test_mistakes_are_one_message(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_names_and_commands() -> None:
-    words = ["sweep", "tiny/grpo", "--over", "train.lr=1e-4,3e-4", "--seeds", "2"]
-    arguments = parse(words)
-    assert arguments.over == ("train.lr", ["1e-4", "3e-4"])
-    assert folder_of(arguments) == Path("runs/sweep-tiny-grpo-over-train.lr")
-    assert command_of(arguments) == " ".join(["posttrain", *words])
-    words = [
-        "sweep",
-        "x",
-        "--rows",
-        "a,b",
-        "--rows.a.train.lr",
-        "1e-4",
-        "--seeds",
-        "2",
-        "--train.steps=5",
-        "--jobs",
-        "1",
-    ]
-    arguments = parse(words)
-    assert (arguments.rows, arguments.seeds, arguments.jobs) == (["a", "b"], 2, 1)
-    assert arguments.overrides == [("rows.a.train.lr", "1e-4"), ("train.steps", "5")]
-    expected = "posttrain sweep x --rows a,b --seeds 2 --jobs 1 --rows.a.train.lr 1e-4 --train.steps 5"
-    assert command_of(arguments) == expected
-    assert folder_of(parse(["sweep", "sweep/prm-vs-orm"])) == Path("runs/sweep-prm-vs-orm")
 
 
 @pytest.mark.parametrize(

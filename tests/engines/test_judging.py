@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_vllm import Reply, Reset
-from posttrain import registry
 from posttrain.cli import main
 from posttrain.engines import http
 from posttrain.engines.judging import (
@@ -30,7 +29,7 @@ from posttrain.engines.judging import (
     rate,
 )
 from posttrain.engines.rollout import Attempt, build_grader
-from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
+from posttrain.errors import DataError, RunFailure, UsageError
 from posttrain.graders.grading import FAILURES
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
@@ -350,20 +349,6 @@ def test_an_answer_that_was_not_judged_counts_neither_way(tmp_path: Path) -> Non
         assert len(server.chats) == asked, "the run's folder remembers"
         with pytest.raises(RunFailure, match=r"3 of 5 answers were not judged, and at most 10%"):
             grade(server.url, [("i", f"FAIL {k}" if k < 3 else "fine") for k in range(5)], retries=0)
-
-
-def test_options_are_checked_before_anything_is_sampled() -> None:
-    with pytest.raises(RecipeError, match=r"^rewards\.0\.url: say where a judge answers; .*`posttrain serve MODEL`"):
-        build_grader([RewardWord(name="judge", weight=1.0)], plain())
-    with pytest.raises(UsageError, match="no judge answers there"):
-        grade("http://127.0.0.1:9", [])
-    with pytest.raises(RecipeError, match=r"template: this key was removed. Use a judge behind a server"):
-        build_grader([RewardWord(name="judge", weight=1.0, template="chat")], plain())
-    with pytest.raises(RecipeError, match=r"pairwise: this key was removed. Use posttrain evaluate MODEL --against"):
-        build_grader([RewardWord(name="judge", weight=1.0, pairwise=True)], plain())
-    with pytest.raises(RecipeError, match="the lowest score, then the highest"):
-        grade("http://127.0.0.1:9", [], scale=[5, 5])
-    assert registry.traits_of("reward", "judge")["asks_a_model"]
 
 
 def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(

@@ -10,7 +10,7 @@ import torch
 
 from engines.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.native import schedule
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
@@ -289,19 +289,6 @@ def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
 def test_what_cannot_be_sampled_is_refused(tiny_random, prompt, sampling, message):
     with pytest.raises(UsageError, match=message):
         NativeEngine(tiny_random("qwen3")).generate([[9], prompt], [[1], [2]], sampling)
-
-
-def test_the_word_in_a_recipe(tiny_random):
-    model = tiny_random("gpt2")
-    engine = registry.find("engine", "native").bind({"slots": 3})(model, None)
-    assert isinstance(engine, Engine)
-    assert engine.slots == 3
-    assert engine.generate([], [], Sampling(max_tokens=3)) == []
-    assert engine.generate([[9]], [[]], Sampling(max_tokens=3)) == [[]]
-    with pytest.raises(UsageError, match=r"engine.path: this key was removed. Use the defaults"):
-        registry.find("engine", "native").bind({"path": "lean"})
-    with pytest.raises(UsageError, match=r"engine\.slots: .*greater than or equal to 1"):
-        registry.find("engine", "native").bind({"slots": 0})(model, None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

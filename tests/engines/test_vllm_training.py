@@ -24,7 +24,6 @@ from posttrain.engines.weights import checkpoint_weights, save_weights, save_wit
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
 from posttrain.world import World
-from serving import free_port
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -243,13 +242,6 @@ def test_trained_route_that_fails_is_named(tiny: LoadedModel, server: FakeFollow
         follow(tiny, server).sync(0)
 
 
-@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", *GROUP[1:4]])
-def test_trained_route_of_a_group_that_fails_ends_at_once(tiny: LoadedModel, server: FakeFollower, route: str) -> None:
-    server.refuses = route
-    with pytest.raises(RunFailure, match=f"could not be handed over: {server.url}: {route}: .*not today"):
-        follow(tiny, server, kind=ByQueue).sync(0)
-
-
 @pytest.mark.parametrize("kind", [Trained, ByQueue])
 def test_trained_weight_of_another_shape_is_refused(
     tiny: LoadedModel, server: FakeFollower, kind: type[Trained]
@@ -281,21 +273,6 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
         follow(tiny, server, where="rollout.engine").generate([[9]], [[1]], cut)
     ((one,),) = follow(tiny, server, where="eval.engine").generate([[9]], [[1]], cut)
     assert all(map(math.isnan, one.logprobs))
-
-
-@pytest.mark.parametrize("where", ["rollout.engine", "eval.engine"])
-def test_trained_message_names_the_key_of_the_recipe(where: str, tiny: LoadedModel, server: FakeFollower) -> None:
-    def built(**options: Any) -> Any:
-        return registry.find("engine", "vllm").bind(options, where)(tiny.model, tiny.tokenizer)
-
-    with pytest.raises(UsageError, match=rf"or give its place as {where}\.url$"):
-        built(url=f"http://127.0.0.1:{free_port()}", retries=0).sync(0)
-    with pytest.raises(UsageError, match=rf"or name what is to be asked with {where}\.served_name$"):
-        built(url=server.url, served_name="other").sync(0)
-    with pytest.raises(EngineMismatch, match=rf"or raise {where}\.tolerance$"):
-        built(url=server.url, tolerance=-1.0).sync(0)
-    with pytest.raises(UsageError, match=rf"{where}\.url: without a GPU here weights go by files of this machine"):
-        built(url="http://192.0.2.1:8000")
 
 
 @pytest.mark.parametrize(

@@ -301,15 +301,6 @@ def test_the_original_recipe_has_the_original_sizes() -> None:
     assert recipe.train.learning_rate(40_960) == pytest.approx(1.897e-4, rel=1e-3)
 
 
-def test_what_is_filled_in() -> None:
-    recipe = load_sae_recipe("tiny/sae", [("dictionary.features", "64")])
-    resolved = recipe.resolve()
-    assert resolved.dictionary.options == {"k": 16.0, "sample": 1 / 16, "average": 0.05}
-    assert resolved.dictionary.num_features(128) == 64
-    same = load_sae_recipe("tiny/sae", [("track", "[]")]).resolve()
-    assert same.fingerprint() == load_sae_recipe("tiny/sae").resolve().fingerprint()
-
-
 REFUSED: list[tuple[list[tuple[str, str]], str]] = [
     ([("dictionary.kk", "3")], r"dictionary.kk: dictionary 'batchtopk' has no key 'kk'. Did you mean 'k'\?"),
     ([("dictionary", "topp")], r"there is no dictionary named 'topp'. Did you mean 'topk'\?"),

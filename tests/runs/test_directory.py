@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import DataError, StorageError, UsageError
+from posttrain.errors import DataError, UsageError
 from posttrain.recipes.document import flatten
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
     check_run_name,
-    find_run,
     name_of_recipe,
     new_status,
-    run_names,
 )
 from posttrain.store.headline import REWARD
 
@@ -41,21 +39,6 @@ def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     again = new_status(20, status)
     assert (again.state, again.step, again.steps, again.message) == ("running", 3, 20, None)
     assert (again.headline, again.held_out, again.pid) == (REWARD, status.held_out, os.getpid())
-
-
-def test_a_full_disk_leaves_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = RunDirectory(tmp_path)
-    old = RunStatus("running", 2, 10, 1, "here", 1.0)
-    directory.write_status(old)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"status\.json: .*the disk is full"):
-        directory.write_status(RunStatus("running", 3, 10, 1, "here", 2.0))
-    assert directory.read_status() == old
-    assert os.listdir(tmp_path) == ["status.json"]
 
 
 def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -142,18 +125,6 @@ def test_names_of_runs() -> None:
     for name in ("", "..", "a/b", ".hidden", "-x", "a\n"):
         with pytest.raises(UsageError, match="--run"):
             check_run_name(name)
-
-
-def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
-    for name in ("tiny-grpo", "tiny-sft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "recipe.yaml").write_text("{}")
-    (tmp_path / "notes").mkdir()
-    assert run_names(tmp_path) == ["tiny-grpo", "tiny-sft"]
-    assert find_run(tmp_path, "tiny-sft") == tmp_path / "tiny-sft"
-    assert find_run("elsewhere", str(tmp_path / "tiny-sft")) == tmp_path / "tiny-sft"
-    with pytest.raises(UsageError, match=r"Did you mean 'tiny-grpo'\? Runs there: tiny-grpo, tiny-sft"):
-        find_run(tmp_path, "tiny-gpro")
 
 
 def test_flatten() -> None:

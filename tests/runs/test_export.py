@@ -274,18 +274,6 @@ def test_an_adapter_on_an_adapter_is_exported_merged_or_not_at_all(adapter_run: 
         export_run(run.parent, run, tmp_path / "other")
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "[" * 99_999])
-def test_settings_of_an_adapter_that_are_none(content: str, adapter_run: Path, tmp_path: Path) -> None:
-    """A stranger's checkpoint, whose manifest is right."""
-    run = Path(shutil.copytree(adapter_run, tmp_path / "runs" / "strange"))
-    settings = step_folder(run / "checkpoints", 1) / "adapter_config.json"
-    settings.write_bytes(content.encode(errors="surrogatepass"))
-    reseal(settings.parent, 1)
-    with pytest.raises(UsageError, match=r"adapter_config\.json (cannot be read|must hold a JSON object)"):
-        export_run(run.parent, run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_reward_models_adapter_comes_with_how_to_ask_it(adapter_run: Path, tmp_path: Path) -> None:
     from posttrain.models.load import load_model
     from posttrain.models.scorer import save_adapter_scorer

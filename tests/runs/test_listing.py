@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from fake_runs import make_run, make_sweep
 
-from posttrain.errors import UsageError
 from posttrain.runs.directory import RunDirectory, lock_run
 from posttrain.runs.listing import (
-    ABSENT,
     disk_bytes,
     list_runs,
     list_sweeps,
@@ -107,18 +104,6 @@ def test_orders_and_filters(root: Path, options: dict[str, Any], expected: str) 
     assert list_runs(root / "none") == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sort": "siez"}, "--sort: there is no 'siez'. Did you mean 'size'"),
-        ({"states": ["finshed"]}, "--state: there is no 'finshed'. Did you mean 'finished'"),
-    ],
-)
-def test_an_unknown_order_or_state_is_refused(root: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        list_runs(root, **options)
-
-
 def test_sweeps_at_a_glance(root: Path) -> None:
     folder = make_sweep(root, "sweep-x", num_seeds=2)
     (sweep,) = list_sweeps(root)
@@ -128,34 +113,6 @@ def test_sweeps_at_a_glance(root: Path) -> None:
     assert len(list_runs(root, patterns=["sweep-x/cells/*"])) == 4
     with lock_run(folder):
         assert list_sweeps(root)[0].is_running
-
-
-def change(root: Path, name: str, **sections: Any) -> None:
-    path = root / name / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
-
-
-def test_side_by_side_only_what_differs_is_shown(root: Path) -> None:
-    change(root, "c", train={"steps": 10, "lr": 0.01}, description="another", rewards=[{"name": "correct"}])
-    change(root, "a", rewards=[])
-    found = put_side_by_side([root / "a", root / "c"])
-    assert found.recipe == {
-        "model.name": ["tiny", "runs/a"],
-        "train.lr": [0.001, 0.01],
-        "rewards.0.name": [ABSENT, "correct"],
-    }
-    assert found.num_equal_keys == 4  # task.name, objective.name, objective.clip_high, train.steps
-    assert names(found.runs) == "ac"
-
-
-def test_side_by_side_gives_the_last_results_and_the_time(root: Path) -> None:
-    found = put_side_by_side([root / "a", root / "b", root / "c"])
-    name = "stories/validation"
-    assert found.last == {
-        name: [{"name": name, "step": 3, "accuracy": 0.5}, None, {"name": name, "step": 2, "accuracy": 0.4}]
-    }
-    assert [run.metrics["reward"] for run in found.runs] == [0.375, 0.125, 0.375]
-    assert found.seconds == [8.0, 2.0, 8.0]  # steps of 2 s and evaluations of 1 s
 
 
 def test_runs_are_shown_and_sorted_by_their_primary_metric(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from posttrain.train.sources.ahead import HELD
 from posttrain.train.sources.rollouts import Drawn
 from posttrain.world import ONE, World
 from small_runs import (
-    Events,
-    fail_in_step,
     make_recipe,
     recorded,
     run,
@@ -127,25 +125,6 @@ def test_stopped_anywhere_and_resumed_equals_undisturbed(staleness: int, tmp_pat
     assert recorded(cut) == recorded(whole)
     for step in (9, 12, STEPS):
         assert same_bits(saved_tensors(whole, step), saved_tensors(cut, step))
-
-
-@pytest.mark.parametrize("fails_in_step", [5, 7])
-def test_a_run_that_fails_in_an_update_keeps_the_batch_that_it_had_taken(
-    fails_in_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 5 is the first update of batch 1, whose version is gone by then."""
-    recipe = stale_recipe(1, train=TRAIN | {"save_every": 0})
-    run(tmp_path / "whole", recipe)
-    with monkeypatch.context() as patch:
-        fail_in_step(patch, fails_in_step)
-        with pytest.raises(RuntimeError, match="out of luck"):
-            run(tmp_path / "cut", recipe)
-    events = Events()
-    watched(tmp_path / "cut", recipe, events, resume=True)
-    assert events.of("start")[0]["resumed_from"] == fails_in_step - 1
-    assert untimed(tmp_path / "cut") == untimed(tmp_path / "whole")
-    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
-    assert same_bits(saved_tensors(tmp_path / "cut", STEPS), saved_tensors(tmp_path / "whole", STEPS))
 
 
 class Remote(Engine):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import UsageError
 from posttrain.evals.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.store.headline import REWARD
@@ -140,12 +140,6 @@ def test_training_accuracy_is_over_what_can_be_graded() -> None:
     assert mixed["accuracy"] == 1.0
     assert "num_tokens_wrong" not in mixed
     assert "accuracy" not in describe_rollouts([[rollout("ungraded", 0.0)]], "xml_format")
-
-
-def test_a_loss_is_of_demonstrations() -> None:
-    recipe = one_layer_recipe("grpo", eval={"every": 1, "loss": True})
-    with pytest.raises(RecipeError, match=r"eval\.loss: the held-out loss is of demonstrations in 'data'"):
-        prepare(recipe)
 
 
 @pytest.mark.parametrize(

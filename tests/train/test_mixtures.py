@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import RecipeError, UsageError
-from posttrain.recipes.recipe import Recipe
 from posttrain.store.metrics import MetricsLog
-from posttrain.train.build import prepare
 from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
-SHARE = "small_runs:vowel_share"
 pytestmark = pytest.mark.usefixtures("quick_stories")
 
 
@@ -110,21 +106,3 @@ def test_given_answers_by_part(objective: str, responses: str, accuracy: str | N
     evaluated = MetricsLog(tmp_path / "metrics.jsonl").read()[-1].metrics
     if accuracy is not None:
         assert {f"eval/mixture/validation/{name}:{accuracy}" for name in ("one", "two")} <= evaluated.keys()
-
-
-def test_what_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"curriculum: this key was removed\. Use the weights of a mixture's parts"):
-        one_layer_recipe("sft", curriculum="stages")
-    same = mixed({"one": 1, "two": 1}, split="validation")
-    with pytest.raises(RecipeError, match=r"task\.split: training on 'validation' leaves nothing of task 'stories'"):
-        prepare(one_layer_recipe("sft", task=same, eval={"every": 1}), tmp_path)
-    short = one_layer_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_tokens": 60})
-    with pytest.raises(UsageError, match=r"task\.parts: not one example of part 'five' can be used here"):
-        prepare(short.model_copy(update={"task": _long(short)}), tmp_path)
-
-
-def _long(recipe: Recipe) -> Any:
-    """The second part has stories of six steps, which are longer than the limit."""
-    parts = [dict(part) for part in recipe.task.options["parts"]]
-    parts[1]["task"] = parts[1]["task"] | {"min_steps": 6, "max_steps": 6}
-    return recipe.task.model_copy(update={"parts": parts})

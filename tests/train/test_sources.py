@@ -13,7 +13,6 @@ from small_sources import (
     prompts_at,
     prompts_drawn,
     rows_of,
-    same_batch,
     sampled,
     sums,
     uniform,
@@ -277,16 +276,6 @@ def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
     assert draw.metrics["reward"] == pytest.approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
 
 
-def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> None:
-    task = sums(9, long=(1, 4))
-    limit = len(encode_prompt(tokenizer, template, task.examples[0].messages))
-    source = sampled(tokenizer, template, task, prompt={"max_prompt_tokens": limit}, rollout={"prompts": 7})
-    assert source.dropped == {"blank": 2, f"prompt longer than {limit} tokens": 2}
-    assert sorted({r.prompt_index for r in source(1).rollouts}) == [0, 2, 3, 5, 6, 7, 8]
-    with pytest.raises(UsageError, match=r"task 'sums': no prompt is left to sample from; dropped: .*: 9"):
-        sampled(tokenizer, template, task, prompt={"max_prompt_tokens": 3})
-
-
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 3), (2, 3), (3, 1)])
 def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epochs: int, minibatches: int) -> None:
     source = sampled(
@@ -315,26 +304,6 @@ def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epo
     assert len(source.engine.calls) == 2  # type: ignore[attr-defined]
     if epochs > 1 and minibatches > 1:
         assert len(set(orders)) > 1  # epochs are cut in different ways
-
-
-def test_a_pending_batch_comes_back_bit_for_bit(tokenizer, template) -> None:
-    changes: dict[str, Any] = {"rollout": {"prompts": 4, "group": 3}, "train": {"epochs": 2, "minibatches": 2}}
-    source = sampled(tokenizer, template, sums(30), **changes)
-    for step in (1, 2):
-        source(step)
-    rollout_buffer = source.rollout_buffer(2)
-    assert rollout_buffer is not None
-    assert {name for name in rollout_buffer if name.startswith("stream.")} == {
-        "stream.advantages", "stream.sampler_logprobs", "stream.old_logprobs",
-    }  # fmt: skip
-    resumed = sampled(tokenizer, template, sums(30), **changes)
-    resumed.restore({name: tensor.clone() for name, tensor in rollout_buffer.items()}, source.state())
-    for step in (3, 4, 5):
-        assert same_batch(resumed(step).batch, source(step).batch), step
-    assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
-    assert source.rollout_buffer(4) is None
-    assert source.rollout_buffer(8) is None
-    resumed.restore(None, source.state())
 
 
 # --- dynamic sampling ---

@@ -168,15 +168,6 @@ def test_groups_are_drawn_until_something_is_left_of_them(tokenizer, template) -
     assert draw.metrics["masked"] == 0.25
 
 
-def test_a_pair_with_a_truncated_answer_is_left_out(tokenizer, template) -> None:
-    rollout = FOUR | {"prompts": 2, "group": 3}
-    engine = in_order(tokenizer, ("2.", "9999", "5."), ("7.", "0.", "3333"))
-    draw = sampled(tokenizer, template, sums(9), engine=engine, objective={"name": "dpo"}, rollout=rollout)(1)
-    assert draw.batch is not None
-    assert rows_of(draw.batch) == [r.prompt_ids + r.completion.ids for r in draw.rollouts[3:5]]
-    assert draw.metrics["masked"] == 0.5
-
-
 def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) -> None:
     rollout = FOUR | {"prompts": 2, "group": 2}
     train = {"epochs": 2, "minibatches": 2}

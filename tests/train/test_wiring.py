@@ -10,7 +10,6 @@ import torch
 
 from posttrain.errors import UsageError
 from posttrain.train.build import prepare
-from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
 from small_runs import one_layer_recipe, run, save_perturbed
 
@@ -131,15 +130,3 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
         nll += [-float(table[t - 1, ids[0, t]]) for t in range(ids.shape[1]) if batch.mask[b, t]]
     assert loss == pytest.approx(sum(nll) / len(nll), abs=1e-5)
     assert metrics["nll"] == pytest.approx(loss, abs=1e-6)
-
-
-def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_path: Path) -> None:
-    model = tiny_random("gpt2", n_embd=64)
-    build_optimizer(one_layer_recipe("sft", optimizer="muon"), model, {})
-    marked = {name for name, p in model.named_parameters() if getattr(p, "input_first", False)}
-    assert {name.split(".", 3)[3] for name in marked} == {
-        "attn.c_attn.weight",
-        "attn.c_proj.weight",
-        "mlp.c_fc.weight",
-        "mlp.c_proj.weight",
-    }
