@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, build_parser, main, parse, split_overrides
+from posttrain.cli import ANY, build_parser, main, split_overrides
 from posttrain.errors import UsageError
 
 
@@ -40,17 +40,6 @@ def test_overrides_hold_anything_and_end_at_two_dashes() -> None:
 def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match=r"--train\.lr: this key needs a value"):
         split_overrides(arguments, ["--resume"], ANY)
-
-
-def test_only_the_sections_of_a_command_may_be_overridden() -> None:
-    with pytest.raises(UsageError, match=r"no option --model\.name\. Known: .*--task\.KEY"):
-        split_overrides(["--model.name", "x"], ["--task"], ["task"])
-
-
-def test_parse_gives_the_namespace_of_the_command() -> None:
-    namespace = parse(["evaluate", "tiny", "--task", "gsm8k", "--task.split", "test", "--n", "50"])
-    assert (namespace.command, namespace.models, namespace.task, namespace.n) == ("evaluate", ["tiny"], ["gsm8k"], 50)
-    assert namespace.overrides == [("task.split", "test")]
 
 
 @pytest.mark.parametrize(
@@ -100,24 +89,6 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("posttrain.commands.train.run_train", interrupt)
     assert main(["train", "tiny/grpo"]) == 130
     assert "continue with the same command and --resume" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["preference/dpo", "--aggregate", "token_mean"], "aggregate: 'token_mean' weighs tokens"),
-        (["tiny/grpo", "--train.minibatches", "5"], "train.minibatches=5 does not divide rollout.prompts=16"),
-        (["tiny/grpo", "--prompt.template", "boxed"], "rewards.1: xml_format looks at the tags of the prompt template"),
-        (["tiny/grpo-calculator", "--rewards", "[environment]"], "rewards: 'calculator' has no get_reward"),
-    ],
-)
-def test_dry_run_refuses_words_that_do_not_fit(
-    arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *arguments, "--dry-run"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"posttrain: {key}")
 
 
 def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

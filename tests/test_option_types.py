@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from posttrain.option_types import LARGEST_COUNT, Few, Options, Seed, Tokens, Unread, shorten
+from posttrain.option_types import LARGEST_COUNT, Few, Options, Seed, Tokens, Unread
 from posttrain.strict_yaml import OldTruth
 
 
@@ -58,8 +58,3 @@ def test_what_is_taken() -> None:
     assert (taken.count, taken.share, taken.flag, taken.either, taken.name) == (8, 1.0, True, True, "no")
     assert (taken.seed, taken.few, taken.pair) == (10**30, 65_536, (0.0, 1.0))
     assert taken.free == {"a": [1, None, "x", True]}
-
-
-def test_shorten() -> None:
-    assert shorten("abc") == "'abc'"
-    assert shorten("x" * 300) == f"'{'x' * 49} ... {'x' * 49}'"

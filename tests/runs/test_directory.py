@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError, UsageError
-from posttrain.recipes.document import flatten
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
     RunDirectory,
@@ -108,15 +106,6 @@ def test_git_state_is_that_of_the_checkout(tmp_path: Path) -> None:
     assert git_state(tmp_path / "installed") is None  # not tracked: an environment inside a checkout
 
 
-def test_log_lines_carry_the_time(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.log("started")
-    directory.log("finished – ∎")
-    lines = directory.log_path.read_text(encoding="utf-8").splitlines()
-    assert [line[21:] for line in lines] == ["started", "finished – ∎"]
-    assert lines[0][4] + lines[0][10] + lines[0][13] + lines[0][19] == "- :Z"
-
-
 def test_names_of_runs() -> None:
     names = {"tiny/grpo": "tiny-grpo", "/some/where/my recipe.yaml": "my-recipe", "../x.yml": "x", "☃": "run"}
     for recipe_name, name in names.items():
@@ -125,12 +114,6 @@ def test_names_of_runs() -> None:
     for name in ("", "..", "a/b", ".hidden", "-x", "a\n"):
         with pytest.raises(UsageError, match="--run"):
             check_run_name(name)
-
-
-def test_flatten() -> None:
-    data = {"a": {"b": 1, "c": []}, "d": [{"e": 2}, 3], "f": {}}
-    assert flatten(data) == {"a.b": 1, "a.c": [], "d.0.e": 2, "d.1": 3, "f": {}}
-    assert json.dumps(flatten({})) == '{"": {}}'
 
 
 def test_log_key_of_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

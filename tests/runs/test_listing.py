@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,6 @@ def names(runs: list[Any]) -> str:
     return "".join(run.name for run in runs)
 
 
-def test_a_run_at_a_glance(root: Path) -> None:
-    run = summarize_run(root / "a")
-    assert (run.name, run.path, run.state, run.step, run.steps) == ("a", root / "a", "finished", 3, 10)
-    assert (run.recipe, run.objective, run.model) == ("tiny/grpo", "grpo", "tiny")
-    assert run.metrics == {"reward": 0.375, "loss": 1 / 3}  # of the last step, not of the evaluation after it
-    assert (run.result, run.problem) == ("50.0% right", None)
-    assert run.disk_bytes == sum(path.stat().st_size for path in (root / "a").rglob("*") if path.is_file())
-
-
 def test_a_run_of_a_recipe_alone_and_one_that_was_killed_are_dead(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "a", state="running", steps=())
     assert summarize_run(folder).state == "dead"
@@ -79,24 +69,14 @@ def test_everything_about_one_run(root: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before  # showing writes nothing
 
 
-def test_links_are_not_counted_twice(tmp_path: Path) -> None:
-    (tmp_path / "step").mkdir()
-    (tmp_path / "step" / "weights").write_bytes(b"x" * 1000)
-    os.symlink("step", tmp_path / "best")
-    os.symlink("step/weights", tmp_path / "link")
-    assert disk_bytes(tmp_path) == 1000
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, "bca"),
         ({"sort": "name"}, "abc"),
-        ({"sort": "headline"}, "acb"),  # 0.5, 0.4, and one that was never evaluated
-        ({"states": ["failed"]}, "b"),
+        ({"sort": "headline"}, "acb"),
         ({"states": ["failed", "finished"]}, "bca"),
         ({"patterns": ["a", "[bx]"]}, "ba"),
-        ({"states": ["finished"], "patterns": ["b"]}, ""),
     ],
 )
 def test_orders_and_filters(root: Path, options: dict[str, Any], expected: str) -> None:
