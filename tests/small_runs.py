@@ -89,11 +89,6 @@ def digit_share(text: str) -> float:
     return sum(c.isdigit() for c in text) / max(1, len(text))
 
 
-def always_one(text: str) -> float:
-    """A reward that says nothing."""
-    return 1.0
-
-
 def never_finite(text: str) -> float:
     """A reward that is broken."""
     return float("nan")
