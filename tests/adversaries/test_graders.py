@@ -18,9 +18,9 @@ from posttrain import registry
 from posttrain.graders.grading import Submission, grade
 
 needs_data = pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
-NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14")
-TEXTS = ("yes", "no", "Evelyn", "A", "B", "(1,2)", "x+1", "17", "-1", "n")
-SAMPLE = 7  # one in so many of the invisible texts goes to the slower graders of the fast suite
+NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14", "-0.25", "1000")
+TEXTS = ("yes", "no", "Evelyn", "A", "B", "(1,2)", "x+1", "17", "-1", "n", "two")
+SAMPLE = 5  # one in so many of the invisible texts goes to the slower graders of the fast suite
 
 
 def marks() -> list[str]:
@@ -73,7 +73,7 @@ def test_the_table_decides_on_almost_all_golds() -> None:
 
 
 def test_nothing_is_no_answer_in_mathematics() -> None:
-    check(attack_with_constants(with_grader("math"), marks(), PANEL[::3]), 3000)
+    check(attack_with_constants(with_grader("math"), marks(), PANEL[::2]), 3000)
 
 
 def test_constants_and_lists_are_right_for_what_they_say_in_mathematics() -> None:
