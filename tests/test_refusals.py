@@ -305,14 +305,6 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(fi
     assert_same_run("runs/a", str(finished))
 
 
-def test_a_place_for_runs_that_is_a_file(command: Command, place: Path) -> None:
-    (place / "runs").write_text("mine")
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "rl.yaml", "--quiet"])
-    assert "argument --runs-dir: 'runs' is no folder; give one" in command.capsys.readouterr().err
-    assert (place / "runs").read_text() == "mine"
-
-
 def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> None:
     write_rows([*GOOD_ROWS, *GOOD_ROWS[:5], GOOD_ROWS[0]])
     task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}", "--train.steps", "1"]

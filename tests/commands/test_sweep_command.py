@@ -194,24 +194,6 @@ def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
     assert len([trial for trial in plan.trials if isinstance(trial, Training)]) == 5
 
 
-def test_gpt2_on_human_preferences_is_planned_as_its_file_says() -> None:
-    plan = load_sweep("hh-gpt2", folder="unused")
-    runs = {trial.name: trial.recipe for trial in plan.trials if isinstance(trial, Training)}
-    assert len(plan.trials) == 1 + 3 * (2 + 4 + 4)
-    assert [runs[f"{name}-seed0"].task.options["half"] for name in ("proxy", "judge")] == ["first", "second"]
-    policies = [runs[f"{name}-seed0"] for name in ("ppo", "grpo", "dpo")]
-    assert {recipe.task.options["test_share"] for recipe in policies} == {0.0}  # answers are compared on the test split
-    answers = {
-        r.rollout.prompts * r.rollout.group * r.train.steps // r.train.minibatches for r in policies if r.rollout
-    }
-    assert answers == {25_600}
-    assert all(recipe.rewards[0].model_extra["run"].endswith("proxy-seed0") for recipe in policies)
-    assert plan.start is not None
-    assert all(recipe.model.name == plan.start.weights for name, recipe in runs.items() if name != "start")
-    compared = plan.evaluations("head_to_head")
-    assert [trial.command[trial.command.index("--task.split") + 1] for trial in compared] == ['"test"'] * 12
-
-
 def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs" / "x"
     runs = ["--runs-dir", str(tmp_path / "runs"), "--run", "x"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ from small_sources import groups_of, rows_of, same_batch, sampled, sums
 from posttrain import registry
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.recipes.recipe import Recipe
-from posttrain.rewards.words import truncated
 from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate
-from posttrain.types import TRUNCATED, Batch, Completion, Finish
+from posttrain.types import Batch
 from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe
 
@@ -188,20 +187,3 @@ def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) 
 
 
 # --- every way to end ---
-
-WAYS = {
-    "stop": False,
-    "ended": False,
-    "length": True,
-    "out_of_turns": True,
-    "tool_failed": True,
-    "environment_failed": False,  # it is no sample of anything, masked or not
-}
-
-
-def test_every_way_to_end_is_cut_off_or_not() -> None:
-    assert set(WAYS) == set(get_args(Finish))
-    assert {finish for finish, is_cut in WAYS.items() if is_cut} == set(TRUNCATED)
-    for finish, is_cut in WAYS.items():
-        assert Completion((1,), (0.0,), finish).is_truncated == is_cut  # type: ignore[arg-type]
-        assert truncated(finish) == (-1.0 if is_cut else 0.0)
