@@ -119,7 +119,7 @@ def test_an_interrupted_evaluation_goes_on(
     assert evaluate(*arguments, "--out", str(tmp_path / "whole"), texts=texts) == 0
     interrupt(2)
     assert evaluate(*arguments, texts=texts) == 130
-    assert "continue with the same command" in capsys.readouterr().err
+    assert "posttrain: interrupted" in capsys.readouterr().err
     out = tmp_path / "out"
     assert not (out / "results.json").exists()
     assert len((out / "unfinished.jsonl").read_text().splitlines()) == 1 + 4

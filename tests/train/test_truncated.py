@@ -184,6 +184,3 @@ def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) 
         left, right = source(step).batch, resumed(step).batch
         assert (left is None) == (right is None)
         assert left is None or same_batch(left, right)
-
-
-# --- every way to end ---
