@@ -82,11 +82,6 @@ def cut_rollouts(folder: Path) -> None:
         store.trim(1)
 
 
-def cut_first_line(folder: Path) -> None:
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines[1:]))
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited recipe": (lambda f: edit_recipe(f, set_lr), "train.lr: 1e-05 in the run, 2e-05 now"),
     "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl: 3 of 3 lines up to step 2 are missing"),
