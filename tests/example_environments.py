@@ -80,15 +80,6 @@ class Hanging:
         return "here"
 
 
-class HangsInReset:
-    def reset(self):
-        RELEASED.wait(120)
-
-    def answer(self) -> str:
-        """Answers."""
-        return "here"
-
-
 class ShowsNoText:
     """Begins with what only a program reads."""
 

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +22,6 @@ from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
 from posttrain.tasks.base import Task
-from posttrain.train import loop
 from posttrain.train.files import RunFiles
 from posttrain.train.loop import TrainResult, train
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
@@ -87,11 +85,6 @@ def many_vowels(text: str) -> float:
 def digit_share(text: str) -> float:
     """A reward that varies in what the embedded model says: the share of digits in an answer."""
     return sum(c.isdigit() for c in text) / max(1, len(text))
-
-
-def always_one(text: str) -> float:
-    """A reward that says nothing."""
-    return 1.0
 
 
 def never_finite(text: str) -> float:
@@ -175,20 +168,6 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
 def steps_of(folder: Path) -> list[dict[str, float]]:
     """The metrics of every update."""
     return [row.metrics for row in MetricsLog(folder / "metrics.jsonl").read() if "loss" in row.metrics]
-
-
-def fail_in_step(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Let the update of a step raise ``RuntimeError``: out of luck."""
-    num_calls, accumulate = 0, loop.accumulate
-
-    def failing(*args: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == step:
-            raise RuntimeError("out of luck")
-        return accumulate(*args, **options)
-
-    patch.setattr(loop, "accumulate", failing)
 
 
 def untimed(folder: Path) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, build_parser, main, parse, split_overrides
+from posttrain.cli import ANY, build_parser, main, split_overrides
 from posttrain.errors import UsageError
 
 
@@ -42,41 +42,18 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         split_overrides(arguments, ["--resume"], ANY)
 
 
-def test_only_the_sections_of_a_command_may_be_overridden() -> None:
-    with pytest.raises(UsageError, match=r"no option --model\.name\. Known: .*--task\.KEY"):
-        split_overrides(["--model.name", "x"], ["--task"], ["task"])
-
-
-def test_parse_gives_the_namespace_of_the_command() -> None:
-    namespace = parse(["evaluate", "tiny", "--task", "gsm8k", "--task.split", "test", "--n", "50"])
-    assert (namespace.command, namespace.models, namespace.task, namespace.n) == ("evaluate", ["tiny"], ["gsm8k"], 50)
-    assert namespace.overrides == [("task.split", "test")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["trian"], "no command 'trian'. Did you mean train?"),
-        (["plan", "x"], "`posttrain plan` was removed. Use `posttrain train RECIPE --dry-run --mem"),
         (["evaluate", "tiny", "--taks", "x"], "no option --taks. Did you mean --task?"),
-        (["train", "tiny/grpo", "--resum"], "--resum: this key needs a value. Did you mean --resume?"),
         (["pipeline", "tiny"], "`posttrain pipeline` was removed. Use `posttrain sweep` with the same name or file"),
-        (["train", "tiny/gropo"], "no recipe file or shipped recipe 'tiny/gropo'. Did you mean 'tiny/grpo'?"),
         (["train", "grpo-gsm8k", "--trian.lr", "1"], "a recipe has no key 'trian'. Did you mean 'train'?"),
-        (["train", "grpo-gsm8k", "--objective.clip_hihg", "1"], "no key 'clip_hihg'. Did you mean 'clip_high'?"),
         (["recipes", "show"], "give the recipe's name"),
-        (["explain", "gropo"], "nothing is called 'gropo'. Did you mean 'grpo'?"),
         (["explain", "sycophancy"], "'sycophancy' was removed. Use jsonl, with your questions"),
-        (["generate", "tiny", " "], "PROMPT is empty"),
         (["train", "tiny/grpo", "--steps", "3"], "a recipe has no key 'steps'. Did you mean train.steps? Known"),
-        (["train", "tiny/grpo", "--max_tokens", "3"],
-         "Did you mean rollout.max_tokens or data.max_tokens or eval.max_tokens? Known"),
         (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
-        (["train", "tiny/grpo", "train.lr=1"], "'train.lr=1' is no option of `posttrain train`, or an argument too "
-         "many. Did you mean --train.lr 1? See `posttrain train --help`"),
         (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
-        (["evaluate", "tiny", "--task", "rows.jsonl"],
-         "Rows of your own are --task jsonl, with the file as --task.path. Known:"),
         (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
     ],
 )  # fmt: skip
@@ -114,24 +91,6 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "continue with the same command and --resume" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["preference/dpo", "--aggregate", "token_mean"], "aggregate: 'token_mean' weighs tokens"),
-        (["tiny/grpo", "--train.minibatches", "5"], "train.minibatches=5 does not divide rollout.prompts=16"),
-        (["tiny/grpo", "--prompt.template", "boxed"], "rewards.1: xml_format looks at the tags of the prompt template"),
-        (["tiny/grpo-calculator", "--rewards", "[environment]"], "rewards: 'calculator' has no get_reward"),
-    ],
-)
-def test_dry_run_refuses_words_that_do_not_fit(
-    arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *arguments, "--dry-run"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"posttrain: {key}")
-
-
 def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     command = ["train", "sft-math", "--task", "jsonl", "--task.path", str(path), "--eval.every", "0", "--dry-run"]
@@ -146,12 +105,6 @@ def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pyte
     path.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?"}\n', encoding="utf-8")
     assert main(command) == 2
     assert "rows.jsonl:2: the key 'answer' is missing" in capsys.readouterr().err
-
-
-def test_dry_run_takes_no_transformers() -> None:
-    code = "import sys; from posttrain.cli import main; main(); sys.exit('transformers' in sys.modules)"
-    command = [sys.executable, "-c", code, "train", "tiny/grpo", "--dry-run"]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
 def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

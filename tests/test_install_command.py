@@ -32,14 +32,10 @@ def test_from_a_checkout_it_names_the_checkout(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("stated", "command"),
     [
-        ({"url": "file:///somewhere/posttrain", "dir_info": {}}, "'posttrain[studio] @ file:///somewhere/posttrain'"),
-        (
+        ({"url": "file:///somewhere/posttrain", "dir_info": {}}, "'posttrain[studio] @ file:///somewhere/posttrain'"), (
             {"url": "https://x.example/p.git", "vcs_info": {"vcs": "git", "commit_id": "ab12"}},
             "'posttrain[studio] @ git+https://x.example/p.git@ab12'",
-        ),
-        ({"url": "file:///w/posttrain-1-py3-none-any.whl", "archive_info": {}}, "'posttrain[studio] @ file:///w/posttrain-1-py3-none-any.whl'"),
-        (None, "'posttrain[studio]'"),
-    ],
+        )],
 )  # fmt: skip
 def test_from_elsewhere_it_names_that_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stated: Any, command: str

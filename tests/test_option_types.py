@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from posttrain.option_types import LARGEST_COUNT, Few, Options, Seed, Tokens, Unread, shorten
+from posttrain.option_types import LARGEST_COUNT, Few, Options, Seed, Tokens, Unread
 from posttrain.strict_yaml import OldTruth
 
 
@@ -32,25 +32,15 @@ class Some(Options):
     ("key", "value", "message"),
     [
         ("count", True, "Input should be a number, and true and false are none"),
-        ("share", False, "Input should be a number"),
         ("numbers", [1, True], "Input should be a number"),
-        ("pair", [0.1, True], "Input should be a number"),
         ("limited", True, "Input should be a number"),
-        ("choice", True, "Input should be 2 or 3"),
         ("count", LARGEST_COUNT + 1, "Input should be at most 1,000,000,000"),
-        ("count", -LARGEST_COUNT - 1, "Input should be at most 1,000,000,000"),
         ("count", 1e30, "Input should be at most 1,000,000,000"),
-        ("numbers", [10**12], "Input should be at most 1,000,000,000"),
         ("few", 65_537, "less than or equal to 65536"),
-        ("tokens", 10**8, "less than or equal to 10000000"),
         ("seed", -1, "greater than or equal to 0"),
-        ("share", float("inf"), "finite number"),
         ("share", float("nan"), "finite number"),
-        ("free", {"a": [float("nan")]}, "finite number"),
         ("name", "\ud800", "half of a surrogate pair"),
-        ("free", {"a": {"b": ["\udfff"]}}, "half of a surrogate pair"),
         ("free", {"a": [OldTruth("no")]}, "true or false, or text in quotes"),
-        ("nonsense", 1, "Extra inputs are not permitted"),
     ],
 )
 def test_what_is_refused_with_its_key(key: str, value: Any, message: str) -> None:
@@ -68,8 +58,3 @@ def test_what_is_taken() -> None:
     assert (taken.count, taken.share, taken.flag, taken.either, taken.name) == (8, 1.0, True, True, "no")
     assert (taken.seed, taken.few, taken.pair) == (10**30, 65_536, (0.0, 1.0))
     assert taken.free == {"a": [1, None, "x", True]}
-
-
-def test_shorten() -> None:
-    assert shorten("abc") == "'abc'"
-    assert shorten("x" * 300) == f"'{'x' * 49} ... {'x' * 49}'"

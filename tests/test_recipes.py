@@ -80,26 +80,6 @@ def test_every_recipe_resolves_and_its_dump_is_the_same_recipe(name: str, tmp_pa
     assert load_recipe(str(path)).resolve().fingerprint() == recipe.fingerprint()
 
 
-def test_recipes_of_the_issue_say_what_was_asked() -> None:
-    large = load_recipe("grpo-gsm8k")
-    assert large.model.name == "Qwen/Qwen3-14B"
-    assert large.model.adapter is not None
-    assert large.model.adapter.rank == 128
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert large.model.adapter.targets == targets
-    assert (large.prompt.template.name, large.train.lr) == ("xml_reasoning", 5e-6)
-    assert large.rollout is not None
-    assert (large.rollout.prompts, large.rollout.max_tokens) == (4, 1024)
-    assert large.train.rows_per_micro == large.rollout.group  # one prompt at a time, four to an update
-    for name in ("sft-math", "grpo-math"):
-        recipe = load_recipe(name)
-        assert (recipe.model.name, recipe.prompt.template.name) == ("Qwen/Qwen2.5-Math-1.5B", "r1_zero")
-        assert (recipe.train.lr, recipe.train.steps) == (1e-5, 200)
-    grpo = load_recipe("grpo-math")
-    assert grpo.rollout is not None
-    assert grpo.rollout.group == 8
-
-
 @pytest.fixture(scope="module")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder with a small random model of each family, and of a teacher, with tiny's tokenizer."""

@@ -58,7 +58,6 @@ SFT: dict[str, Any] = {
     "train": {"steps": 2, "lr": 1e-3},
 }
 GOOD_ROWS = [json.dumps({"prompt": f"What is {i} plus 1?", "answer": str(i + 1)}) for i in range(30)]
-LONG_ROWS = [json.dumps({"prompt": f"What is {i}? " + "word " * 1100, "answer": str(i)}) for i in range(30)]
 
 
 @pytest.fixture(autouse=True)
@@ -115,18 +114,13 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     ("arguments", "message"),
     [
         (["--train.lr", "nan"], "command line: train.lr: Input should be a finite number; got 'nan'"),
-        (["--train.lr", "inf"], "command line: train.lr: Input should be a finite number; got 'inf'"),
-        (["--rewards.0.weight", ".nan"], "rewards.0.weight: Input should be a finite number"),
         (["--aggregate", "{name: constant, length: 0}"], "aggregate.length: Input should be greater than or equal"),
-        (["--objective.clip_low", "-1"], "objective.clip_low: Input should be greater than or equal to 0; got -1"),
         (["--rewards", "[nowhere_at_all:f]"], "'nowhere_at_all:f': module 'nowhere_at_all' cannot be imported"),
         (["--rewards", "[bad_input_rewards:f]"], "bad_input_rewards has no function 'f'"),
         (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"),
         (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"),
         (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"),
-        (["--rewards", "[':f']"], "':f': code of your own is named as module:function"),
         (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
-        (["--model.device", "cuda", "--model.name", "./nowhere"], "model.name: there is no folder './nowhere'"),
         (["--model.dtype", "bfloat16"], "model.dtype: "),
         (["--prompt.template", "boxed", "--rewards", "[xml_format]"], "rewards.0: xml_format looks at the tags of the"),
     ],
@@ -142,15 +136,6 @@ def test_recipes_that_cannot_be_run_leave_nothing_behind(
     assert contents("runs") == {}
 
 
-def test_any_whole_number_is_a_seed(command: Command) -> None:
-    for seed in (10**30, 10**30 + 1):
-        command.works(
-            "train", "rl.yaml", "--train.seed", str(seed), "--train.steps", "1", "--run", str(seed), "--quiet"
-        )
-    first, second = (RolloutStore(f"runs/{seed}/rollouts.db", read_only=True) for seed in (10**30, 10**30 + 1))
-    assert [r.completion for r in first.training()] != [r.completion for r in second.training()]
-
-
 # --- data ---
 
 
@@ -163,8 +148,6 @@ def test_any_whole_number_is_a_seed(command: Command) -> None:
         ('{"promt": "x", "answer": "1"}', "the key 'prompt' is missing. Did you mean 'promt'?"),
         ('{"prompt": "x"}', "the key 'answer' is missing. There are: prompt. Name the right one as task.answer_key"),
         ('{"prompt": " ", "answer": "1"}', "'prompt' is empty"),
-        ('{"prompt": "x", "answer": ""}', "'answer' is empty"),
-        ('{"prompt": "x", "answer": "1", "solution": "  "}', "'solution' is empty"),
         ('{"prompt": 3, "answer": "1"}', "'prompt' must be text; got 3 (int)"),
     ],
 )  # fmt: skip
@@ -187,32 +170,9 @@ def test_a_missing_file_and_one_without_rows(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [("sft.yaml", "longer than data.max_tokens=1024"), ("rl.yaml", "prompt longer than 1023 tokens")],
-)
-def test_rows_that_do_not_fit_are_dropped_and_counted(recipe: str, reason: str, command: Command) -> None:
-    task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}", "--train.steps", "1"]
-    write_rows([*GOOD_ROWS, *LONG_ROWS[:7]])
-    assert f"30 examples; dropped: 7 {reason}" in command.works("train", recipe, *task)
-    write_rows(LONG_ROWS)
-    message = command.fails(2, "train", recipe, *task, "--run", "none")
-    assert "task 'jsonl': no " in message
-    assert f"dropped: {{'{reason}': 30}}" in message
-    assert contents("runs/none") == {}
-
-
-def test_a_context_shorter_than_the_limit_counts_as_the_limit(command: Command) -> None:
-    """``data.max_tokens`` beyond the model's context must not train positions that the model never had."""
-    write_rows([*GOOD_ROWS, *LONG_ROWS[:7]])
-    options = ["--data.max_tokens", "4096", "--task.validation_share", "0.0", "--train.steps", "1"]
-    assert "dropped: 7 longer than the model's context=1024" in command.works("train", "sft.yaml", *options)
-
-
-@pytest.mark.parametrize(
     ("module", "task", "message"),
     [
         ("reasoning_gym", "{name: reasoning_gym, dataset: chain_sum}", "'reasoning_gym', which is not installed"),
-        ("datasets", "{name: gsm8k}", "'datasets', which is not installed"),
         ("pyarrow", "{name: jsonl, path: rows.parquet}", "'pyarrow', which is not installed"),
     ],
 )
@@ -277,13 +237,10 @@ def assert_same_run(left: str, right: str) -> None:
         ("--objective", "gives_none", "objective: the function returned NoneType; it must return a Loss"),
         ("--advantage", "raises_too", "advantage: the function raised ValueError: not today"),
         ("--advantage", "gives_text", "advantage: the function returned str for rewards of shape (2, 4)"),
-        ("--rollout.select", "raises_too", "rollout.select: the function raised ValueError: not today"),
         ("--rollout.select", "gives_text", "rollout.select: the function returned 'all of them'"),
         ("--rollout.select", "too_far", "rollout.select: the function returned '[((0, 9),)]'"),
-        ("--aggregate", "raises_too", "aggregate: the function raised ValueError: not today"),
         ("--aggregate", "gives_text", "aggregate: the function returned str"),
         ("--correction", "raises_too", "correction: the function raised TypeError: raises_too() takes 1 positional"),
-        ("--correction", "gives_none", "correction: the function returned NoneType for log-ratios of shape"),
     ],
 )
 def test_other_functions_of_the_users(option: str, word: str, message: str, command: Command, place: Path) -> None:
@@ -323,43 +280,6 @@ def copied(finished: Path, place: Path) -> Path:
     return Path("runs/a")
 
 
-def flip_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(bytes(content))
-
-
-def test_a_flipped_byte_falls_back_says_so_and_repeats_the_steps(
-    copied: Path, finished: Path, command: Command
-) -> None:
-    flip_byte(copied / "checkpoints/step-000003/model.safetensors")
-    output = command.works("train", "rl.yaml", "--run", "a", "--resume", "--quiet")
-    assert "step-000003: model.safetensors differs from its SHA-256 in the manifest" in output
-    assert (copied / "checkpoints/failed-step-000003").is_dir()  # kept, out of the way
-    assert_same_run(str(copied), str(finished))
-
-
-def test_no_checkpoint_that_verifies_is_a_failure_and_changes_nothing(copied: Path, command: Command) -> None:
-    for step in (1, 2, 3):
-        flip_byte(copied / f"checkpoints/step-00000{step}/optimizer.safetensors")
-    before = contents(copied / "checkpoints") | {"m": (copied / "metrics.jsonl").read_bytes()}
-    error = command.fails(1, "train", "rl.yaml", "--run", "a", "--resume", "--quiet")
-    assert "runs/a/checkpoints: no checkpoint verifies against its manifest" in error
-    assert all(f"step-00000{step}: optimizer.safetensors differs" in error for step in (1, 2, 3))
-    assert "Restore one of these folders from a copy, or start again under another name with --run NAME" in error
-    assert contents(copied / "checkpoints") | {"m": (copied / "metrics.jsonl").read_bytes()} == before
-
-
-@pytest.mark.parametrize("resume", [[], ["--resume"]])
-def test_the_directory_of_another_recipe_is_refused(resume: list[str], copied: Path, command: Command) -> None:
-    before = contents(copied)
-    error = command.fails(2, "train", "rl.yaml", "--run", "a", "--train.lr", "2e-3", *resume)
-    assert "runs/a: this run belongs to another recipe" in error
-    assert "train.lr: 0.001 in the run, 0.002 now" in error
-    assert "--run NAME" in error
-    assert contents(copied) == before
-
-
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """Like a disk that fills up: the system refuses to write a file beyond this size."""
@@ -383,21 +303,6 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(fi
     assert json.loads(Path("runs/a/status.json").read_text())["state"] == "failed"
     command.works(*resume)
     assert_same_run("runs/a", str(finished))
-
-
-def test_a_full_disk_from_the_start(command: Command) -> None:
-    with files_of_at_most(1000):
-        error = command.fails(1, "train", "rl.yaml", "--run", "a", "--quiet")
-    assert "the disk is full" in error
-    assert "cannot write" in error
-
-
-def test_a_place_for_runs_that_is_a_file(command: Command, place: Path) -> None:
-    (place / "runs").write_text("mine")
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", "rl.yaml", "--quiet"])
-    assert "argument --runs-dir: 'runs' is no folder; give one" in command.capsys.readouterr().err
-    assert (place / "runs").read_text() == "mine"
 
 
 def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> None:

@@ -52,13 +52,9 @@ def test_options_fill_defaults_and_bind():
             {"scale": 1, "limmit": 4},
             r"rewards\.0\.limmit: reward 'sample_word' has no key 'limmit'\. Did you mean 'limit'\?",
         ),
-        ({}, r"rewards\.0\.scale: reward 'sample_word' needs this key"),
         ({"scale": "much"}, r"rewards\.0\.scale: .*valid number.*'much'"),
-        ({"scale": 1, "pair": 5}, r"rewards\.0\.pair: Input should be a list \(\[a, b\]\); got 5"),
         ({"scale": 1, "pair": [1]}, r"rewards\.0\.pair: Input should have at least 2 items; got \[1\]"),
-        ({"scale": 1, "pair": [1, 2, 3]}, r"rewards\.0\.pair: Input should have at most 2 items, not 3; got"),
         ({"scale": 1, "names": 5}, r"rewards\.0\.names: Input should be a valid string or a list \(\[a, b\]\); got 5$"),
-        ({"scale": 1, "names": [5]}, r"^rewards\.0\.names\.0: Input should be a valid string; got 5$"),
         ({"scale": 1, "mode": "c"}, r"rewards\.0\.mode: Input should be 'a' or 'b'; got 'c'"),
     ],
 )

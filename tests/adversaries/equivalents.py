@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 
 from latex_values import NUM_AGREEING, Unknown, close, compare_formulas, points, read_formula
@@ -502,15 +501,6 @@ _KINDS = {
     "formula": _same_formula, "list": _same_items, "matrix": _same_items, "union": _same_items, "text": _same_words,
     "based": _same_words, "relation": _same_relation,
 }  # fmt: skip
-
-
-def exact_number(text: str) -> Fraction | None:
-    """The plain number of a text: for graders that know no formulas."""
-    bare = text.strip().rstrip(".").replace(",", "")
-    try:
-        return Fraction(bare)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 def is_percentage(text: str) -> bool:

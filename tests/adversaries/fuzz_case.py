@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-import posttrain
-
-TINY = Path(posttrain.__file__).parent / "models" / "tiny"
-FOLDER, FIFO, TINY_MODEL = "folder", "fifo", "tiny model"  # kinds of files beside those with bytes in them
+FOLDER, FIFO = "folder", "fifo"  # kinds of files beside those with bytes in them
 VALUE = "VALUE-GOES-HERE"
 
 RL: dict[str, Any] = {
@@ -101,11 +98,6 @@ class Case:
                 path.mkdir()
             elif content == FIFO:
                 os.mkfifo(path)
-            elif content == TINY_MODEL:
-                path.mkdir()
-                for item in TINY.iterdir():
-                    if not (path / item.name).exists():
-                        (path / item.name).symlink_to(item)
             else:
                 assert isinstance(content, bytes)
                 if path.is_symlink():
@@ -148,7 +140,3 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
             both = isinstance(value, dict) and isinstance(result.get(key), dict)
             result[key] = merged(result[key], value) if both else value
     return result
-
-
-def without(recipe: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in keys}

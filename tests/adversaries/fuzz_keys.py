@@ -8,7 +8,7 @@ from functools import cache
 from random import Random
 from typing import Annotated, Any
 
-from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value, without
+from fuzz_case import DIFF, RL, SAE, SFT, STUDY, Case, merged, with_value
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
@@ -25,7 +25,6 @@ POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
     for text, types in (
         ("[]", "array"),
         ("{}", "object"),
-        ("[1, [2]]", ""),
         ("{nonsense: 1}", "object"),
         ("maybe", "string"),
         ("''", "string"),
@@ -35,32 +34,21 @@ POOL: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("yes", "boolean string"),
         ("null", "null"),
         ("2024-05-17", "string"),
-        ("2024-02-31", "string"),
-        ("2001-12-14t21:59:43.10-05:00", "string"),
         ("1:30", "string"),
-        ("190:20:30.15", "string"),
         (".nan", ""),
         (".inf", ""),
-        ("-.inf", ""),
         ("1e400", ""),
         ("010", ""),
-        ("100000000000", "number"),
         ("1e11", "number"),
         ("1e30", "number"),
         ("9" * 5000, ""),
-        ("-" + "9" * 4400, ""),
         ("²", "string"),
-        ("1²", "string"),
         ("!!binary aGk=", ""),
-        ("!!set {a, b}", ""),
-        ("!!timestamp 2024-01-01", ""),
         ("!!python/name:os.system", ""),
         ("!own 3", ""),
         ('"\\ud800"', ""),
-        ('"half \\udfff"', ""),
         ("*nowhere", ""),
         ("&a [*a]", ""),
-        ("&a {b: *a}", ""),
         ("[" * 3000 + "]" * 3000, ""),
         ("{<<: 3}", ""),
         ("{a: 1, a: 2}", ""),
@@ -108,7 +96,7 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
         if text == "{}" and says_enough:  # every key of the section has a default
             continue
         taken = set(types)
-        if last in SEEDS and text in ("100000000000", "1e11", "1e30"):
+        if last in SEEDS and text in ("1e11", "1e30"):
             continue
         if "number" in taken and "integer" not in taken and text in ("-3",):
             limits = [c for c in choices if c.get("type") == "number"]
@@ -120,7 +108,7 @@ def bad_texts(field: FieldInfo, key: str) -> list[str]:
             if not all(c.get("minimum", -9) >= 0 for c in limits):
                 continue
             taken.discard("integer")
-        if "number" in taken and text in ("7.5", "100000000000", "1e11", "1e30"):
+        if "number" in taken and text in ("7.5", "1e11", "1e30"):
             limits = [c for c in choices if c.get("type") == "number"]
             if all("maximum" in c or "exclusiveMaximum" in c for c in limits):
                 taken.discard("number")
@@ -156,25 +144,19 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 WORD_TEXTS = (
     "7.5",
-    "true",
     "[]",
     "{}",
     "{nonsense: 1}",
     "nowhere_to_be_found",
     "{name: null}",
-    "{name: [a]}",
     "''",
-    "2024-05-17",
-    "1:30",
     ".nan",
     "&a [*a]",
     "!!binary aGk=",
     "{name: 3}",
     '"\\ud800"',
-    "{name: ''}",
     "9" * 5000,
     "{name: {name: grpo}}",
-    "[[]]",
     "[null]",
 )
 
@@ -208,24 +190,13 @@ def key_cases(random: Random) -> list[Case]:
 
 def _unknown_keys(command: tuple[str, ...], own: dict[str, Any], key: str, model: Any) -> list[Case]:
     cases = []
+    in_file = (*command, "mine.yaml")
     for wrong in ("nonsense", "²", "x" * 300, next(iter(model.model_fields))[:-1] + "_"):
         name = f"{key}.{wrong}"
-        cases.append(
-            Case(
-                "unknown key",
-                (*command, "mine.yaml"),
-                (name[:40], wrong[:40], *(["a key of 300 characters"] if len(wrong) == 300 else [])),
-                {"mine.yaml": with_value(own, name, "1")},
-            )
-        )
-        cases.append(
-            Case(
-                "unknown key",
-                (*command, "mine.yaml", f"--{name}", "1"),
-                (name[:40], wrong[:40]),
-                {"mine.yaml": with_value(own, "description", "x")},
-            )
-        )
+        names = (name[:40], wrong[:40], *(["a key of 300 characters"] if len(wrong) == 300 else []))
+        cases.append(Case("unknown key", in_file, names, {"mine.yaml": with_value(own, name, "1")}))
+        good = {"mine.yaml": with_value(own, "description", "x")}
+        cases.append(Case("unknown key", (*in_file, f"--{name}", "1"), (name[:40], wrong[:40]), good))
     return cases
 
 
@@ -235,22 +206,9 @@ def _place(random: Random, kind: str, command: tuple[str, ...], own: dict[str, A
     if random.random() < 0.5 or text == "null" or text.startswith(NO_YAML):
         return Case(f"{kind}, file", (*command, "mine.yaml"), where, {"mine.yaml": file})
     raw = "" if text == "''" else text
-    named = (f"{key}", f"--{key}")
-    if random.random() < 0.5:
-        return Case(
-            f"{kind}, option",
-            (*command, "mine.yaml", f"--{key}={raw}"),
-            named,
-            {"mine.yaml": with_value(own, "description", "x")},
-        )
-    if raw.startswith("-"):
-        raw = " " + raw
-    return Case(
-        f"{kind}, option",
-        (*command, "mine.yaml", f"--{key}", raw),
-        named,
-        {"mine.yaml": with_value(own, "description", "x")},
-    )
+    given = [f"--{key}={raw}"] if random.random() < 0.5 else [f"--{key}", " " + raw if raw.startswith("-") else raw]
+    good = {"mine.yaml": with_value(own, "description", "x")}
+    return Case(f"{kind}, option", (*command, "mine.yaml", *given), (key, f"--{key}"), good)
 
 
 MIXED: dict[str, Any] = {"name": "mixture", "parts": [{"task": {"name": "stories", "size": 64}}]}
@@ -321,20 +279,3 @@ def with_word(base: dict[str, Any], where: str, word: dict[str, Any]) -> dict[st
     else:
         target[last] = word
     return recipe
-
-
-def size_cases(random: Random) -> list[Case]:
-    """Counts with no upper bound in sight."""
-    cases = []
-    for _, command, model, base in _bases():
-        for key, field in walk(model):
-            if "integer" in types_of(field)[0] and key.rpartition(".")[2] not in SEEDS:
-                head = key.partition(".")[0]
-                own = merged(base, PARENTS.get(head, {}), PARENTS.get(".".join(key.split(".")[:2]), {}))
-                own = SFT if model is Recipe and head == "data" else own
-                for text in ("100000000000", "1e12", "10_000_000_000_000", "1" + "0" * 30):
-                    cases.append(_place(random, "size", command, own, key, text))
-    return cases
-
-
-__all__ = ["key_cases", "option_cases", "size_cases", "without"]

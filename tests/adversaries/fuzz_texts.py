@@ -20,90 +20,53 @@ def broken(text: str) -> Iterator[tuple[str, bytes]]:
     """(what was done, bytes) of a good recipe's text made bad."""
     plain = text.encode()
     yield "empty", b""
-    yield "only a comment", b"# nothing\n"
     yield "null", b"null\n"
     yield "a list", b"- train\n- 3\n"
-    yield "a text", b"train\n"
-    yield "a number", b"3\n"
     yield "binary", bytes(range(256)) * 4
     yield "NUL", plain + b"more: a\0b\n"
-    yield "NULs", b"\0" * 5000
     yield "bell", plain + b"more: a\x07b\n"
-    yield "escape", plain + b"more: \x1b]52;c;aGk=\x07\n"
     yield "Latin-1", plain + "more: Größe\n".encode("latin-1")
     yield "UTF-16", text.encode("utf-16")
-    yield "UTF-32", text.encode("utf-32")
     yield "surrogate", plain + b"more: \xed\xa0\x80\n"
     yield "tab", plain + b"more:\n\ta: 1\n"
-    yield "tabs", plain.replace(b"\n  ", b"\n\t")
     yield "unclosed list", plain + b"more: [1, 2\n"
-    yield "unclosed mapping", plain + b"more: {a: 1\n"
     yield "unclosed quote", plain + b'more: "a\n'
-    yield "bad indent", plain + b"  more: 1\n"
     yield "colon", plain + b"more: a: b\n"
     yield "percent", b"%YAML 9.9\n---\n" + plain
     yield "at sign", plain + b"more: @x\n"
     yield "duplicate key", plain + b"description: again\n"
     yield "duplicate inner key", plain + b"more: {a: 1, a: 2}\n"
-    yield "duplicate by type", plain + b"more: {1: 1, '1': 2}\n"
     yield "two documents", plain + b"---\n" + plain
-    yield "two documents, second empty", plain + b"---\n"
     yield "cycle", plain + b"more: &a [*a]\n"
-    yield "cycle of mappings", plain + b"more: &a {b: *a}\n"
     yield "whole cycle", b"&a\nmore: *a\n" + plain
     yield "merge cycle", plain + b"more: &a {<<: *a}\n"
-    yield "merge of lists in a cycle", plain + b"more: &a {<<: [*a, *a]}\n"
-    yield "merge of a number", plain + b"<<: 3\n"
     yield "merge of an unknown anchor", plain + b"<<: *nowhere\n"
     yield "alias bomb", plain + BOMB.encode()
     yield "merge bomb", plain + MERGE_BOMB.encode()
     yield "many aliases", plain + b"z: &z [" + b"1, " * 2000 + b"1]\nmore: [" + b"*z, " * 3000 + b"*z]\n"
     yield "deep lists", plain + b"more: " + b"[" * 10_000 + b"]" * 10_000 + b"\n"
     yield "deep mappings", plain + b"more: " + b"{a: " * 5_000 + b"1" + b"}" * 5_000 + b"\n"
-    yield "deep block", plain + b"more:\n" + b"".join(b" " * (i + 1) + b"a:\n" for i in range(1500)) + b"\n"
-    yield "deep and unclosed", plain + b"more: " + b"[" * 50_000
-    yield "long dashes", plain + b"more:\n  " + b"- " * 5_000 + b"1\n"
     yield "huge", plain + b"more: [" + b"1, " * 3_000_000 + b"1]\n"
-    yield "huge key", plain + b"? " + b"k" * 100_000 + b"\n: 1\n"
     yield "huge integer", plain + b"more: " + b"9" * 5000 + b"\n"
-    yield "huge integer as key", plain + b"9" * 5000 + b": 1\n"
     yield "huge hexadecimal", plain + b"more: 0x" + b"f" * 200_000 + b"\n"
     yield "no such date", plain + b"more: 2024-13-45\n"
-    yield "date as key", plain + b"2024-05-17: 1\n"
     yield "time out of range", plain + b"more: 2001-12-14t99:59:43.10-05:00\n"
-    yield "date out of range", plain + b"more: 0000-00-00\n"
     yield "list as key", plain + b"? [1, 2]\n: 3\n"
-    yield "mapping as key", plain + b"? {a: 1}\n: 3\n"
     yield "null as key", plain + b"~: 3\n"
     yield "number as key", plain + b"7: 3\n"
-    yield "truth as key", plain + b"true: 3\n"
-    yield "NaN as key", plain + b".nan: 3\n"
     yield "empty key", plain + b"'': 3\n"
-    yield "octal as key", plain + b"010: 3\n"
     yield "equals", plain + b"more: =\n"
     for tag in (
         "!!python/object/apply:os.system [id]",
         "!!python/name:os.system",
-        "!!python/tuple [1]",
         "!!set {a, b}",
-        "!!omap [a: 1]",
-        "!!pairs [a: 1]",
         "!!binary aGk=",
-        "!!timestamp 2024-01-01",
         "!own x",
-        "!<x> y",
         "!!int x",
-        "!!float x",
         "!!bool maybe",
-        "!!null x",
         "!!map [1]",
-        "!!seq {a: 1}",
-        "!!timestamp x",
-        "!!binary '%'",
-        "!!str [1]",
         "!!nonsense 1",
         "!!merge x",
-        "!!int ''",
     ):
         yield f"tag {tag.split()[0]}", plain + f"more: {tag}\n".encode()
 
@@ -127,29 +90,19 @@ def file_cases(random: Random) -> list[Case]:
         good = dump(recipe)
         for name, files in (
             ("folder.yaml", {"folder.yaml": FOLDER}),
-            ("folder", {"folder": FOLDER}),
             ("pipe.yaml", {"pipe.yaml": FIFO}),
-            ("pipe", {"pipe": FIFO}),
             ("zero.yaml", {"zero.yaml->": "/dev/zero"}),
             ("/dev/zero", {}),
-            ("/dev/null", {}),
-            ("/dev/urandom", {}),
             ("/proc/self/mem", {}),
             ("circle.yaml", {"circle.yaml->": "circle.yaml"}),
-            ("gone.yaml", {"gone.yaml->": "nowhere.yaml"}),
             ("nowhere.yaml", {}),
-            ("nowhere", {}),
             (f"{long}.yaml", {}),
-            (long, {}),
             (f"a/{long}/b.yaml", {}),
             ("", {}),
             (".", {}),
-            ("..", {}),
             ("/", {}),
-            ("~nobody/x.yaml", {}),
             ("mine.yaml/x.yaml", {"mine.yaml": good}),
             ("bad\udcff.yaml", {}),
-            ("bad\udcff", {}),
             ("a\nb.yaml", {}),
             ("\x1b[2J.yaml", {}),
             ("²", {}),
@@ -160,9 +113,7 @@ def file_cases(random: Random) -> list[Case]:
             ("nowhere", {}),
             ("mine.yaml", {}),
             ("other.yaml", {"other.yaml": b"extends: mine.yaml\n"}),
-            ("[a, b]", {}),
             ("3", {}),
-            ("{a: b}", {}),
             ("pipe.yaml", {"pipe.yaml": FIFO}),
             ("folder.yaml", {"folder.yaml": FOLDER}),
             ("/dev/zero", {}),
@@ -170,7 +121,6 @@ def file_cases(random: Random) -> list[Case]:
             (f"{long}.yaml", {}),
             ("''", {}),
             ("../../../../etc/passwd", {}),
-            ("2024-05-17", {}),
             ("other.yaml", {"other.yaml": b"extends: [\n"}),
             ("other.yaml", {"other.yaml": BOMB.encode()}),
             ("c1.yaml", {f"c{i}.yaml": f"extends: c{i + 1}.yaml\n".encode() for i in range(1, 400)}),

@@ -17,148 +17,72 @@ def constants() -> list[str]:
     """Numbers, letters, words: what someone says who has not read the question."""
     numbers = [str(n) for n in range(-20, 131)] + ["1000", "1,000", "10000", "1000000", "2024", "2025", "-100"]
     fractions = [f"\\frac{{{a}}}{{{b}}}" for b in range(2, 10) for a in range(1, b)] + ["1/2", "1/3", "0.5", "0.25"]
-    decimals = [
-        "0.0",
-        "-0",
-        "+0",
-        "00",
-        "0.1",
-        "0.01",
-        "1.0",
-        "3.14",
-        "3.14159",
-        "2.718",
-        "1e0",
-        "1e-9",
-        "1e400",
-        "0x10",
-    ]
+    decimals = ["0.0", "-0", "+0", "00", "0.01", "1.0", "3.14", "2.718", "1e0", "1e-9", "1e400", "0x10"]
     percents = ["0%", "1%", "10%", "25\\%", "50\\%", "50%", "100%", "100\\%", "200%"]
     words = _lines("""
 yes
 no
-Yes
-No
 True
-False
-true
-false
 maybe
 both
-neither
 all
 none of the above
 all of the above
-either
-neither
-any
 anything
-everything
 nothing
 unknown
-the answer
 answer
 I do not know
-I don't know.
 not sure
 it depends
-infinite
 infinitely many
-infinity
 inf
--inf
-oo
 east
-west
-north
-south
 even
-odd
 parabola
-circle
-ellipse
-hyperbola
 line
-plane
 knight
-knave
 right
-wrong
-correct
-I am correct
-This is correct.
 The answer is correct.
 Q.E.D.
-42
-lorem ipsum
 hello
-sorry
 As an AI, I cannot answer.
-ok
 zero
-one
-two
 seventeen
 x
-y
 n
-a
-b
-i
 e
--i
 \\pi
-2\\pi
 -1
 \\sqrt{2}
-\\sqrt{3}
 2\\sqrt{3}
 x+1
 x^2
 (0,0)
 (1,2)
-[0,1]
-(0,1)
 [0,1)
 (-\\infty,\\infty)
-(-\\infty, \\infty)
 \\{0\\}
-\\{1\\}
 \\{1,2\\}
-\\{1,2,3\\}
 x=0
-x=1
 y=x
 x>0
-x \\ge 0
 x \\in \\mathbb{R}
 x = x
-0 = 0
-1 = 1
 x \\ne x
 \\text{yes}
-\\text{no}
-\\text{Yes}
 \\text{A}
 \\text{(B)}
-\\text{even}
-\\text{odd}
 \\text{none}
-1:1
 1:2
 12:00
 1_2
-10_2
-101_2
 \\begin{pmatrix} 0 \\\\ 0 \\end{pmatrix}
 \\begin{pmatrix} 1 & 0 \\\\ 0 & 1 \\end{pmatrix}
 \\$1
-\\$10
 5 cm
 1 \\text{ unit}
 90^\\circ
-45^\\circ
-60^{\\circ}
 180°
 """)  # fmt: skip
     return [*numbers, *fractions, *decimals, *percents, *words, *"ABCDEFGHIJabcdefghij", *(f"({c})" for c in "ABCDE")]

@@ -37,10 +37,11 @@ TASKS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "refusals": (None, {}),
     "stories": (None, {"split": "test"}),
     "sums": (None, {"split": "test"}),
+    "svamp": ("math_evals/svamp", {}),
     "ultrafeedback": ("ultrafeedback/test", {"split": "test"}),
 }
 MATH_TASKS = ("math", "math500", "amc", "aime24", "minerva_math", "olympiad_bench")
-NUMBER_TASKS = ("gsm8k", "aime24")
+NUMBER_TASKS = ("gsm8k", "svamp", "aime24")
 
 # One gold of every kind, for where no data are at hand, and so that each trick finds what it aims at.
 PANEL = r"""

@@ -68,29 +68,18 @@ BOMB = b"a: &a [1,1,1,1,1,1,1,1,1,1]\n" + b"".join(
 CONTENTS: list[tuple[str, bytes, str]] = [
     ("env.json", b"[]", "all of it is"),
     ("env.json", DEEP, "RecursionError"),
-    ("env.json", b'{"created": {}}', "created is"),
-    ("env.json", b'{"starts": {"0": 1}}', "starts is"),
     ("env.json", b'{"starts": [{"versions": 3}]}', "starts.0.versions is '3'"),
-    ("env.json", b'{"starts": [{"hardware": {"gpus": 3}}]}', "starts.0.hardware.gpus is '3'"),
     ("env.json", b'{"recipe": "\\ud800"}', "surrogates not allowed"),
     ("env.json", b"\xff\xfe", "UnicodeDecodeError"),
     ("status.json", status(step="four"), "step is 'four'"),
     ("status.json", status(state="splendid"), "state is 'splendid'"),
-    ("status.json", status(held_out={"accuracy": "high"}), "held_out.accuracy is 'high'"),
     ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
-    ("status.json", status(headline="accuracy"), "headline is 'accuracy'"),
-    ("status.json", status(headline=asdict(ACCURACY) | {"unit": "furlongs"}), "headline.unit is 'furlongs'"),
     ("status.json", status(headline=asdict(ACCURACY) | {"beside": ["nothing"]}), "headline.beside.0 is 'nothing'"),
-    ("status.json", status(headline=asdict(ACCURACY) | {"label": "x" * 81}), "headline.label is 'xxx"),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
-    ("status.json", b"{}", "state is 'None'"),
     ("recipe.yaml", b"train: {steps: 1}\ntrain: {}\n", "recipe.yaml:2: train: this key stands twice"),
-    ("recipe.yaml", b"- a\n- b\n", "not a mapping"),
     ("recipe.yaml", b"train: {steps: many}\n", "train.steps is no whole number"),
-    ("recipe.yaml", b"a: " + DEEP, "nested more than 50 deep"),
     ("recipe.yaml", BOMB, "more than 50,000 values, aliases written out"),
-    ("recipe.yaml", b"a: &a [*a]\n", "*a stands for nothing that ends above"),
     (
         "recipe.yaml",
         b"x: !!python/object/apply:os.system [ls]\n",
@@ -98,14 +87,10 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ),
     ("recipe.yaml", b"x: .nan\n", "nan where a number"),
     ("recipe.yaml", b"x: " + b"9" * 5000, "a number of 5,000 characters"),
-    ("recipe.yaml", b"a: \xff\n", "damaged"),
     ("recipe.yaml", b"#" * (1 << 21), "at most 1,048,576 are read"),
     ("metrics.jsonl", b"[1]\n", "not a line of metrics"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"a": ' + b"9" * 400 + b"}}\n", "OverflowError"),
-    ("metrics.jsonl", b'{"step": ' + b"9" * 400 + b', "metrics": {"a": 1}}\n', "a step of 400 digits"),
-    ("metrics.jsonl", b'{"step": 1, "metrics": {}, "timing": {"a": "nan"}}\n', "timing: a is nan"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {}, "timing": {"a": 1e300}}\n', "timing: a is 1e+300"),
-    ("metrics.jsonl", DEEP + b"\n", "RecursionError"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": 1}}\n', "surrogates not allowed"),
 ]
 COMMANDS = [["runs", "--sort", "headline"], ["runs", "show", "good"], ["runs", "prune", "--all", "--yes"]]
@@ -213,13 +198,11 @@ SCRIPTS: dict[str, tuple[str, str]] = {
         "CREATE TRIGGER t AFTER DELETE ON rollouts BEGIN DELETE FROM about; END;",
         "it holds trigger 't'",
     ),
-    "an index over an expression": ("CREATE INDEX i ON rollouts (abs(step));", "it holds index 'i'"),
     "a generated column": (
         "ALTER TABLE rollouts ADD COLUMN g INTEGER AS (step + 1);",
         "it holds table 'rollouts'",
     ),
     "a table less": ("DROP TABLE evaluation_rollouts;", "something is missing"),
-    "a version below zero": ("PRAGMA user_version = -1;", "not a rollout database as posttrain writes it"),
     "an older version that it is not": ("PRAGMA user_version = 1;", "an earlier posttrain wrote this file"),
     "a step of text": ("UPDATE rollouts SET step = 'one';", "a step is no whole number"),
 }
@@ -248,13 +231,10 @@ def test_a_strangers_database_is_refused_before_anything_in_it_runs(
     ("change", "reason"),
     [
         ("reward = 'much'", "reward of row 1 is str"),
-        ("parts = '3'", "row 1"),
         (f"parts = '{'[' * 100_000}'", "row 1"),
         ("token_ids = x'0000'", "row 1"),
         ("prompt = x'ff'", "prompt of row 1 is bytes"),
-        ("prompt = CAST(x'ff' AS TEXT)", "damaged"),
         ("completion = zeroblob(200000000)", "damaged"),
-        ("finish = x'00'", "row 1"),
     ],
 )
 def test_a_strangers_rows_are_checked_as_they_are_read(root: Path, change: str, reason: str) -> None:
@@ -299,7 +279,6 @@ def no_number(word: str) -> float:
 @pytest.mark.parametrize(
     "results",
     [
-        {},
         {"accuracy": 0.5, "accuracy_low": "-inf", "accuracy_high": "nan", "n": "inf"},
         {"accuracy": 0.5, "step": "nan", "name": 3.0, "loss": "inf"},
         {"<script>\u202e": 1.0, "accuracy": 1e300},
@@ -364,15 +343,3 @@ def test_the_table_of_a_sweep_is_its_own(root: Path, capsys: pytest.CaptureFixtu
     assert "hunter2" not in shown
     assert "table.md: this is a link to another folder" in shown
     assert "0 of 0 runs finished" in shown
-
-
-def test_what_has_room_is_shown_whole() -> None:
-    from posttrain.untrusted import MAX_SHOWN, fitting
-
-    long, short = "x" * (MAX_SHOWN - 3), "abc"
-    assert [len(fitting([long, short])(text)) for text in (long, short)] == [MAX_SHOWN - 3, 3]
-    fit = fitting([long, "abcd"])
-    assert fit("abcd") == "abcd"
-    half = MAX_SHOWN // 4
-    assert fit(long) == f"{'x' * half} [... {MAX_SHOWN - 3 - 2 * half:,} characters are left out here ...] {'x' * half}"
-    assert fitting([])("") == ""

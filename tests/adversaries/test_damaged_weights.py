@@ -90,13 +90,6 @@ def test_a_manifest_that_leads_out_is_refused(run: Path, tmp_path: Path) -> None
         resolve_model_name("runs/a")
 
 
-def test_no_checkpoint_verifies(run: Path) -> None:
-    for step in (1, 2):
-        flip_byte(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors", -100)
-    with pytest.raises(DataError, match="restore it from a copy, or train again; no other checkpoint there verifies"):
-        resolve_model_name("runs/a")
-
-
 def test_a_copied_checkpoint_is_still_verified_and_a_plain_model_is_not(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step-000001", tmp_path / "mine")
     assert resolve_model_name(str(tmp_path / "mine")) == str(tmp_path / "mine")
@@ -149,8 +142,6 @@ def test_same_size_and_time_but_another_content_is_hashed_again(tmp_path: Path) 
     [
         ({"a": "../outside.safetensors"}, "'../outside.safetensors' does not lie beside it"),
         ({"a": "/tmp/outside.safetensors"}, "'/tmp/outside.safetensors' does not lie beside it"),
-        ({"a": ".."}, "'..' does not lie beside it"),
-        ({"a": 5}, "5 does not lie beside it"),
         ([], "an object is needed; got []"),
     ],
 )

@@ -52,7 +52,7 @@ def test_an_answer_that_cannot_be_seen_is_not_paid_as_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["xml_format", "xml_soft"])
 @pytest.mark.parametrize(
     "answer",
-    ["17", "x", ".", "答案", "é", "0", "-", "∅", "\U0001f600", "\u200b17", "a\u00adb", "\u202b17\u202c", "نعم", "ก็"],
+    ["17", "答案", "∅", "\u200b17", "\u202b17\u202c"],
 )
 def test_an_answer_that_can_be_seen_is_paid(name: str, answer: str) -> None:
     assert pay(name, write(answer)) == 1.0

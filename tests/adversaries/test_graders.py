@@ -18,9 +18,9 @@ from posttrain import registry
 from posttrain.graders.grading import Submission, grade
 
 needs_data = pytest.mark.skipif(data_folder() is None, reason="POSTTRAIN_DATA names no folder with real rows")
-NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14")
-TEXTS = ("yes", "no", "Evelyn", "A", "B", "(1,2)", "x+1", "17", "-1", "n")
-SAMPLE = 7  # one in so many of the invisible texts goes to the slower graders of the fast suite
+NUMBERS = ("17", "-3", "0", "1", "0.5", "1/2", "1,200", "25%", "18", "2", "42", "3.14", "-0.25", "1000")
+TEXTS = ("yes", "no", "Evelyn", "A", "B", "(1,2)", "x+1", "17", "-1", "n", "two")
+SAMPLE = 5  # one in so many of the invisible texts goes to the slower graders of the fast suite
 
 
 def marks() -> list[str]:
@@ -39,11 +39,6 @@ def test_every_grader_has_its_adversary() -> None:
         "any_answer", "code_tests", "exact", "math", "multiple_choice", "numeric",
         "refusal", "scored",
     }  # fmt: skip
-
-
-def test_there_are_over_a_thousand_constant_answers_and_they_are_different() -> None:
-    answers = grader_answers.constant_answers()
-    assert len(set(answers)) == len(answers) > 1200
 
 
 # What the table says of golds that are known to be different, and of what is known to be the same.
@@ -78,7 +73,7 @@ def test_the_table_decides_on_almost_all_golds() -> None:
 
 
 def test_nothing_is_no_answer_in_mathematics() -> None:
-    check(attack_with_constants(with_grader("math"), marks(), PANEL[::3]), 3000)
+    check(attack_with_constants(with_grader("math"), marks(), PANEL[::2]), 3000)
 
 
 def test_constants_and_lists_are_right_for_what_they_say_in_mathematics() -> None:
@@ -122,10 +117,6 @@ def test_every_spelling_of_a_right_answer_is_right_in_mathematics(kind: str) -> 
     pairs = [(gold, given) for own, gold, given in math_pairs() if own == kind]
     refused = [pair for pair, right in zip(pairs, with_grader("math")(pairs), strict=True) if not right]
     assert refused == []
-
-
-def test_there_are_more_than_300_spellings() -> None:
-    assert len(math_pairs()) + len(numeric_pairs()) + len(CHOICE) > 500
 
 
 def test_constants_hedges_and_mutations_are_wrong_as_numbers() -> None:

@@ -219,9 +219,7 @@ def test_workers_that_nobody_has(answer: Any, serve: Callable[..., str]) -> None
     "choice",
     [
         {"token_ids": [1], "logprobs": {"top_logprobs": [{"token_id:1": -1.0}] * 3}},
-        {"token_ids": [1], "logprobs": {"top_logprobs": [{}]}},
         {"token_ids": [1], "logprobs": {"top_logprobs": [{"token_id:1": 10**400}]}},
-        {"token_ids": [1], "prompt_logprobs": [{"1": {"logprob": -1.0}}], "logprobs": {"top_logprobs": None}},
         {"token_ids": [1] * 2000, "logprobs": {"top_logprobs": [{"token_id:1": -1.0}] * 2000}},
         {"token_ids": [float("inf")], "logprobs": {"top_logprobs": []}},
     ],

@@ -174,12 +174,7 @@ def test_adapters_that_name_code_are_refused(changes: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"lora_alpha": 1e308},
-        {"lora_alpha": float("nan")},
-        {"lora_alpha": -(10**30)},
-        {"alpha_pattern": {"q_proj": 1e9}},
-    ],
+    [{"lora_alpha": float("nan")}, {"alpha_pattern": {"q_proj": 1e9}}],
 )
 def test_an_adapter_whose_scale_is_no_number_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", **changes)

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 from hostile_text import HOSTILE, leaks
-from jinja2 import UndefinedError
 
 from posttrain.evals.tables import TextTable
 from posttrain.reports.charts import Panel, Series
-from posttrain.reports.evaluation import quoted
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
-from posttrain.runs.directory import RunDirectory
 from posttrain.store.headline import Headline
 from posttrain.sweeps.results import Part, SweepResults
-from posttrain.untrusted import code
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
 
@@ -72,21 +68,6 @@ def test_reports_hold_no_tag_that_is_not_ours(name: str) -> None:
     assert "script-src" not in policy
 
 
-def test_no_tick_ends_a_quotation() -> None:
-    assert code("42") == "`42`"
-    assert code("a`b") == "``a`b``"
-    assert code("``\n# <b>") == "``` `` # <b> ```"
-    assert quoted("```\nx") == "````\n```\nx\n````"
-
-
-def test_the_log_of_a_run_can_be_shown(tmp_path: Path) -> None:
-    RunDirectory(tmp_path).log(f"reward failed: {HOSTILE} Grüße 漢字")
-    text = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert leaks(text) == []
-    assert "\\x1b[2J" in text
-    assert text.endswith("Grüße 漢字\n")
-
-
 @pytest.mark.parametrize("name", ["sweep", "report", "shell"])
 def test_control_and_hidden_characters_are_written_out_in_pages(name: str) -> None:
     page = make_pages(HOSTILE)[name]
@@ -109,8 +90,3 @@ def test_every_page_is_drawn_by_the_one_shell() -> None:
     assert marked == ["reports/page.py"]  # of charts alone, whose texts are escaped where they are drawn
     drawn = [name for name, text in texts.items() if "from html import" in text]
     assert drawn == []
-
-
-def test_a_name_that_a_template_was_not_given_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="title"):
-        render("page.jinja")

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from posttrain import registry
 from posttrain.algorithms.objectives.policy_gradient import grpo, ppo
 from posttrain.algorithms.objectives.surrogate import with_regularizers
 from posttrain.types import Batch, Outputs
@@ -146,11 +145,3 @@ def test_finite_at_absurd_ratios_and_values(new: float, old: float):
         assert math.isfinite(value.item())
         for gradient in torch.autograd.grad(value, (outputs.logprobs, outputs.scores)):
             assert torch.isfinite(gradient).all()
-
-
-def test_traits_and_defaults():
-    entry = registry.find("objective", "ppo")
-    assert entry.traits["needs"] == ("advantages", "old_logprobs", "returns", "old_values")
-    assert (entry.traits["level"], entry.traits["head"]) == ("token", "value")
-    assert entry.options({"value_clip": None})["value_clip"] is None
-    assert entry.options({})["value_clip"] == 0.2

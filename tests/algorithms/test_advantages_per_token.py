@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from posttrain import registry
 from posttrain.algorithms.advantages import gae, return_to_go, whitened
 from posttrain.algorithms.objectives.policy_gradient import ppo, reinforce
 from posttrain.types import Batch, Outputs
@@ -196,9 +195,3 @@ def test_ppo_with_lambda_one_and_no_values_is_reinforce_with_the_return():
         gradients.append(logprobs.grad)
     assert torch.equal(*gradients)
     assert torch.allclose(gradients[0], -returns, atol=1e-12)
-
-
-def test_traits_tell_the_machine_what_to_fill():
-    assert registry.find("advantage", "gae").traits == {"level": "token", "needs": ("old_values",)}
-    assert registry.find("advantage", "return_to_go").traits == {"level": "token"}
-    assert registry.find("advantage", "gae").provided == ("rewards", "mask", "values", "final_values")

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from posttrain import registry
 from posttrain.algorithms.correction import geometric_mask, icepop, sequence_tis, token_tis
 
 WORDS = {"token_tis": token_tis, "sequence_tis": sequence_tis, "icepop": icepop, "geometric_mask": geometric_mask}
@@ -117,8 +116,3 @@ def test_edges_are_finite_detached_and_honest(name: str):
     assert not weights.requires_grad
     broken = WORDS[name](torch.tensor([[0.0, math.nan]]), torch.tensor([[False, True]]))
     assert math.isnan(broken[0, 1])  # not hidden: the loop refuses it
-
-
-def test_the_words_are_registered_with_their_options():
-    assert set(registry.entries("correction")) >= set(WORDS)
-    assert registry.find("correction", "token_tis").options({}) == {"cap": 2.0}

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from posttrain import registry
 from posttrain.algorithms.objectives.distillation import distillation, on_policy_distillation, sdpo
 from posttrain.types import Batch, Outputs
 
@@ -282,14 +281,3 @@ def test_no_gradient_reaches_the_teacher():
     for objective in (distillation, sdpo):
         total = objective(outputs_of(student, batch), batch).values.sum()
         assert torch.autograd.grad(total, teacher, allow_unused=True)[0] is None
-
-
-def test_traits():
-    needs = {name: registry.find("objective", name).traits["needs"] for name in
-             ("distillation", "on_policy_distillation", "sdpo")}  # fmt: skip
-    assert needs == {
-        "distillation": ("teacher_ids", "teacher_candidate_logprobs"),
-        "on_policy_distillation": ("old_logprobs", "teacher_logprobs"),
-        "sdpo": ("teacher_ids", "teacher_candidate_logprobs", "has_feedback"),
-    }
-    assert registry.find("objective", "sdpo").traits["optional_needs"] == {"ratio_cap": "old_logprobs"}

@@ -27,13 +27,6 @@ def test_every_pair_word_has_a_reference():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_traits(name: str):
-    entry = entries("objective")[CASES[name][0].__name__]
-    assert entry.traits["level"] == "pair"
-    assert entry.traits["needs"] == (() if name in REFERENCE_FREE else ("ref_logprobs",))
-
-
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_values_against_plain_python(name: str, seed: int):
     word, options, expected = CASES[name]

@@ -10,7 +10,6 @@ from preference_cases import make_rows, random_rows, sigmoid
 
 from posttrain.algorithms.aggregation import unit_mean
 from posttrain.algorithms.objectives.preference import kto
-from posttrain.registry import entries
 from posttrain.types import Batch, Outputs
 
 
@@ -22,12 +21,6 @@ def random_case(seed: int, outside: float = 0.0) -> tuple[Outputs, Batch]:
     policy, reference = random_rows(seed, num_rows=6, scale=2.0)
     labels = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     return make_rows(policy, reference, outside=outside, labels=labels, kl_baseline=[0.7] * 6)
-
-
-def test_traits():
-    traits = entries("objective")["kto"].traits
-    assert traits["level"] == "row"
-    assert set(traits["needs"]) == {"ref_logprobs", "labels", "kl_baseline"}
 
 
 @pytest.mark.parametrize(("nats", "accuracy"), [(0.02, 1.0), (-0.02, 0.0), (0.002, 0.5), (-0.002, 0.5)])

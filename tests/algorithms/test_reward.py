@@ -11,7 +11,6 @@ import torch
 from posttrain.algorithms.aggregation import sequence_mean
 from posttrain.algorithms.objectives.reward import bradley_terry, outcome, process
 from posttrain.errors import UsageError
-from posttrain.registry import entries
 from posttrain.types import Batch, Outputs
 
 
@@ -52,28 +51,6 @@ def pair_scores(chosen: float, rejected: float, **streams: Sequence[float]) -> t
     scores = torch.tensor([[9.0, 8.0, chosen, 7.0], [9.0, rejected, -6.0, -7.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
     return make(scores.requires_grad_(), mask, rows_per_unit=2, **streams)
-
-
-def test_traits():
-    words = entries("objective")
-    assert words["bradley_terry"].traits == {
-        "level": "pair",
-        "needs": (),
-        "head": "score",
-        "scores": "preference",
-        "optional_needs": {"margin": "margins"},
-    }
-    outcome = dict(words["outcome"].traits)
-    assert callable(outcome.pop("derive"))
-    assert outcome == {"level": "token", "needs": ("labels",), "head": "score", "scores": "outcome"}
-    assert words["process"].traits == {
-        "level": "token",
-        "needs": ("step_labels",),
-        "head": "score",
-        "scores": "process",
-        "head_outputs": "num_classes",
-    }
-    assert words["process"].options({}) == {"num_classes": 2}
 
 
 # --- Bradley–Terry

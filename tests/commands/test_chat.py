@@ -10,7 +10,6 @@ from posttrain.cli import main
 from posttrain.commands.chat import conversation as module
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.engines.models import open_model
-from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Word
 from posttrain.runs.models import find_source
@@ -31,17 +30,6 @@ def conversation(sampler) -> Conversation:
 
 def said(conversation: Conversation, content: str) -> str:
     return "".join(conversation.reply(content))
-
-
-def test_a_reply_is_a_function_of_what_was_said_and_the_seed(sampler) -> None:
-    def talk(seed: int) -> list[str]:
-        one = Conversation(sampler, Controls(temperature=1.5, max_tokens=12, seed=seed))
-        return [said(one, QUESTION), said(one, QUESTION)]
-
-    assert talk(0) == talk(0)
-    assert talk(0) != talk(1)
-    first, second = talk(0)
-    assert first != second  # a second reply draws its own numbers
 
 
 def test_the_conversation_remembers_both_sides_and_the_prompt_holds_them(conversation, monkeypatch) -> None:
@@ -66,18 +54,6 @@ def test_the_conversation_remembers_both_sides_and_the_prompt_holds_them(convers
     assert conversation.messages == []
 
 
-def test_later_turns_see_the_answer_without_its_reasoning(conversation) -> None:
-    assert conversation.answer_of("<think> 3 * 4 = 12. </think> <answer> 12 </answer>") == "12"
-    assert conversation.answer_of("<think> 3 * 4") == " 3 * 4"
-
-
-def test_a_reply_that_is_stopped_is_kept_as_far_as_it_came(conversation) -> None:
-    tokens = conversation.reply(QUESTION)
-    first = [next(tokens), next(tokens)]
-    tokens.close()
-    assert conversation.messages[-1].content.strip() == "".join(first).strip()
-
-
 def test_ctrl_c_keeps_what_was_said_wherever_it_strikes(conversation) -> None:
     """Mostly while the model computes, which is inside of the iterator."""
     model = conversation.sampler.model
@@ -98,14 +74,6 @@ def test_ctrl_c_keeps_what_was_said_wherever_it_strikes(conversation) -> None:
     assert len(heard) == 3
     assert conversation.num_replies == 1
     assert conversation.messages[-1].content.strip() == "".join(heard).strip()
-
-
-def test_a_blank_message_is_refused_and_nothing_is_remembered(conversation) -> None:
-    with pytest.raises(UsageError, match="needs some text"):
-        said(conversation, "  ")
-    with pytest.raises(UsageError):
-        said(conversation, "word " * 3000)  # no room
-    assert conversation.messages == []
 
 
 def test_chat_answers_with_every_model_until_it_is_left(

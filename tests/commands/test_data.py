@@ -56,8 +56,6 @@ def test_tokens_of_a_model_and_a_choice_of_examples(capsys: pytest.CaptureFixtur
         (["show"], "give the task's name: posttrain data show NAME"),
         (["show", "gsm8c"], "Did you mean 'gsm8k'"),
         (["show", "gsm8k", "--task.pth", "x"], "Did you mean 'path'"),
-        (["show", "gsm8k", "--tsk.path", "x"], "there is no option --tsk.path"),
-        (["show", "stories", "--model", "./no-such-folder"], "there is no folder"),
         (["show", "gsm8k", "--task.path", "nowhere.jsonl"], "no such file"),
     ],
 )

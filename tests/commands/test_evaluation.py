@@ -13,9 +13,8 @@ import pytest
 from posttrain.cli import main
 from posttrain.commands.evaluate import models
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.errors import DataError
 from posttrain.evals import plan as app
-from posttrain.evals.files import is_evaluation, read_finished
+from posttrain.evals.files import read_finished
 from posttrain.evals.items import read_items
 
 
@@ -74,36 +73,6 @@ def test_files_of_one_evaluation(
 def _samples(out: Path) -> list[dict[str, Any]]:
     lines = (out / "items.jsonl").read_text().splitlines()
     return [sample for line in lines for sample in json.loads(line)["samples"]]
-
-
-def test_the_same_again_replaces_and_says_the_same(
-    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--template", "plain", "--samples", "3", "--quiet")
-    texts = ("It is 3.", "It is 2.", "No idea.")
-    assert evaluate(*arguments, texts=texts) == 0
-    assert capsys.readouterr().out == ""
-    first = (tmp_path / "out" / "items.jsonl").read_text()
-    assert evaluate(*arguments, texts=texts) == 0
-    assert (tmp_path / "out" / "items.jsonl").read_text() == first
-    assert len(_samples(tmp_path / "out")) == 18
-    assert evaluate(*arguments, "--seed", "1", texts=texts) == 0
-    assert (tmp_path / "out" / "items.jsonl").read_text() != first
-
-
-def test_templates_side_by_side(
-    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate("--template", "plain,boxed,r1_zero", texts=("It is 3.",)) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("│ tiny") == 3
-    out = tmp_path / "out"
-    found = [read_finished(out / name) for name in ("plain", "boxed", "r1_zero")]
-    assert [one.results["accuracy"] for one in found] == [pytest.approx(1 / 6), 0.0, 0.0]
-    page = (out / "summary.md").read_text()
-    assert "| tiny | plain | 16.7% |" in page
-    assert "(boxed/summary.md)" in page
-    assert read_finished(out / "boxed").results["parse_failures"] == 1.0
 
 
 class Interrupting(ScriptedEngine):
@@ -180,44 +149,6 @@ def test_what_was_asked_otherwise_is_kept_beside_it(
     assert len(_samples(there[1])) == 4
 
 
-def test_an_interrupted_table_keeps_what_is_finished(
-    evaluate: Callable[..., int], interrupt: Callable[[int], list[ScriptedEngine]], tmp_path: Path
-) -> None:
-    arguments = ("--template", "plain,boxed,r1_zero")
-    interrupt(2)  # one batch for each cell: the third is not finished
-    assert evaluate(*arguments) == 130
-    out = tmp_path / "out"
-    assert [(out / name / "results.json").exists() for name in ("plain", "boxed", "r1_zero")] == [True, True, False]
-    assert not (out / "summary.md").exists()
-    used = interrupt(-1)
-    assert evaluate(*arguments) == 0
-    assert len(used[-1].calls) == 1
-    assert (out / "summary.md").exists()
-    used = interrupt(-1)
-    assert evaluate(*arguments) == 0  # complete: made anew
-    assert len(used[-1].calls) == 3
-
-
-def test_prompts_are_tried_before_anything_is_sampled(
-    evaluate: Callable[..., int],
-    interrupt: Callable[[int], list[ScriptedEngine]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    genuine = app.encode_prompt
-
-    def refuse_boxed(tokenizer: Any, template: Any, messages: Any, variables: Any) -> list[int]:
-        if template.name == "boxed":
-            raise DataError("x", "no such prompt")
-        return genuine(tokenizer, template, messages)
-
-    monkeypatch.setattr(app, "encode_prompt", refuse_boxed)
-    used = interrupt(-1)
-    assert evaluate("--template", "plain,boxed") == 2
-    assert "no such prompt" in capsys.readouterr().err
-    assert used[-1].calls == []
-
-
 def test_a_reward_model_chooses_among_the_samples(
     evaluate: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,14 +169,3 @@ def test_a_reward_model_chooses_among_the_samples(
     assert results["best_of@4"] == results["pass@4"] > results["majority@4"]
     assert {sample["score"] for sample in _samples(tmp_path / "out")} == {0.0, 1.0}
     assert read(tmp_path / "out" / "results.json")["settings"]["best_of"] == "the/rm"
-
-
-def test_what_a_folder_is(evaluate: Callable[..., int], tmp_path: Path) -> None:
-    assert evaluate("--template", "plain", "--quiet") == 0
-    assert is_evaluation(tmp_path / "out")
-    assert not is_evaluation(tmp_path)
-    with pytest.raises(DataError, match="no evaluation was finished here"):
-        read_finished(tmp_path)
-    (tmp_path / "out" / "results.json").write_text('{"run": "x"}')
-    with pytest.raises(DataError, match=r"not the results of an evaluation \(evaluation: Field required\)"):
-        read_finished(tmp_path / "out")

@@ -81,11 +81,6 @@ def test_from_a_run_to_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Eva has 3" not in Path("runs/sae/features.html").read_text()  # tokens by their number, each text once
 
 
-def test_the_folder_of_a_page_is_made() -> None:
-    assert main(["sae", "features", "sae", "--features", "1", "--out", "pages/new/one.html", "--quiet"]) == 0
-    assert sorted(path.name for path in Path("pages/new").iterdir()) == ["one.html", "one.json"]
-
-
 def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     write_tensors("other", {"resid.2": torch.randn(30, D)}, about="made up")
@@ -116,11 +111,6 @@ def test_a_folder_with_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sae", "features", "sae", "--activations", "pair", "--source", "post", "--quiet"]) == 0
 
 
-def test_labels_by_a_judge_were_removed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "features", "sae", "--judge", "tiny"]) == 2
-    assert "`posttrain sae features --judge` was removed. Use the contexts" in capsys.readouterr().err
-
-
 def test_rows_of_another_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     metadata = {"site": "resid.2", "source": "model", "models": [{"model": "tiny", "weights_hash": "0" * 64}]}
     save_dictionary(Dictionary(D, 5, kind="l1"), "stranger", metadata)
@@ -148,7 +138,6 @@ def test_generation_is_steered(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ablate", "5"], "`posttrain generate --ablate` was removed. Use --steer FEATURE=off"),
         (["--steer", "3=1"], "--steer needs --sae"),
         (["--sae", "sae"], "--sae needs --steer FEATURE=STRENGTH"),
         (["--sae", "nowhere", "--steer", "1=off"], "nowhere: neither a folder with a dictionary"),

@@ -9,14 +9,10 @@ import pytest
 from rich.console import Console
 
 from posttrain.commands.progress import (
-    History,
     LiveProgress,
     PlainProgress,
     Progress,
-    choose_progress,
-    show_duration,
     show_evaluation,
-    show_number,
     sparkline,
 )
 from posttrain.store.headline import ACCURACY, REWARD
@@ -62,38 +58,6 @@ def drive(progress: Progress, clock: Clock, steps: int = 40) -> None:
 )
 def test_sparkline_scales_means_of_stretches(values: list[float], width: int, drawn: str) -> None:
     assert sparkline(values, width) == drawn
-
-
-def test_show_number_very_large_value_takes_three_digits() -> None:
-    assert (show_number(1e308, ".3f"), show_number(-1234.5, ".3f")) == ("1e+308", "-1234.500")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(6.6, "7s"), (59.4, "59s"), (125, "2m 05s"), (3725, "1h 02m"), (-1, "0s")]
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert show_duration(seconds) == text
-
-
-def test_remaining_time_counts_the_steps_of_this_process_alone() -> None:
-    clock = Clock()
-    history = History(clock)
-    history.start(start(13, resumed_from=2))
-    assert history.remaining() is None
-    clock.now += 52.0  # an evaluation before the first step
-    history.add(step(3, seconds=2.0))
-    assert history.remaining() == pytest.approx(20.0)
-    assert history.elapsed() == pytest.approx(52.0)
-    clock.now += 4.0
-    history.add(step(4))
-    assert history.remaining() == pytest.approx(6.0 / 2 * 9)
-
-
-def test_phases_are_shares_of_the_time_so_far() -> None:
-    history = History(Clock())
-    history.add(step(1) | {"timing": {"generate_seconds": 3.0, "update_seconds": 1.0, "step_seconds": 4.1}})
-    history.add(step(2) | {"timing": {"generate_seconds": 3.0, "update_seconds": 1.0, "step_seconds": 4.1}})
-    assert history.phases() == "generate 75% · update 25%"
 
 
 INTERVAL = {"n": 256.0, "accuracy": 0.5, "accuracy_low": 0.439, "accuracy_high": 0.561, "format": 1.0}
@@ -149,17 +113,3 @@ def test_live_progress_shows_numbers_courses_and_where_the_time_goes() -> None:
     assert re.search(r"reward +0\.200  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███ ", text)
     assert "generate 12,000 · update 30,000 — generate 60% · update 40%" in text
     assert "tiny/grpo" in out.getvalue()
-
-
-def test_quiet_progress_passes_on_notices_only(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    progress = choose_progress("x", quiet=True)
-    drive(progress, clock, steps=3)
-    progress("notice", {"message": "checkpoint step 2 does not verify"})
-    assert capsys.readouterr() == ("", "note: checkpoint step 2 does not verify\n")
-
-
-def test_view_follows_the_terminal() -> None:
-    assert isinstance(choose_progress("x", False, Console(file=io.StringIO())), PlainProgress)
-    assert isinstance(choose_progress("x", False, Console(file=io.StringIO(), force_terminal=True)), LiveProgress)
-    assert type(choose_progress("x", True)) is Progress

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli import main, parse
-from posttrain.commands.options import complete_action
+from posttrain.cli import main
 from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps
@@ -100,13 +99,6 @@ def test_the_list_shows_runs_and_sweeps(place: Path, out: Out) -> None:
         assert "was removed" in out(*gone, code=2)
 
 
-def test_the_list_as_data(place: Path, out: Out) -> None:
-    data = out.json("list", "--sort", "name")
-    assert [run["name"] for run in data["runs"]] == ["more", "sft"]
-    assert [(item["name"], item["num_finished"]) for item in data["sweeps"]] == [("sweep-x", 1)]
-    assert [run["name"] for run in out.json("list", "m*")["runs"]] == ["more"]
-
-
 def test_one_run_in_full(place: Path, out: Out) -> None:
     lines = out("show", "sft").splitlines()
     facts = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
@@ -144,15 +136,6 @@ def test_runs_side_by_side(place: Path, out: Out) -> None:
     assert "name two runs or more" in out("compare", "sft", "sft", code=2)
 
 
-def test_without_an_action_the_runs_are_listed() -> None:
-    assert parse(["runs"]).action == "list"
-    assert parse(["runs", "--runs-dir", "x", "--limit", "0"]).runs_dir == "x"
-    assert parse(["runs", "--runs-dir=x", "show", "a"]).action == "show"
-    assert parse(["runs", "delete", "a", "b", "--runs-dir", "y"]).runs_dir == "y"
-    for words in (["-h"], ["show", "-h"]):
-        assert complete_action(words) == words
-
-
 def test_pruning_asks_first(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "runs" / "sft" / "checkpoints"
     said = out("prune", "--all", "--dry-run")
@@ -182,20 +165,6 @@ def test_pruning_leaves_runs_at_work_out(place: Path, out: Out) -> None:
         assert "left out: runs/sft: another process is working" in said
         assert "deleted 3 checkpoints of 2 runs" in said
     assert checkpoint_steps(place / "runs" / "sft" / "checkpoints") == [1, 2, 3]
-
-
-def test_delete_with_a_step_deletes_that_checkpoint_alone(place: Path, out: Out) -> None:
-    folder = place / "runs" / "sft" / "checkpoints"
-    said = out("delete", "sft", "--step", "1", "--dry-run")
-    assert "sft: delete 1 (" in said
-    assert "would delete 1 checkpoint of 1 run" in said
-    assert "deleted 1 checkpoint of 1 run" in out("delete", "sft", "--step", "1", "--yes")
-    assert checkpoint_steps(folder) == [2, 3]
-    assert "give its name. Nothing was changed" in out("delete", "sft", "more", "--step", "1", "--yes", code=2)
-    assert "stays (" in out("delete", "sft", "--step", "3", "--yes", code=2)
-    said = out("delete", "sft", "--step", "3", "--yes", "--force")
-    assert "3 is the best checkpoint; the run's name means its newest one without it" in said
-    assert checkpoint_steps(folder) == [2]
 
 
 def test_deleting_asks_and_refuses_what_others_stand_on(place: Path, out: Out, monkeypatch: pytest.MonkeyPatch) -> None:

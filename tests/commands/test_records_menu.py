@@ -83,8 +83,3 @@ def test_run_manage_takes_the_actions_of_the_commands(root: Path, talk: Talk, tm
     with lock_run(root / "alpha"):
         assert "another process is working" in " ".join(talk("delete alpha", "q")[0].split())
     assert run_names(root) == ["alpha", "gamma"]
-
-
-def test_without_a_terminal_it_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "manage", "--runs-dir", str(root)]) == 2
-    assert "`posttrain runs --help` lists the commands" in capsys.readouterr().err

@@ -102,25 +102,6 @@ def test_what_is_said_of_mistakes(
     assert "this trains a dictionary; run it with: posttrain sae train tiny/sae" in capsys.readouterr().err
 
 
-def test_too_few_rows_are_refused_before_anything_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    few = ["--activations.max_rows", "1000"]
-    assert main(["sae", "train", "tiny/sae", *few]) == 2
-    told = capsys.readouterr()
-    assert "at most 1,000 rows of activations, of which 16,384 are held out" in told.err
-    assert "recording" not in told.out + told.err
-    assert not Path("runs/tiny-sae").exists()
-
-
-def test_a_dry_run_prints_what_would_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "train", "sae-qwen3-14b-layer20", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "coefficient: 0.0003" in shown
-    assert "site: resid.20" in shown
-
-
 def test_the_recording_of_a_run_is_learned_from_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

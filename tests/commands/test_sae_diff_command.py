@@ -177,20 +177,6 @@ def test_mistakes_are_answered(root: Path, capsys: pytest.CaptureFixture[str]) -
         assert message in capsys.readouterr().err
 
 
-def test_other_commands_know_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny/what-did-rl-change"]) == 2
-    assert "run it with: posttrain sae diff tiny/what-did-rl-change" in capsys.readouterr().err
-    assert main(["recipes"]) == 0
-    assert "tiny/what-did-rl-change" in capsys.readouterr().out
-
-
-def test_a_dry_run_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sae", "diff", "tiny/what-did-rl-change", "--changes.seeds", "5", "--layer", "3", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "seeds: 5" in printed
-    assert "site: resid.3" in printed
-
-
 def test_a_recipe_is_trained_once_and_found_again(tmp_path: Path) -> None:
     recipe = load_recipe("tiny/sft", [("train.steps", "2"), ("task.size", "64"), ("eval.every", "0")])
     path = tmp_path / "little.yaml"

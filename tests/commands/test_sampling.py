@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from posttrain import registry
 from posttrain.cli import main
-from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
+from posttrain.engines.models import complete_template, open_model
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
@@ -24,17 +22,10 @@ pytestmark = pytest.mark.usefixtures("no_curves")
     ("task", "recipe", "options"),
     [
         (None, None, {"split": "test"}),
-        (Word(name="gsm8k", path="x.jsonl"), None, {"path": "x.jsonl", "split": "test"}),
         (Word(name="stories", split="validation"), None, {"split": "validation"}),
         (None, ("tiny/grpo", [("task.max_steps", "2")]), {"max_steps": 2, "split": "test"}),
-        (None, ("grpo-gsm8k", [("task.path", "train.jsonl")]), {"split": "validation"}),  # was trained on in part
-        (
-            Word(name="", path="test.jsonl"),
-            ("grpo-gsm8k", [("task.path", "train.jsonl")]),
-            {"path": "test.jsonl", "split": "test"},
-        ),
-        (None, ("grpo-hh-gpt2", []), {"test_share": 0.5, "split": "validation"}),  # learnt from test prompts
-        (None, ("dpo-hh-gpt2", []), {"split": "test"}),
+        (None, ("grpo-gsm8k", [("task.path", "train.jsonl")]), {"split": "validation"}),
+        (None, ("grpo-hh-gpt2", []), {"test_share": 0.5, "split": "validation"}),
     ],
 )
 def test_choose_task_measures_what_was_not_trained_on(
@@ -42,24 +33,6 @@ def test_choose_task_measures_what_was_not_trained_on(
 ) -> None:
     chosen = choose_task(task, "tiny" if recipe is None else "runs/x", load_recipe(*recipe) if recipe else None)
     assert {key: chosen.options.get(key) for key in options} == options
-
-
-def test_a_policy_can_be_asked_where_its_judge_is_gone() -> None:
-    source = ModelSource("runs/x", "x", "runs/x", Path("runs/x"), load_recipe("grpo-hh-gpt2"))
-    assert [name for name, _, _ in grader_for(source, None).rewards] == ["correct"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "tiny", "--template", "boxd"], "there is no template named 'boxd'. Did you mean 'boxed'?"),
-        (["generate", "tiny", "--template.preambel", "x"], "template 'r1_zero' has no key 'preambel'. Did you mean"),
-        (["generate", "./nowhere", "Hello"], "nowhere"),
-    ],
-)
-def test_bad_words_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,26 +121,3 @@ def test_the_runs_own_template_keeps_its_options_when_it_is_named(run: Path) -> 
     assert complete_template(Word(name="", preamble="Go."), source) == Word(name="r1_zero", preamble="Go.")
     assert complete_template(Word(name="boxed"), source) == Word(name="boxed")
     assert complete_template(None, source) is None
-
-
-def test_the_runs_rewards_belong_to_its_own_template() -> None:
-    recipe = load_recipe("tiny/grpo", [("rewards.0.weight", "3.0")])
-    source = ModelSource("x", "x", "x", Path("x"), recipe)
-    for template, weight in ((None, 3.0), (Word(name="r1_zero"), 3.0), (Word(name="boxed"), 1.0)):
-        grader = grader_for(source, template)
-        assert [own for name, own, _ in grader.rewards if name == "correct"] == [weight]
-
-
-def test_an_engine_elsewhere_gets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def remote(model: object, tokenizer: object, *, checkpoint: str = "", url: str = "here") -> object:
-        assert model is None
-        assert (Path(checkpoint).name, url) == ("tiny", "there")
-        assert tokenizer is not None
-        return SimpleNamespace(context_tokens=99)
-
-    entry = registry.Entry("engine", "remote", remote, {"needs_model": False})
-    monkeypatch.setitem(registry._ENTRIES["engine"], "remote", entry)
-    monkeypatch.setattr("posttrain.engines.models.load_model", None)  # it is not called
-    sampler = open_model(find_source("tiny", "runs"), engine=Word(name="remote", url="there"))
-    assert sampler.model is None
-    assert sampler.context_tokens == 99

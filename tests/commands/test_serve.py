@@ -38,13 +38,6 @@ def test_the_command_alone_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert words[words.index("--served-model-name") + 1] in hint
 
 
-def test_options_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    words, hint = printed(capsys, "tiny", "--gpus", "1", "--host", "0.0.0.0")
-    assert words[:3] == ["CUDA_VISIBLE_DEVICES=1", "vllm", "serve"]
-    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert "http://127.0.0.1:8000" in hint
-
-
 def test_a_run_and_its_checkpoint_by_name_and_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "tiny/grpo", model__dtype="bfloat16")
     by_name, _ = printed(capsys, "mine", "--runs-dir", str(tmp_path))

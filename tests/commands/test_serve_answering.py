@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.engines.base import Sampling
 from posttrain.engines.models import OpenedModel, open_model
-from posttrain.errors import RunFailure
 from posttrain.runs.models import find_source
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
@@ -100,28 +99,6 @@ def test_answer_whose_client_left_at_work_ends_at_once_and_the_others_are_comple
     run(work)
     assert [size for size, _ in batches] == [2, 1]
     assert batches[0][1] < 900, "the rows of clients that have left are not sampled to their end"
-
-
-def test_a_failure_reaches_everyone_of_its_batch_and_nobody_else(
-    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answerer, generate = Answerer(opened), opened.engine.generate
-
-    def fails_when_warm(prompts: Any, keys: Any, sampling: Any) -> Any:
-        if sampling.temperature == 1.0:
-            raise RunFailure("the weights have diverged")
-        return generate(prompts, keys, sampling)
-
-    monkeypatch.setattr(opened.engine, "generate", fails_when_warm)
-
-    async def work() -> list[Any]:
-        warm = [order(opened, (30 + i, 31)) for i in range(2)]
-        asked = [*warm, order(opened, (30, 31), temperature=0.0)]
-        return await asyncio.gather(*(answer_to(answerer, one) for one in asked), return_exceptions=True)
-
-    first, second, third = run(work)
-    assert str(first) == str(second) == "the weights have diverged"
-    assert len(third.ids) > 0
 
 
 def test_a_stream_that_is_left_ends_its_work_and_others_take_turns(

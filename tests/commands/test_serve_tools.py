@@ -167,25 +167,6 @@ def test_a_question_behind_an_answer_with_tools(served: Served) -> None:
     assert told.removeprefix(tokenizer.decode(before)) == f"\nUser: {QUESTIONS[3]}\nAssistant: <think>"
 
 
-def test_an_unmodified_client_of_openai_calls_tools(served: Served, runs: Path) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    episode = play(runs / "silent", QUESTIONS[0])
-    asked: dict[str, Any] = {"model": client.models.list().data[0].id, **OFFER, **LIMITS}
-    messages: list[Any] = list(ASKED)
-    for turn in episode.turns:
-        with client.chat.completions.stream(messages=messages, **asked) as stream:
-            message = stream.get_final_completion().choices[0].message
-        whole = client.chat.completions.create(messages=messages, **asked).choices[0].message
-        assert message.content == whole.content
-        messages.append(message)
-        plain = [call.model_dump() for call in message.tool_calls or []]
-        messages += answered(plain)
-        written = [json.loads(call["function"]["arguments"])["expression"] for call in plain]
-        assert written == [call.stated for call in turn.calls]
-    assert messages[-1].content == episode.turns[-1].text
-
-
 CALLED = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}}
 SAID = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 TOLD = {"role": "tool", "tool_call_id": "a", "content": "2"}
@@ -210,23 +191,14 @@ def calling(arguments: str) -> dict[str, Any]:
     ("body", "param", "message"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
-        ({"tools": [tool("custom", name="a")]}, "tools", "tools.0.type: Input should be 'function'"),
-        ({"tools": [tool(name="a b")]}, "tools", "tools.0.function.name: String should"),
-        ({"tools": [tool(name="a", strict=True)]}, "tools", "function.strict"),
         ({"tools": [tool(name="a")] * 2}, "tools", "tools: two of them are named 'a'"),
         ({**OFFER, "tool_choice": "required"}, "tool_choice", "Input should be 'none' or 'auto'"),
         ({**OFFER, "parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
-        ({"functions": [{"name": "a"}]}, "functions", "does not do that"),
         ({"messages": [*ASKED, TOLD]}, "messages", "messages.1: a result of a tool that was not called"),
         ({"messages": [*ASKED, SAID]}, "messages", "messages.1: its call 'a' has no result"),
-        ({"messages": [*ASKED, SAID, TOLD, TOLD]}, "messages", "messages.3: a result of a tool that was not called"),
         ({"messages": [*ASKED, SAID, TOLD | {"tool_call_id": "b"}]}, "messages", "messages.2: tool_call_id 'b' is no"),
-        ({"messages": [*ASKED, SAID | {"tool_calls": [CALLED] * 2}, TOLD]}, "messages", "two of its calls have one id"),
         ({"messages": [*ASKED, SAID, TOLD, ASKED[0]]}, "messages", "messages.3: after the results"),
-        ({"messages": [*ASKED, SAID, TOLD, {"role": "assistant", "content": "2"}]}, "messages", "nothing is left"),
-        ({"messages": [*ASKED, {"role": "assistant", "content": None}]}, "messages", "content is required"),
         ({"messages": [ASKED[0] | {"tool_calls": [CALLED]}]}, "messages", "messages of the assistant"),
-        ({"messages": [*ASKED, SAID, {"role": "tool", "content": "2"}]}, "messages", "has a tool_call_id"),
         ({"messages": [*ASKED, calling("[1"), TOLD]}, "messages", "messages.1.tool_calls.0.function.arguments: they"),
     ],
 )
@@ -375,10 +347,7 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
     [
         ("<tool>calculator: 2</tool>", None, [("calculator", {"expression": "2"})]),
         ("so <tool>calculator: 2</tool> then", "so  then", [("calculator", {"expression": "2"})]),
-        ('<tool>other: {"a": [1]}</tool>', None, [("other", {"a": [1]})]),
-        ("<tool>other</tool>", None, [("other", {})]),
-        ("<tool>other: 2</tool>", "<tool>other: 2</tool>", []),  # of which argument?
-        ("<tool>calculator: 2", "<tool>calculator: 2", []),
+        ("<tool>other: 2</tool>", "<tool>other: 2</tool>", []),
         ("<tool>: 2</tool>", "<tool>: 2</tool>", []),
         ('<tool>other: {"a": NaN}</tool>', '<tool>other: {"a": NaN}</tool>', []),
         ('<tool>other: {"a": "\\ud800"}</tool>', '<tool>other: {"a": "\\ud800"}</tool>', []),
@@ -387,7 +356,6 @@ def test_an_answer_that_was_changed_is_no_longer_what_was_sampled() -> None:
             "<tool>calculator: 1 ",
             [("calculator", {"expression": "2"})],
         ),
-        ("<tool>calculator: 1</tool>" * 17, "<tool>calculator: 1</tool>", [("calculator", {"expression": "1"})] * 16),
     ],
 )
 def test_what_is_no_call_stays_text(text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:

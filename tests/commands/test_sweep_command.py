@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli import main, parse
-from posttrain.commands.sweeps import command_of, folder_of, read_over
+from posttrain.cli import main
+from posttrain.commands.sweeps import read_over
 from posttrain.reports.sweeps import write_sweep
 from posttrain.sweeps.plan import Training, load_sweep
 from posttrain.sweeps.report import collect_sweep
@@ -194,24 +194,6 @@ def test_the_whole_of_rlhf_trial_by_trial(tmp_path: Path) -> None:
     assert len([trial for trial in plan.trials if isinstance(trial, Training)]) == 5
 
 
-def test_gpt2_on_human_preferences_is_planned_as_its_file_says() -> None:
-    plan = load_sweep("hh-gpt2", folder="unused")
-    runs = {trial.name: trial.recipe for trial in plan.trials if isinstance(trial, Training)}
-    assert len(plan.trials) == 1 + 3 * (2 + 4 + 4)
-    assert [runs[f"{name}-seed0"].task.options["half"] for name in ("proxy", "judge")] == ["first", "second"]
-    policies = [runs[f"{name}-seed0"] for name in ("ppo", "grpo", "dpo")]
-    assert {recipe.task.options["test_share"] for recipe in policies} == {0.0}  # answers are compared on the test split
-    answers = {
-        r.rollout.prompts * r.rollout.group * r.train.steps // r.train.minibatches for r in policies if r.rollout
-    }
-    assert answers == {25_600}
-    assert all(recipe.rewards[0].model_extra["run"].endswith("proxy-seed0") for recipe in policies)
-    assert plan.start is not None
-    assert all(recipe.model.name == plan.start.weights for name, recipe in runs.items() if name != "start")
-    compared = plan.evaluations("head_to_head")
-    assert [trial.command[trial.command.index("--task.split") + 1] for trial in compared] == ['"test"'] * 12
-
-
 def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs" / "x"
     runs = ["--runs-dir", str(tmp_path / "runs"), "--run", "x"]
@@ -226,24 +208,13 @@ def test_a_dry_run_prints_a_file_that_makes_the_same_trials(tmp_path: Path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_checks_every_row_as_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    text = f"rows: {{a: tiny/grpo, b: {{recipe: tiny/grpo, task: {{name: jsonl, path: {tmp_path}/rows.jsonl}}}}}}\n"
-    (tmp_path / "mine.yaml").write_text(text)
-    assert main(["sweep", str(tmp_path / "mine.yaml"), "--dry-run"]) == 2
-    assert "rows.jsonl:1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere.yaml"], "nowhere.yaml: no such recipe file"),
         ([str(EXAMPLE), "--rows", "grpo,wyde"], "there is no row 'wyde'. Did you mean 'wide'"),
-        ([str(EXAMPLE), "--run", "a/b"], "a run's name is made of letters"),
         ([str(EXAMPLE), "--rwos", "a"], "base: command line: rwos: a recipe has no key 'rwos'"),
         (["overoptimization", "--best_of_n.task", "nowhere"], "best_of_n.task: there is no task named 'nowhere'"),
-        (["prm-vs-orm", "--labelled.task.splt", "train"], "labelled.task.splt: task 'stories' has no key"),
-        (["overoptimization", f"--rows.{'x' * 3000}.a", "1"], "xxx...: there is no such key"),
         (["tiny", "--methods", "grpo"], "methods: this key was removed. Use rows."),
     ],
 )
@@ -255,39 +226,6 @@ def test_mistakes_are_one_message(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["compare", "study", "pipeline"])
-def test_earlier_commands_answer_with_the_new_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "tiny"]) == 2
-    assert f"`posttrain {command}` was removed. Use `posttrain sweep`" in capsys.readouterr().err
-
-
-def test_names_and_commands() -> None:
-    words = ["sweep", "tiny/grpo", "--over", "train.lr=1e-4,3e-4", "--seeds", "2"]
-    arguments = parse(words)
-    assert arguments.over == ("train.lr", ["1e-4", "3e-4"])
-    assert folder_of(arguments) == Path("runs/sweep-tiny-grpo-over-train.lr")
-    assert command_of(arguments) == " ".join(["posttrain", *words])
-    words = [
-        "sweep",
-        "x",
-        "--rows",
-        "a,b",
-        "--rows.a.train.lr",
-        "1e-4",
-        "--seeds",
-        "2",
-        "--train.steps=5",
-        "--jobs",
-        "1",
-    ]
-    arguments = parse(words)
-    assert (arguments.rows, arguments.seeds, arguments.jobs) == (["a", "b"], 2, 1)
-    assert arguments.overrides == [("rows.a.train.lr", "1e-4"), ("train.steps", "5")]
-    expected = "posttrain sweep x --rows a,b --seeds 2 --jobs 1 --rows.a.train.lr 1e-4 --train.steps 5"
-    assert command_of(arguments) == expected
-    assert folder_of(parse(["sweep", "sweep/prm-vs-orm"])) == Path("runs/sweep-prm-vs-orm")
 
 
 @pytest.mark.parametrize(

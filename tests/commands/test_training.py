@@ -5,18 +5,15 @@ from __future__ import annotations
 import html
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import answer_of, chapter_of, note_on, write_summary
+from posttrain.commands.summary import chapter_of, note_on, write_summary
 from posttrain.recipes.recipe import load_recipe
-from posttrain.render.template import build_template
 from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import EvaluationPoint
-from posttrain.store.rollouts import RecordedRollout
 
 RECIPE = """\
 description: a run of three steps for the tests
@@ -68,40 +65,9 @@ def test_commands_of_a_report_can_be_typed(place: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_the_end_of_a_run_says_where_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = str(place / "runs")
-    assert main(["train", str(place / "mine.yaml"), "--runs-dir", runs, "--run", "other", "--quiet"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == f"run:    {place / 'runs' / 'other'}\n"
-    assert captured.err == ""
-
-
-def test_runs_are_listed_and_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--runs-dir", str(place / "runs")]) == 0
-    listing = capsys.readouterr().out
-    line = next(line for line in listing.splitlines() if line.startswith("mine "))
-    assert line.split()[1:5] == ["finished", "3/3", "tiny", "grpo"]
-    assert main(["runs", "show", "mine", "--runs-dir", str(place / "runs")]) == 0
-    shown = capsys.readouterr().out
-    assert "12 in 3 steps" in shown  # 2 prompts × 2 answers × 3 steps
-    assert "held-out stories/validation after 3 steps" in shown
-
-
 def test_a_chapter_reads_the_runs_own_records(place: Path) -> None:
     chapter = chapter_of(place / "runs" / "mine", "Title", "Text")
     assert chapter.facts[0] == ("steps", "3")
     reward = next(panel for panel in chapter.panels if panel.title == "Reward")
     assert reward.series[0].xs == [1.0, 2.0, 3.0]
     assert "a run of three steps" in chapter.recipe
-
-
-def test_a_recorded_answer_is_judged_by_its_parts() -> None:
-    extract = build_template(load_recipe("grpo-math").prompt.template).extract
-    row = RecordedRollout(
-        1, 0, 0, 0, 0, "x", "question", "<think> a </think> <answer> 7 </answer>", "8", {"correct": 0.0}, 0.0, None, 9,
-        "length", -0.5, "7", "wrong", (), 0,
-    )  # fmt: skip
-    answer = answer_of("base", row, extract)
-    assert (answer.is_right, answer.extracted, answer.num_tokens, answer.is_cut) == (False, "7", 9, True)
-    free = answer_of("base", replace(row, outcome="ungraded", reward=0.25), extract, True)
-    assert (free.is_right, free.verdict) == (None, "reward 0.250")

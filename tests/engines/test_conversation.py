@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from posttrain.engines.native import schedule
 from posttrain.engines.native.cache import aligned
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.errors import RunFailure, UsageError
 from posttrain.randomness import uniforms
 from posttrain.types import Completion
 from tiny_random import build_tiny_random
@@ -165,37 +163,6 @@ def test_the_mask_says_who_wrote_each_token(case: dict[str, Any]) -> None:
     assert respondent.finishes == again.finishes
 
 
-@pytest.mark.parametrize("when", ["hear", "reply", "script"])
-def test_a_respondent_that_fails_ends_the_generation_and_not_the_engine(tiny_random: Any, when: str) -> None:
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(len(LENGTHS), 3)
-    model.train()
-    engine = NativeEngine(model, slots=4)
-    expected = engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT))
-
-    class Failing(Scripted):
-        def fail(self, name: str, turns: int) -> None:
-            if when == name and turns >= 2:
-                raise RunFailure(f"no more from {name}")
-
-        def hear(self, prompt: int, sample: int, *turn: Any) -> None:
-            self.fail("hear", len(self.turns.get((prompt, sample), ())))
-            super().hear(prompt, sample, *turn)
-
-        def reply(self, prompt: int, sample: int) -> Reply:
-            self.fail("reply", len(self.turns[prompt, sample]))
-            return super().reply(prompt, sample)
-
-    def script(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
-        if when == "script" and turn == 1:
-            raise RunFailure("no more from script")
-        return SCRIPT(prompt, sample, turn, ids)
-
-    with pytest.raises(RunFailure, match=f"no more from {when}"):
-        engine.converse(prompts, keys, SAMPLING, Failing(script))
-    assert model.training
-    assert engine.converse(prompts, keys, SAMPLING, Scripted(SCRIPT)) == expected
-
-
 def test_nothing_is_read_twice(tiny_random: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts, keys = tiny_random("qwen3"), make_prompts((6, 4, 9)), make_keys(3, 5)
     engine = NativeEngine(model, slots=64)
@@ -241,14 +208,6 @@ def test_limits() -> None:
     prompts = prompts[:1] * 2
     together = converse(Reply((50,)), max_tokens=1000, max_total_tokens=20)
     assert max(len(c.ids) for g in together for c in g) == 16
-
-
-def test_a_reply_that_the_model_does_not_know_is_refused(tiny_random: Any) -> None:
-    engine = NativeEngine(tiny_random("qwen3"))
-    for ids, message in (((9, VOCAB), "300 but the model's vocabulary has 300 entries"), ((9, -1), "-1; ids are 0")):
-        respondent = Scripted(lambda *_, ids=ids: Reply(ids))
-        with pytest.raises(UsageError, match=f"the reply to turn 1 of a completion of prompt 0 has token id {message}"):
-            engine.converse([[50]], [[3]], SAMPLING, respondent)
 
 
 def test_a_mask_for_a_gpu_is_aligned_wherever_it_begins() -> None:

@@ -26,14 +26,12 @@ from posttrain.environments.calls import Request
 from posttrain.environments.contract import EnvironmentFailed
 from posttrain.errors import UnallowedCode, UsageError
 from posttrain.models.sources import TINY
-from posttrain.recipes.recipe import load_recipe, validate_recipe
+from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.render import encode_prompt, stop_ids
 from posttrain.render.calls import HERMES, TAGGED
 from posttrain.render.rows import Row, rows_of
 from posttrain.render.template import build_template
-from posttrain.tasks.base import Task
-from posttrain.train.sources.dataset import SupervisedSource
 from posttrain.types import Call, Example, Message, Turn
 from posttrain.untrusted import declare_code
 
@@ -287,21 +285,6 @@ def test_a_demonstration_with_a_call_is_the_episode_that_would_be_played(tokeniz
     assert [*one.prompt_ids, *one.completion.ids] == row.ids
     assert [row.prompt_length + i for i, own in enumerate(one.completion.own) if not own] == sorted(row.heard)
     assert one.parts["correct"] == 1.0
-
-
-def test_what_a_tool_returned_is_not_trained(tokenizer: Any) -> None:
-    call = Call("calculator", '{"expression": "20 + 22"}', "42", "ok")
-    item = replace(example(), turns=(Turn("", (call,)),))
-    made = load_recipe("tiny/sft", [("data.batch", "1")]).resolve()
-    template = build_template(made.prompt.template)
-    source = SupervisedSource(made, Task("own", "train", [item], {}), template, tokenizer, 1024)
-    batch = source(1).batch
-    heard = tokenizer.encode("\nUser: <result>42</result>\nAssistant: <think>")
-    row, trained = batch.tokens[0].tolist(), batch.mask[0].tolist()
-    [at] = [t for t in range(len(row)) if row[t : t + len(heard)] == heard]
-    assert not any(trained[at : at + len(heard)])
-    prompt = source.units[0][0].prompt_length
-    assert sum(trained) == len(row) - prompt - len(heard), "all the rest of the answer is"
 
 
 def runs_of(own: tuple[bool, ...], ids: tuple[int, ...]) -> list[tuple[bool, tuple[int, ...]]]:

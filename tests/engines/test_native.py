@@ -10,7 +10,7 @@ import torch
 
 from engines.reference import forward_logprobs, ids_of, make_keys, make_prompts, worst_difference
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.native import schedule
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
@@ -195,21 +195,6 @@ def test_a_cache_that_grows_and_shifts_gives_the_same(tiny_random, monkeypatch, 
     assert worst_difference(model, prompts, tight) <= 1e-5
 
 
-def test_looking_at_tokens_every_few_steps_gives_the_same(tiny_random, monkeypatch):
-    model, prompts, keys = tiny_random("qwen3"), make_prompts(), make_keys(4, 5)
-    sampling = Sampling(max_tokens=30, stop_ids=STOPS)
-    each = NativeEngine(model, slots=6).generate(prompts, keys, sampling)
-    nearest = schedule.Schedule._burst
-    monkeypatch.setattr(
-        schedule.Schedule,
-        "_burst",
-        lambda self: max(nearest(self), min(8, int(self.remaining[: len(self.batch)].min()))),
-    )
-    seldom = NativeEngine(model, slots=6).generate(prompts, keys, sampling)
-    assert [[(c.ids, c.finish) for c in g] for g in seldom] == [[(c.ids, c.finish) for c in g] for g in each]
-    assert worst_difference(model, prompts, seldom) <= 1e-5
-
-
 def test_prefills_are_cut_into_chunks(tiny_random, monkeypatch):
     model, prompts, keys = tiny_random("qwen3"), make_prompts((6, 4, 9, 30, 2)), make_keys(5, 3)
     whole = NativeEngine(model).generate(prompts, keys, Sampling(max_tokens=6))
@@ -295,11 +280,8 @@ def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([], Sampling(max_tokens=4), "prompt 1 is empty"),
-        ([9] * 256, Sampling(max_tokens=4), "prompt 1 has 256 tokens and the model's context is 256"),
         ([9, 300], Sampling(max_tokens=4), "token id 300 but the model's vocabulary has 300"),
         ([9], Sampling(max_tokens=0), "sampling.max_tokens is 0"),
-        ([9], Sampling(max_tokens=4, temperature=-1.0), "sampling.temperature is -1.0"),
         ([9], Sampling(max_tokens=4, top_k=0), "sampling.top_k is 0"),
         ([9], Sampling(max_tokens=4, top_p=0.0), "sampling.top_p is 0.0"),
     ],
@@ -307,19 +289,6 @@ def test_modes_gradients_and_the_callers_context_are_left_alone(tiny_random):
 def test_what_cannot_be_sampled_is_refused(tiny_random, prompt, sampling, message):
     with pytest.raises(UsageError, match=message):
         NativeEngine(tiny_random("qwen3")).generate([[9], prompt], [[1], [2]], sampling)
-
-
-def test_the_word_in_a_recipe(tiny_random):
-    model = tiny_random("gpt2")
-    engine = registry.find("engine", "native").bind({"slots": 3})(model, None)
-    assert isinstance(engine, Engine)
-    assert engine.slots == 3
-    assert engine.generate([], [], Sampling(max_tokens=3)) == []
-    assert engine.generate([[9]], [[]], Sampling(max_tokens=3)) == [[]]
-    with pytest.raises(UsageError, match=r"engine.path: this key was removed. Use the defaults"):
-        registry.find("engine", "native").bind({"path": "lean"})
-    with pytest.raises(UsageError, match=r"engine\.slots: .*greater than or equal to 1"):
-        registry.find("engine", "native").bind({"slots": 0})(model, None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

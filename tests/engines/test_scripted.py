@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
@@ -36,16 +35,3 @@ def test_choices_by_prompt_and_by_function():
         by_prompt.generate([[4]], [[0]], Sampling(max_tokens=4))
     by_key = ScriptedEngine(lambda prompt, key: [*prompt, key])
     assert by_key.generate([[3]], [[11]], Sampling(max_tokens=4))[0][0].ids == (3, 11)
-
-
-def test_the_word_in_a_recipe(small_tokenizer):
-    engine = registry.find("engine", "scripted").bind({"texts": ["19 + 12 = 31"]})(None, small_tokenizer)
-    assert isinstance(engine, Engine)
-    ((completion,),) = engine.generate([[9]], [[1]], Sampling(max_tokens=50))
-    assert small_tokenizer.decode(completion.ids[:-1]) == "19 + 12 = 31"
-    assert completion.ids[-1] == small_tokenizer.eos_token_id
-    assert completion.finish == "stop"
-    with pytest.raises(UsageError, match="at least one text"):
-        registry.find("engine", "scripted").bind({"texts": []})(None, small_tokenizer)
-    with pytest.raises(UsageError, match="prompt 0 is empty"):
-        engine.generate([[]], [[1]], Sampling(max_tokens=5))

@@ -139,9 +139,7 @@ def always(reply):
     ("trouble", "message"),
     [
         (always(Reply(500, {"error": {"message": "out of luck"}})), "3 attempts failed.*HTTP 500: out of luck"),
-        (always(Reply(502, b"<html>\n bad  gateway</html>")), "HTTP 502: <html> bad gateway</html>"),
         (always(Reset()), "the connection broke off"),
-        (always(Reply(200, b"hello")), "what came is not JSON: hello"),
         (lambda count, body: time.sleep(0.5), "no answer within 0.2 seconds"),
     ],
 )
@@ -166,7 +164,7 @@ def test_one_failure_ends_the_waiting_of_all_others():
         assert len(server.bodies) <= 5, "those that waited are not asked any more"
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("status", [400])
 def test_what_the_server_refuses_is_not_asked_again(status):
     trouble = always(Reply(status, {"error": {"message": "Token id 800 is out of vocabulary", "code": status}}))
     with FakeVllm(counting, trouble=trouble) as server:
@@ -210,17 +208,11 @@ def with_logprobs(*values):
     [
         (lambda content: [content], "valid dictionary or instance"),
         (lambda content: content | {"choices": content["choices"] * 2}, "choices: List should have at most 1 item"),
-        (lambda content: content | {"choices": []}, "choices: List should have at least 1 item"),
-        (without("choices"), "choices: Input should be a valid list"),
-        (without("choices", 0, "token_ids"), r"choices\.0\.token_ids: Input should be a valid list"),
         (with_choice(token_ids=[]), r"no token ids; they come with vLLM 0\.10\.2"),
-        (with_choice(token_ids=[1, 2, 3, "4"]), r"token_ids\.3: Input should be a valid integer"),
         (with_choice(token_ids=[1, 2, 3, -4]), r"token_ids\.3: Input should be greater than or equal to 0; got -4"),
         (with_choice(prompt_token_ids=[1]), "a prompt of 1 tokens that is not the one sent, of 2"),
         (without("choices", 0, "logprobs"), "log-probabilities of other tokens than those .*, or none"),
         (with_logprobs(-0.5, -0.5, -0.5), "3 log-probabilities for 4 tokens"),
-        (with_logprobs(-0.5, -0.5, None, -0.5), r"token_logprobs\.2: Input should be a valid number"),
-        (with_logprobs(-0.5, -0.5, 7.25, -0.5), r"token_logprobs\.2: .* less than or equal to 0.001; got 7.25"),
         (with_logprobs(-0.5, -0.5, -math.inf, -0.5), r"token_logprobs\.2: Input should be greater"),
         (with_choice(token_ids=[4, 3, 2, 1]), "log-probabilities of other tokens"),
         (with_choice(token_ids=[1, 2, 3]), r"3 tokens that ends with id 3 \(length\), where 4 tokens"),
@@ -394,11 +386,8 @@ def test_read_models() -> None:
     [
         (b'{"error": {"message": "no such\\n model", "code": 404}}', "no such model"),
         (b'{"object": "error", "message": "older form"}', "older form"),
-        (b'{"error": "Unauthorized"}', '{"error": "Unauthorized"}'),
         (b"<html>\n <b>Bad Gateway</b>", "<html> <b>Bad Gateway</b>"),
-        (b"[1, 2]", "[1, 2]"),
         (b"", "no explanation"),
-        (b"x" * 600, "x" * 500),
     ],
 )
 def test_read_error(content: bytes, message: str) -> None:

@@ -19,13 +19,11 @@ from fake_vllm import FakeVllm, model_answer
 from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.training import Trained
 from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
-from posttrain.world import ONE, World
-from serving import free_port
+from posttrain.world import World
 from small_runs import Events, make_recipe, recorded, run, steps_of, watched
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -244,13 +242,6 @@ def test_trained_route_that_fails_is_named(tiny: LoadedModel, server: FakeFollow
         follow(tiny, server).sync(0)
 
 
-@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", *GROUP[1:4]])
-def test_trained_route_of_a_group_that_fails_ends_at_once(tiny: LoadedModel, server: FakeFollower, route: str) -> None:
-    server.refuses = route
-    with pytest.raises(RunFailure, match=f"could not be handed over: {server.url}: {route}: .*not today"):
-        follow(tiny, server, kind=ByQueue).sync(0)
-
-
 @pytest.mark.parametrize("kind", [Trained, ByQueue])
 def test_trained_weight_of_another_shape_is_refused(
     tiny: LoadedModel, server: FakeFollower, kind: type[Trained]
@@ -284,43 +275,15 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
     assert all(map(math.isnan, one.logprobs))
 
 
-@pytest.mark.parametrize("where", ["rollout.engine", "eval.engine"])
-def test_trained_message_names_the_key_of_the_recipe(where: str, tiny: LoadedModel, server: FakeFollower) -> None:
-    def built(**options: Any) -> Any:
-        return registry.find("engine", "vllm").bind(options, where)(tiny.model, tiny.tokenizer)
-
-    with pytest.raises(UsageError, match=rf"or give its place as {where}\.url$"):
-        built(url=f"http://127.0.0.1:{free_port()}", retries=0).sync(0)
-    with pytest.raises(UsageError, match=rf"or name what is to be asked with {where}\.served_name$"):
-        built(url=server.url, served_name="other").sync(0)
-    with pytest.raises(EngineMismatch, match=rf"or raise {where}\.tolerance$"):
-        built(url=server.url, tolerance=-1.0).sync(0)
-    with pytest.raises(UsageError, match=rf"{where}\.url: without a GPU here weights go by files of this machine"):
-        built(url="http://192.0.2.1:8000")
-
-
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
         ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
-        ({"concurrency": 0}, "rollout.engine.concurrency.*greater than or equal to 1"),
         ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
         ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
-        ({"transfer": "nccl"}, "rollout.engine.transfer: this key was removed. Use the defaults"),
-        ({"logprobs": False}, "rollout.engine.logprobs: this key was removed. Use the defaults"),
-        ({"colocate": True}, "rollout.engine.colocate: this key was removed. Use a server on the trainer's own GPU"),
         ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this key was removed. Use gpu_memory_utilization"),
-        ({"restarts": 1}, "rollout.engine.restarts: this key was removed. Use --resume"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         registry.find("engine", "vllm").options(engine, "rollout.engine")
-
-
-def test_run_without_a_python_for_vllm_is_refused(
-    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("POSTTRAIN_VLLM", "/no/such/python")
-    with pytest.raises(UsageError, match="POSTTRAIN_VLLM is '/no/such/python', which is no program"):
-        vllm(tiny.model, tiny.tokenizer).settle(tmp_path, ONE)

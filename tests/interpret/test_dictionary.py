@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.errors import RecipeError, UnknownWord, UsageError
+from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary, batchtopk, keep_largest, l1, topk
 from posttrain.interpret.dictionaries.fitting import dictionary_loss
 
@@ -84,13 +84,6 @@ def test_fold_changes_nothing_but_the_unit_of_features(kind: str) -> None:
     torch.testing.assert_close(dictionary(x), before, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(dictionary.encode(x), features / scale, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(dictionary.W_dec.detach().norm(dim=1), torch.ones(30))
-
-
-def test_unknown_kinds_and_options_are_refused() -> None:
-    with pytest.raises(UnknownWord, match=r"no dictionary named 'topkk'.* Did you mean 'topk'"):
-        Dictionary(4, 8, kind="topkk")
-    with pytest.raises(RecipeError, match="has no key 'kk'"):
-        Dictionary(4, 8, kind="topk", options={"kk": 3})
 
 
 PRE = torch.tensor([[3.0, -1.0, 0.5, 2.0], [1.0, 4.0, -2.0, 0.25]])
@@ -192,15 +185,6 @@ def test_auxk_teaches_dead_features_what_is_left_of_the_error(num_dead: int) -> 
     assert float(measured.auxiliary) > 0
     for gradient, parameter in zip(ours, dictionary.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-14)
-
-
-def test_what_a_step_measures() -> None:
-    dictionary, x = a_dictionary("topk")
-    _, measured = dictionary_loss(dictionary, x, dtype=torch.float64)
-    features = dictionary.encode(x)
-    torch.testing.assert_close(measured.features, features)
-    assert torch.equal(measured.fired, (features > 0).any(0))
-    torch.testing.assert_close(measured.squared_error, (dictionary(x) - x).square().mean().detach())
 
 
 def test_bf16_products_give_nearly_the_same_gradients() -> None:

@@ -74,7 +74,3 @@ def test_what_separates_and_what_does_not_is_said_plainly() -> None:
         assert line.endswith("the test does NOT separate changed from random features.")
     for line in causal_lines(found(separates=None)["causal"]):
         assert line.endswith("with one seed there is no interval, so this shows nothing yet.")
-
-
-def test_null_tests_that_fail_are_said_too() -> None:
-    assert "flag 4 features" in findings(found(null=2))[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RecipeError, UnknownWord
-from posttrain.interpret.differences.recipe import DiffRecipe, load_diff_recipe
+from posttrain.interpret.differences.recipe import load_diff_recipe
 from posttrain.recipes.document import interpretation_names
 
 
@@ -36,17 +36,6 @@ def test_two_models_and_options_make_a_recipe() -> None:
     assert (recipe.changes.train.steps, recipe.changes.train.batch) == (50, 1024)
     assert recipe.task is not None
     assert recipe.task.options["size"] == 50_000  # defaults of words are filled in
-
-
-def test_parts_can_be_left_out_and_stay_so(tmp_path: Path) -> None:
-    recipe = load_diff_recipe(["tiny", "tiny"], [("changes.causal", "null"), ("changes.patching", "null")]).resolve()
-    assert recipe.changes.causal is None
-    path = tmp_path / "r.yaml"
-    path.write_text(recipe.to_yaml())
-    again = load_diff_recipe([str(path)])
-    assert isinstance(again, DiffRecipe)
-    assert again.changes.causal is None
-    assert again.changes.patching is None
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,6 @@ def test_features_and_outputs_worked_by_hand(kind: str, tmp_path: Path) -> None:
     [
         ("jumprelu", {"threshold": None}, "has no tensor threshold; there are: W_dec, W_enc, b_dec, b_enc"),
         ("standard", {"W_gate": torch.ones(2, 3)}, "has tensors that a standard dictionary does not use: W_gate"),
-        ("standard", {"threshold": THRESHOLD}, "a standard dictionary does not use: threshold"),
-        ("topk", {"scaling_factor": 2 * torch.ones(3)}, "a topk dictionary does not use: scaling_factor"),
     ],
 )
 def test_load_dictionary_whose_tensors_do_not_match_is_refused(

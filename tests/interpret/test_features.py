@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import families
@@ -31,7 +30,6 @@ from posttrain.interpret.features.features import (
     describe_features,
     find_contexts,
     hash_prefixes,
-    write_features,
 )
 
 
@@ -217,18 +215,6 @@ def test_only_some_features(dictionary: Dictionary, store: ActivationStore) -> N
         check_features(dictionary, [0, 3])
 
 
-def test_write_features_has_one_feature_on_each_line(
-    dictionary: Dictionary, store: ActivationStore, tmp_path: Path
-) -> None:
-    report = describe(dictionary, store)
-    path = write_features(report, tmp_path / "features.json")
-    assert len(path.read_text().splitlines()) == 2 + 3 + 1
-    found = json.loads(path.read_text())
-    assert found["features"][1] == {"address": "features.html#feature-1"} | report["features"][1]
-    assert found["about"]["rows"] == 10
-    assert "W_U" in found["about"]["logit_lens"]
-
-
 # The logit lens.
 
 
@@ -259,21 +245,6 @@ def test_it_is_what_norm_and_head_say(family: str) -> None:
     # far above the norm's epsilon, so that it does not matter
     said = (head(normed(1e4 * unit)) - head(normed(-1e4 * unit))) / 2 * size
     torch.testing.assert_close(lens.logits(5 * u), said - said.mean(1, keepdim=True), rtol=1e-3, atol=1e-4)
-
-
-def test_extremes_are_sorted_from_the_ends() -> None:
-    model = families.build("qwen3")
-    lens = build_lens(model)
-    directions = torch.randn(4, 32)
-    logits = lens.logits(directions)
-    assert logits.mean(1).abs().max() < 1e-6
-    promoted, suppressed = lens.extremes(directions, 3)
-    for row in range(4):
-        order = logits[row].argsort(descending=True).tolist()
-        assert [token for token, _ in promoted[row]] == order[:3]
-        assert [token for token, _ in suppressed[row]] == order[::-1][:3]
-        assert promoted[row][0][1] == pytest.approx(logits[row].max().item())
-    assert len(lens.extremes(directions, 1000)[0][0]) == 100
 
 
 def test_build_lens_a_backbone_is_refused() -> None:

@@ -198,17 +198,6 @@ def test_record_other_settings_or_documents_do_not_go_on(other: str, tmp_path: P
             record(folder=tmp_path / "s", **asked)
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [([], "documents that are not empty"), ([[1], []], "documents that are not empty"), ([[1] * 1025], "1025 tokens")],
-)
-def test_record_documents_that_cannot_be_recorded_are_refused(
-    documents: list[list[int]], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        record("tiny", documents, ["resid.2"], tmp_path / "s")
-
-
 def test_plans_of_shards_and_batches() -> None:
     assert plan_shards([3, 3, 3, 10, 1, 1], 5) == [range(2), range(2, 4), range(4, 6)]
     assert plan_shards([5, 5], 5) == [range(1), range(1, 2)]

@@ -45,7 +45,7 @@ def test_what_is_not_installed_is_refused_by_name() -> None:
         load_model(ModelSection(attention="flash_attention_3"), seed=0)
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("name", ["flash"])
 def test_names_that_were_removed_say_what_to_use(name: str) -> None:
     with pytest.raises(
         RecipeError, match=rf"model\.attention: .*'{name}' was removed\. Use sdpa, .* flash_attention_2"

@@ -47,13 +47,6 @@ def stops_in_rank_one(text: str, *, after: int = 0, note: str = "") -> float:
     return fine(text)
 
 
-def dies_in_rank_one(outputs: Outputs, batch: Batch) -> Loss:
-    """An objective that ends rank 1 at its second update, where rank 0 is in the midst of an exchange of weights."""
-    if _is_late(1):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return Loss(-outputs.logprobs)
-
-
 def dies_while_saving(outputs: Outputs, batch: Batch, *, rank: int = 0, step: int = 2) -> Loss:
     """An objective whose process of one rank ends while that writes its part of a step's checkpoint."""
     from posttrain.train.distributed import HuggingFaceStorageWriter

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.errors import DataError, StorageError, UsageError
-from posttrain.recipes.document import flatten
+from posttrain.errors import DataError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.directory import (
     RunDirectory,
     RunStatus,
     check_run_name,
-    find_run,
     name_of_recipe,
     new_status,
-    run_names,
 )
 from posttrain.store.headline import REWARD
 
@@ -41,21 +37,6 @@ def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     again = new_status(20, status)
     assert (again.state, again.step, again.steps, again.message) == ("running", 3, 20, None)
     assert (again.headline, again.held_out, again.pid) == (REWARD, status.held_out, os.getpid())
-
-
-def test_a_full_disk_leaves_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = RunDirectory(tmp_path)
-    old = RunStatus("running", 2, 10, 1, "here", 1.0)
-    directory.write_status(old)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match=r"status\.json: .*the disk is full"):
-        directory.write_status(RunStatus("running", 3, 10, 1, "here", 2.0))
-    assert directory.read_status() == old
-    assert os.listdir(tmp_path) == ["status.json"]
 
 
 def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: MakeRecipe) -> None:
@@ -125,15 +106,6 @@ def test_git_state_is_that_of_the_checkout(tmp_path: Path) -> None:
     assert git_state(tmp_path / "installed") is None  # not tracked: an environment inside a checkout
 
 
-def test_log_lines_carry_the_time(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.log("started")
-    directory.log("finished – ∎")
-    lines = directory.log_path.read_text(encoding="utf-8").splitlines()
-    assert [line[21:] for line in lines] == ["started", "finished – ∎"]
-    assert lines[0][4] + lines[0][10] + lines[0][13] + lines[0][19] == "- :Z"
-
-
 def test_names_of_runs() -> None:
     names = {"tiny/grpo": "tiny-grpo", "/some/where/my recipe.yaml": "my-recipe", "../x.yml": "x", "☃": "run"}
     for recipe_name, name in names.items():
@@ -142,24 +114,6 @@ def test_names_of_runs() -> None:
     for name in ("", "..", "a/b", ".hidden", "-x", "a\n"):
         with pytest.raises(UsageError, match="--run"):
             check_run_name(name)
-
-
-def test_finding_a_run_by_name_or_path(tmp_path: Path) -> None:
-    for name in ("tiny-grpo", "tiny-sft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "recipe.yaml").write_text("{}")
-    (tmp_path / "notes").mkdir()
-    assert run_names(tmp_path) == ["tiny-grpo", "tiny-sft"]
-    assert find_run(tmp_path, "tiny-sft") == tmp_path / "tiny-sft"
-    assert find_run("elsewhere", str(tmp_path / "tiny-sft")) == tmp_path / "tiny-sft"
-    with pytest.raises(UsageError, match=r"Did you mean 'tiny-grpo'\? Runs there: tiny-grpo, tiny-sft"):
-        find_run(tmp_path, "tiny-gpro")
-
-
-def test_flatten() -> None:
-    data = {"a": {"b": 1, "c": []}, "d": [{"e": 2}, 3], "f": {}}
-    assert flatten(data) == {"a.b": 1, "a.c": [], "d.0.e": 2, "d.1": 3, "f": {}}
-    assert json.dumps(flatten({})) == '{"": {}}'
 
 
 def test_log_key_of_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
-from posttrain.runs.launch import launch, resume_command
+from posttrain.runs.launch import launch
 from posttrain.store.headline import ACCURACY
 from posttrain.train.files import Observer, RunFiles
-from posttrain.untrusted import declare_code, prepare_import
 from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]
@@ -131,21 +129,6 @@ def test_default_names_count_on_and_a_taken_name_is_refused_without_resume(
     RunDirectory(folder).write_status(replace(status_of(folder), state="running"))
     with pytest.raises(RunConflict, match=taken.format("killed")):
         launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop())
-
-
-def test_the_command_to_go_on_allows_the_code_that_the_run_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    declare_code(["mine:short", "theirs:long"], tmp_path)
-    declare_code("theirs:long", tmp_path / "elsewhere")
-    for name in ("mine:short", "theirs:long"):
-        prepare_import(name, "reward ")
-    assert resume_command(Path("runs/a")) == (
-        "posttrain runs resume a --allow-code mine:short --allow-code theirs:long "
-        f"--allow-code theirs:long@{tmp_path / 'elsewhere'}"
-    )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -285,13 +268,6 @@ def test_a_failure_is_recorded_and_can_be_resumed(
     assert "the newest checkpoint is of step 2; continue with" in notes[0]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(130)])
-def test_stopped_at_once_is_interrupted(tmp_path: Path, make_recipe: MakeRecipe, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        launch(make_recipe(), root=tmp_path, name="a", train=FakeLoop(fail=error))
-    assert status_of(tmp_path / "a").state == "interrupted"
-
-
 @pytest.mark.parametrize("trouble", ["observer", "disk"])
 def test_further_trouble_does_not_hide_the_first_error(
     tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -364,19 +340,6 @@ def test_a_closed_terminal_stops_like_ctrl_c_unless_nohup_said_otherwise() -> No
             assert not should_stop()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_outside_of_the_main_thread_no_handlers_are_set() -> None:
-    before, seen = signal.getsignal(signal.SIGINT), []
-
-    def work() -> None:
-        with stop_on_signals() as should_stop:
-            seen.append((should_stop(), signal.getsignal(signal.SIGINT) is before))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(False, True)]
 
 
 def test_launching_needs_no_torch_until_it_trains() -> None:

@@ -21,9 +21,7 @@ from posttrain.runs.paths import (
     locate,
     locate_all,
     refuse_absent,
-    runs_of,
     sweep_names,
-    sweep_of,
     trial_names,
 )
 
@@ -57,29 +55,12 @@ def test_a_name_may_be_what_a_shell_completes(root: Path, monkeypatch: pytest.Mo
     assert locate(".", "./a").path == Path("a")
 
 
-def test_a_sweep_stands_for_its_runs(root: Path) -> None:
-    place = locate(root, "sweep-x")
-    assert place.is_sweep
-    assert [run.name for run in runs_of(root, place)] == trial_names(root, "sweep-x")
-    cell = locate(root, "sweep-x/cells/grpo-seed0")
-    assert runs_of(root, cell) == [cell]
-    assert sweep_of(cell.path) == sweep_of(root / "sweep-x" / "start") == root / "sweep-x"
-    assert sweep_of(root / "a") is None
-
-
 def test_patterns_do_not_reach_into_sweeps(root: Path) -> None:
     assert [place.name for place in locate_all(root, ["*"])] == ["a", "b.2", "sweep-x"]
     assert [place.name for place in locate_all(root, ["a", "?", "a/"])] == ["a"]
     assert [place.name for place in locate_all(root, ["*/cells/g*"])] == ["sweep-x/cells/grpo-seed0"]
     with pytest.raises(UsageError, match=r"nothing in .* fits 'z\*'. Runs there: a, b.2"):
         locate_all(root, ["z*"])
-
-
-def test_an_unknown_name_is_suggested(root: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no run 'b2' in .* Did you mean 'b.2'"):
-        locate(root, "b2")
-    with pytest.raises(UsageError, match="there is no run 'notes'"):
-        locate(root, "notes")
 
 
 @pytest.mark.parametrize("name", ["link", "sweep-x/cells/link", "linked-folder/a"])

@@ -23,7 +23,6 @@ from posttrain.runs.launch import launch
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
-from posttrain.train.distributed import check_devices
 from small_runs import MOST_SECONDS, Events, end_of, make_recipe, same_bits, saved_tensors, start, train_command
 
 TESTS = Path(__file__).parent
@@ -98,17 +97,6 @@ def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path) -
     assert (code, checkpoint_steps(run / "checkpoints")[-1]) == (0, 4), error
     steps = [row.step for row in MetricsLog(run / "metrics.jsonl").read() if "loss" in row.metrics]
     assert steps == [1, 2, 3, 4], "none is doubled, none skipped"
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_among_weights_in_parts_is_named(tmp_path: Path) -> None:
-    scale = {"processes": 2, "sharding": "fsdp2"}
-    recipe = make_recipe("sft", objective="rank_words:dies_in_rank_one", scale=scale, train={"save_every": 1})
-    code, error = ended(tmp_path, recipe)
-    assert code == 1, error
-    assert "rank 1 of 2: its process was ended by SIGKILL" in error
-    assert "Traceback" not in error
-    assert checkpoint_steps(tmp_path / "runs" / "it" / "checkpoints") == [1]
 
 
 @pytest.mark.slow
@@ -198,8 +186,6 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         ({"processes": 0}, "scale.processes"),
         ({"process": 2}, "Did you mean 'processes'"),
         ({"sharding": "fsdp"}, "scale.sharding"),
-        ({"launcher": "slurm"}, "scale.launcher"),
-        ({"timeout_seconds": 0}, "scale.timeout_seconds"),
     ],
 )
 def test_a_scale_that_there_is_not_is_refused(scale: dict[str, Any], message: str) -> None:
@@ -236,23 +222,10 @@ def test_a_port_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             launch(make_recipe("sft"), root=tmp_path)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"scale\.processes: 2 on this machine, and torch sees 1 GPU; give at most"):
-        check_devices("auto", 2)
-    check_devices("cpu", 2)
-
-
 def test_the_scale_is_no_part_of_what_a_run_is() -> None:
     one, two = make_recipe("sft"), make_recipe("sft", scale={"processes": 2, "timeout_seconds": 9})
     assert one.fingerprint() == two.fingerprint()
     assert validate_recipe(two.dump()).scale.processes == 2
-
-
-def test_a_failure_of_another_keeps_its_exit_code() -> None:
-    assert PeerFailure("rank 1 of 2: no such file", 2).exit_code == 2
-    assert PeerFailure("rank 1 of 2: it ended").exit_code == 1
 
 
 END_SECONDS = 60.0  # in which a run of which one process is killed is over, to its last process

@@ -14,20 +14,16 @@ import pytest
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.conversation import Groups
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.errors import RecipeError, RunFailure
+from posttrain.errors import RunFailure
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import register
 from posttrain.train import loop
 from posttrain.train.build import Parts, prepare
-from posttrain.train.checks import words_of
 from posttrain.train.files import RunFiles
 from posttrain.train.sources.ahead import HELD
 from posttrain.train.sources.rollouts import Drawn
-from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.world import ONE, World
 from small_runs import (
-    Events,
-    fail_in_step,
     make_recipe,
     recorded,
     run,
@@ -129,25 +125,6 @@ def test_stopped_anywhere_and_resumed_equals_undisturbed(staleness: int, tmp_pat
     assert recorded(cut) == recorded(whole)
     for step in (9, 12, STEPS):
         assert same_bits(saved_tensors(whole, step), saved_tensors(cut, step))
-
-
-@pytest.mark.parametrize("fails_in_step", [5, 7])
-def test_a_run_that_fails_in_an_update_keeps_the_batch_that_it_had_taken(
-    fails_in_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 5 is the first update of batch 1, whose version is gone by then."""
-    recipe = stale_recipe(1, train=TRAIN | {"save_every": 0})
-    run(tmp_path / "whole", recipe)
-    with monkeypatch.context() as patch:
-        fail_in_step(patch, fails_in_step)
-        with pytest.raises(RuntimeError, match="out of luck"):
-            run(tmp_path / "cut", recipe)
-    events = Events()
-    watched(tmp_path / "cut", recipe, events, resume=True)
-    assert events.of("start")[0]["resumed_from"] == fails_in_step - 1
-    assert untimed(tmp_path / "cut") == untimed(tmp_path / "whole")
-    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
-    assert same_bits(saved_tensors(tmp_path / "cut", STEPS), saved_tensors(tmp_path / "whole", STEPS))
 
 
 class Remote(Engine):
@@ -252,16 +229,3 @@ def test_corrections_see_how_old_the_sampler_was(tmp_path: Path) -> None:
     assert all(abs(step["correction"] - 1.0) > 1e-4 for step in later)
     assert all(step["mismatch_kl"] > 1e-6 for step in later)
     assert all(step["effective_sample_size"] < 1.0 for step in later)
-
-
-def test_old_logprobs_of_the_trainer_need_a_correction() -> None:
-    with pytest.raises(RecipeError, match=r"rollout\.old_logprobs: .*give 'correction'"):
-        words_of(stale_recipe(1, rollout={"old_logprobs": "trainer"}))
-
-
-def test_a_stored_batch_comes_back_bit_for_bit() -> None:
-    source = prepare(stale_recipe(1)).source
-    drawn = source.draw(1, 0)
-    again = read_drawn(write_drawn(drawn), source)
-    assert again.sampled == drawn.sampled
-    assert [drawn.sampled.index(group) for group in drawn.chosen] == [again.sampled.index(g) for g in again.chosen]

@@ -102,16 +102,6 @@ def test_groups_stay_groups() -> None:
     assert trained(batch) == [[-0.75], [0.75], [-4.0], [4.0]]  # 1, 2.5 and 10, 18
 
 
-def test_the_penalty_is_against_the_reference_of_the_batch() -> None:
-    batch = two_answers()
-    word = credit("raw", {"weight": 1.0})
-    word.from_batch(batch, REWARDS, ENDED, ())
-    assert trained(batch) == [[0.75, 0.75], [-0.5]]
-    batch.streams["ref_logprobs"] = batch.streams["sampler_logprobs"].clone()
-    word.from_batch(batch, REWARDS, ENDED, ())
-    assert trained(batch) == [[1.0, 1.0], [0.0]]
-
-
 # --- per token ---
 
 

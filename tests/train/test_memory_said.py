@@ -40,10 +40,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 ROWS = {
     "grpo-gsm8k": {},
     "grpo-gsm8k with train.gradient_checkpointing false": {"train.gradient_checkpointing": "false"},
-    "grpo-gsm8k-qwen3-4b": {},
-    "grpo-gsm8k-qwen3-0.6b": {},
     "rm-hh-qwen3-0.6b": {},
-    "orm-gsm8k-own": {},
     "ppo-hh-gpt2": {},
 }
 
@@ -76,29 +73,6 @@ def test_a_dry_run_says_the_parts_beside_the_recipe(capsys: pytest.CaptureFixtur
         *("most in an update", "most while sampling"),
     ]
     assert (parts["weights"], parts["gradients"]) == ("3.4 MiB", "3.4 MiB")
-
-
-def test_memory_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny/grpo", "--memory"]) == 2
-    assert "--memory: it is said beside a recipe that is only printed; give --dry-run, too" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        ("Qwen/Qwen3-14B", "the configuration of Qwen/Qwen3-14B is not at hand"),
-        ("./nothere", "there is no folder './nothere'"),
-    ],
-)
-def test_one_line_where_there_is_no_configuration(model: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny/grpo", "--dry-run", "--memory", "--model.name", model]) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("# tiny/grpo, resolved")
-    *notes, line = err.splitlines()
-    missing = [f"note: model.name: there is no folder {model}; to be made before this is trained"]
-    assert notes == (missing if model.startswith("./") else [])  # a dry run says that of every recipe
-    assert line.startswith("memory: no estimate, for ")
-    assert says in line
 
 
 def test_other_architectures_and_strange_folders_are_told_in_words(tmp_path: Path) -> None:

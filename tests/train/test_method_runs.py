@@ -223,19 +223,3 @@ def test_a_critic_of_its_own_is_another_model_by_the_end(tmp_path: Path) -> None
     assert float(critic_moved) == pytest.approx(3 * float(moved), rel=0.2)  # Adam's steps are as long as their rate
     assert critic["head.weight"].shape == (1, 128)
     assert "critic.lm_head.weight" not in critic  # it is tied to the embedding, which is there once
-
-
-def test_nothing_is_explained_where_all_returns_are_equal(tmp_path: Path) -> None:
-    """1 − Var(R − V) / Var(R) has no value there, and none is made up."""
-    recipe = make_recipe(
-        "grpo",
-        objective="ppo",
-        rewards=["small_sources:always_the_same"],
-        advantage={"name": "gae", "gae_lambda": 1.0},
-        rollout={"max_tokens": 400, "engine": {"name": "scripted", "texts": ["7", "8 apples"]}},
-        train={"steps": 2},
-    )
-    run(tmp_path, recipe)
-    for row in steps_of(tmp_path):
-        assert "value_explained_variance" not in row
-        assert row["value_loss"] > 0

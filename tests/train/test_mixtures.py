@@ -12,7 +12,6 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.train.build import prepare
 from small_runs import one_layer_recipe, recorded, run, same_bits, saved_tensors, steps_of, untimed
 
-SHARE = "small_runs:vowel_share"
 pytestmark = pytest.mark.usefixtures("quick_stories")
 
 

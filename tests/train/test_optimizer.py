@@ -10,8 +10,7 @@ import torch
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from posttrain import registry
-from posttrain.errors import CheckpointError, RecipeError
+from posttrain.errors import CheckpointError
 from posttrain.train.optimizer import (
     adamw,
     mark_input_first,
@@ -198,12 +197,3 @@ def test_state_of_another_model_is_refused() -> None:
         restore_optimizer(optimizer, NAMES, {"head.weight.exp_avg": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="shape"):
         restore_optimizer(optimizer, NAMES, {"layers.0.norm.weight.exp_avg": torch.zeros(9)})
-
-
-def test_options_of_a_recipe() -> None:
-    entry = registry.find("optimizer", "adamw")
-    assert entry.options({"betas": [0.9, 0.95]})["betas"] == (0.9, 0.95)
-    with pytest.raises(RecipeError, match=r"Did you mean 'momentum'"):
-        registry.find("optimizer", "muon").options({"momentun": 0.9})
-    with pytest.raises(RecipeError, match="betas"):
-        entry.options({"betas": [0.9, 1.0]})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import RecipeError, UsageError
+from posttrain.errors import RecipeError
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.train.sources import num_batches
 from small_runs import Events, one_layer_recipe, run, same_bits, saved_tensors, steps_of, untimed, watched
@@ -54,12 +54,6 @@ def test_passes_over_prompts_count_every_update(tmp_path: Path) -> None:
     assert watched(tmp_path, recipe, events).step == 2 * batches
     of = f"{batches} rollout batches of {recipe.rollout.prompts}, 2 steps each: {2 * batches} steps"
     assert events.of("start")[0]["length"] == f"1 pass over 7 prompts = {of}"
-
-
-def test_fewer_passes_than_were_made_are_refused(tmp_path: Path) -> None:
-    run(tmp_path, passes_over(2))
-    with pytest.raises(UsageError, match=r"train.passes 0.1 comes to 1 steps .* the newest checkpoint is of step"):
-        run(tmp_path, passes_over(0.1), resume=True)
 
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:

@@ -52,29 +52,3 @@ def test_every_rated_step_is_trained_once(tokenizer: Any, tmp_path: Path) -> Non
         for b, t in batch.mask.nonzero().tolist()
     ]
     assert sorted(trained) == [("b", 2), ("c", 0), ("d", 1), ("g", 0), ("h", 2)]
-
-
-def test_pairs_and_prompts_without_responses(tokenizer: Any, tmp_path: Path) -> None:
-    def pair(question: str) -> dict[str, str]:
-        asked = f"\n\nHuman: {question}\n\nAssistant: "
-        return {"chosen": f"{asked}yes", "rejected": f"{asked}no"}
-
-    given = task(
-        "hh_rlhf",
-        path=write(tmp_path / "x.jsonl", [pair(f"train {i}?") for i in range(6)]),
-        test_path=write(tmp_path / "y.jsonl", [pair(f"test {i}?") for i in range(6)]),
-        test_share=0.25,
-        validation_share=0.0,
-    )
-    assert len(given.examples) == 8
-    source = read(tokenizer, given, "pair")
-    assert (source.num_examples, source.dropped["no given responses"]) == (6, 2)
-    assert everything(source).stream("margins").tolist() == [1.0] * 12
-
-
-def test_scores_become_margins(tokenizer: Any, tmp_path: Path) -> None:
-    row = {"prompt": "q?", "chosen": "yes", "rejected": "no", "score_chosen": 8.5, "score_rejected": 6}
-    given = task("ultrafeedback", path=write(tmp_path / "x.jsonl", [row]), split="test")
-    batch = everything(read(tokenizer, given, "pair"))
-    assert batch.stream("margins").tolist() == [2.5, 2.5]
-    assert batch.stream("labels").tolist() == [8.5, 6.0]

@@ -100,20 +100,6 @@ def test_they_are_not_trusted_for_anything_else(change: str, tmp_path: Path, mon
     assert asked == []
 
 
-def test_a_damaged_file_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = make_recipe("judged", **DPO)
-    first = batches(prepare(recipe, tmp_path))
-    file = tmp_path / KEPT
-    whole = file.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], b"\xff" * 64):
-        file.write_bytes(damaged)
-        with counted(monkeypatch) as asked:
-            again = batches(prepare(recipe, tmp_path))
-        assert sum(asked) == 20
-        assert same_reference(first, again)
-        assert file.read_bytes() == whole
-
-
 def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> None:
     """With and without what was kept: the checkpoint is restored into the model, not into the reference."""
     recipe = make_recipe("judged", **DPO, train={"steps": 2, "lr": 1e-2})
@@ -129,11 +115,3 @@ def test_a_resumed_run_keeps_the_reference_of_its_beginning(tmp_path: Path) -> N
         assert batch is not None
         assert difference(batch.streams["ref_logprobs"], plain_logprobs(initial_model(), batch, 1.0)) < CLOSE
         assert difference(batch.streams["ref_logprobs"], plain_logprobs(parts.model, batch, 1.0)) > 0.1
-
-
-def test_who_reads_no_reference_computes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as asked:
-        parts = prepare(make_recipe("judged", objective={"name": "simpo"}), tmp_path)
-    assert asked == []
-    assert parts.reference is None
-    assert not (tmp_path / KEPT).exists()

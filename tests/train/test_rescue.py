@@ -99,18 +99,6 @@ def test_the_last_completed_step_is_saved_and_the_rest_is_as_if_nothing_had_happ
     assert recorded(cut) == recorded(whole)
 
 
-def test_the_kl_weight_is_that_of_the_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller adapts while a batch is made; a weight that had adapted twice would train another run."""
-    recipe = one_layer_recipe("grpo", **KL)
-    run(tmp_path / "whole", recipe, stop_after=3)
-    monkeypatch.setattr(RolloutSource, "_collect", fail_at(4, after=True)(RolloutSource._collect))
-    with pytest.raises(Failure):
-        run(tmp_path / "cut", recipe)
-    states = [loop.load_checkpoint(tmp_path / name / "checkpoints").state for name in ("whole", "cut")]
-    assert states[0] == states[1]
-    assert states[0]["source"]["kl_weight"] != 0.1
-
-
 def diverging(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     original, calls = loop.accumulate, 0
 

@@ -3,19 +3,17 @@ checkpoint."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from small_sources import (
     groups_of,
     mostly_uniform,
     rows_of,
-    same_batch,
     sampled,
     sums,
 )
@@ -24,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from posttrain.models.sources import TINY
 from posttrain.registry import register
 from posttrain.render import encode_prompt
-from posttrain.train.build import prepare
 from posttrain.train.sources.rollouts import NO_GOLD, NOTHING_SELECTED
 from posttrain.types import Batch, Loss, Outputs, Rollout
 from small_runs import Events, one_layer_recipe, run, saved_tensors, steps_of, watched
@@ -38,14 +35,7 @@ def reads_all_of_a_pair(outputs: Outputs, batch: Batch) -> Loss:
     raise AssertionError("it is never called")
 
 
-@register("objective", level="row", needs=ALL_OF_THE_DATA)
-def reads_all_of_a_row(outputs: Outputs, batch: Batch) -> Loss:
-    """An objective over rows for the tests of sources, which asks for every stream of the data."""
-    raise AssertionError("it is never called")
-
-
 PAIRS = "test_rollout_selection:reads_all_of_a_pair"
-ROWS = "test_rollout_selection:reads_all_of_a_row"
 
 
 def ids_of(rollout: Rollout) -> tuple[int, ...]:
@@ -239,53 +229,3 @@ def pairs_of(batch: Batch) -> Counter[tuple[tuple[int, ...], ...]]:
 
 
 # --- a rollout buffer ---
-
-
-def through_a_file(rollout_buffer: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    return None if rollout_buffer is None else load(save({name: x.clone() for name, x in rollout_buffer.items()}))
-
-
-def test_streams_of_every_type_come_back_bit_for_bit() -> None:
-    recipe = one_layer_recipe(
-        "grpo",
-        objective={"name": "sdpo"},
-        teacher={"name": "self", "top_k": 3},
-        rollout={"label_above": 0.1},
-        train={"epochs": 2, "minibatches": 2},
-    )
-    source, resumed = prepare(recipe).source, prepare(recipe).source
-    source(1)
-    rollout_buffer = source.rollout_buffer(1)
-    assert rollout_buffer is not None
-    assert rollout_buffer["stream.teacher_ids"].dtype == torch.int64
-    assert rollout_buffer["stream.teacher_ids"].shape == (*rollout_buffer["mask"].shape, 3)
-    assert rollout_buffer["stream.has_feedback"].shape == (16,)
-    resumed.restore(through_a_file(rollout_buffer), json.loads(json.dumps(source.state())))
-    for step in (2, 3, 4):
-        left, right = source(step).batch, resumed(step).batch
-        assert left is not None
-        assert right is not None
-        assert same_batch(left, right)
-        assert {"teacher_ids", "teacher_candidate_logprobs", "has_feedback", "old_logprobs"} <= set(right.streams)
-
-
-def test_the_weight_of_the_kl_penalty_is_adapted_and_comes_back() -> None:
-    """At first policy and reference are the same: the KL is 0, far below its target, and the weight falls."""
-    kl = {"weight": 0.3, "target": 2.0, "horizon": 40}
-    recipe = one_layer_recipe("grpo", kl_in_reward=kl, train={"epochs": 2})
-    source, resumed = prepare(recipe).source, prepare(recipe).source
-    assert source.state() == {"kl_weight": 0.3}
-    first = source(1)
-    assert abs(first.metrics["kl_in_reward"]) < 1e-4
-    assert first.metrics["kl_weight"] == 0.3  # that of this batch, not of the next
-    adapted = 0.3 * (1 - 0.2 * 16 / 40)
-    assert source.state()["kl_weight"] == pytest.approx(adapted, rel=1e-12)
-    resumed.restore(through_a_file(source.rollout_buffer(1)), json.loads(json.dumps(source.state())))
-    for step in (2, 3):
-        left, right = source(step), resumed(step)
-        assert left.batch is not None
-        assert right.batch is not None
-        assert same_batch(left.batch, right.batch)
-    assert right.metrics["kl_weight"] == left.metrics["kl_weight"] == pytest.approx(adapted, rel=1e-12)
-    assert resumed.state() == source.state()
-    assert resumed.state()["kl_weight"] == pytest.approx(adapted * (1 - 0.2 * 16 / 40), rel=1e-12)

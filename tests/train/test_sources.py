@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from small_sources import (
     groups_of,
     mostly_uniform,
     prompts_at,
     prompts_drawn,
     rows_of,
-    same_batch,
     sampled,
     sums,
     uniform,
@@ -218,11 +216,8 @@ def test_labels_follow_pairs_labels_or_the_threshold(tokenizer, template, scores
             None,
             r"data\.label_above: the scores of task 'rated' are from 1 to 7 \(the first: 7 in rated/0",
         ),
-        ([(1,), (0,), (0.7,)], None, "from 0 to 1 .the first: 0.7 in rated/2.*Set data.label_above"),
-        ([(8, 5, 1)], None, "ratings and no labels"),
         ([(7,), (9,)], 10, "all 2 answers are undesirable with data.label_above 10.*from 7 to 9"),
         ([(1,), (1,)], None, "all 2 answers are desirable, and nothing can be learnt from one label"),
-        ([(9, 8)], 0, "all 2 answers are desirable with data.label_above 0"),
     ],
 )
 def test_ratings_without_threshold_and_one_label_are_refused(tokenizer, template, scores, label_above, message) -> None:
@@ -255,11 +250,6 @@ def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
     return (*prompt, *steps, tokenizer.eos_token_id)
 
 
-def test_data_without_answers_say_so(tokenizer, template) -> None:
-    with pytest.raises(UsageError, match=r"task 'sums': no row is left to train on; .*'no given responses': 3"):
-        given(tokenizer, template, sums(3), "pair")
-
-
 # --- rollouts ---
 
 
@@ -284,16 +274,6 @@ def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
         assert batch.streams["advantages"][b].tolist() == pytest.approx([expected if on else 0.0 for on in trained])
         assert batch.streams["sampler_logprobs"][b].tolist() == [-2.0 if on else 0.0 for on in trained]
     assert draw.metrics["reward"] == pytest.approx(sum(float(r.text[-1]) for r in draw.rollouts) / 6)
-
-
-def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> None:
-    task = sums(9, long=(1, 4))
-    limit = len(encode_prompt(tokenizer, template, task.examples[0].messages))
-    source = sampled(tokenizer, template, task, prompt={"max_prompt_tokens": limit}, rollout={"prompts": 7})
-    assert source.dropped == {"blank": 2, f"prompt longer than {limit} tokens": 2}
-    assert sorted({r.prompt_index for r in source(1).rollouts}) == [0, 2, 3, 5, 6, 7, 8]
-    with pytest.raises(UsageError, match=r"task 'sums': no prompt is left to sample from; dropped: .*: 9"):
-        sampled(tokenizer, template, task, prompt={"max_prompt_tokens": 3})
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 3), (2, 3), (3, 1)])
@@ -324,26 +304,6 @@ def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epo
     assert len(source.engine.calls) == 2  # type: ignore[attr-defined]
     if epochs > 1 and minibatches > 1:
         assert len(set(orders)) > 1  # epochs are cut in different ways
-
-
-def test_a_pending_batch_comes_back_bit_for_bit(tokenizer, template) -> None:
-    changes: dict[str, Any] = {"rollout": {"prompts": 4, "group": 3}, "train": {"epochs": 2, "minibatches": 2}}
-    source = sampled(tokenizer, template, sums(30), **changes)
-    for step in (1, 2):
-        source(step)
-    rollout_buffer = source.rollout_buffer(2)
-    assert rollout_buffer is not None
-    assert {name for name in rollout_buffer if name.startswith("stream.")} == {
-        "stream.advantages", "stream.sampler_logprobs", "stream.old_logprobs",
-    }  # fmt: skip
-    resumed = sampled(tokenizer, template, sums(30), **changes)
-    resumed.restore({name: tensor.clone() for name, tensor in rollout_buffer.items()}, source.state())
-    for step in (3, 4, 5):
-        assert same_batch(resumed(step).batch, source(step).batch), step
-    assert len(resumed.engine.calls) == 1  # type: ignore[attr-defined] # the batch of step 5 alone
-    assert source.rollout_buffer(4) is None
-    assert source.rollout_buffer(8) is None
-    resumed.restore(None, source.state())
 
 
 # --- dynamic sampling ---
@@ -391,13 +351,3 @@ def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> N
     assert draw.batch.num_rows == 21
     assert draw.batch.streams["advantages"].abs().max() == 0.0  # they add no gradient
     assert draw.metrics["advantage_std"] == 0.0
-
-
-def flattening(rewards: torch.Tensor) -> torch.Tensor:
-    return rewards.mean(dim=1)
-
-
-def test_an_advantage_of_another_shape_is_refused(tokenizer, template) -> None:
-    source = sampled(tokenizer, template, sums(9), advantage={"name": "test_sources:flattening"})
-    with pytest.raises(UsageError, match=r"advantage: .*shape \(4,\) for rewards of shape \(4, 4\)"):
-        source(1)

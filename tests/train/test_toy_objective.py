@@ -10,20 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-import pytest
 import torch
 import yaml
 from pydantic import Field
 
-from posttrain import registry
 from posttrain.algorithms.objectives.primitives import row_sum
-from posttrain.errors import RecipeError, UnknownWord
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.registry import register
-from posttrain.train.build import prepare
 from posttrain.types import Batch, Loss, Outputs
-from posttrain.untrusted import declare_code
-from small_runs import BASE, run, same_bits, saved_tensors, steps_of
+from small_runs import BASE, run, steps_of
 
 TOKENS = "test_toy_objective:bounded_reinforce"
 PAIRS = "test_toy_objective:wanted_gap"
@@ -98,40 +93,6 @@ def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
     assert fmean(rises) > 0.3
 
 
-def test_it_is_resumed_bit_for_bit_like_any_other(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, "grpo", {"name": TOKENS, "pull": 0.1}, train={"steps": 3, "epochs": 2})
-    run(tmp_path / "whole", resolved(path))
-    run(tmp_path / "cut", resolved(path), stop_after=1)
-    run(tmp_path / "cut", resolved(path), resume=True)
-    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
-
-
-def test_it_gets_the_streams_that_it_needs_and_no_others(tmp_path: Path) -> None:
-    for pull, streams in ((0.0, {"advantages"}), (0.1, {"advantages", "ref_logprobs"})):
-        parts = prepare(resolved(write_recipe(tmp_path, "grpo", {"name": TOKENS, "pull": pull})))
-        batch = parts.source(1).batch
-        assert batch is not None
-        assert set(batch.streams) == streams | {"sampler_logprobs"}
-        assert (parts.reference is not None) == (pull > 0)
-
-
-def test_its_signature_is_its_schema(tmp_path: Path) -> None:
-    recipe = resolved(write_recipe(tmp_path, "grpo", TOKENS))
-    assert recipe.dump()["objective"] == {"name": TOKENS, "strength": 1.0, "pull": 0.0}
-    assert recipe.advantage is not None
-    assert recipe.advantage.name == "normalized"  # the default of whoever reads advantages
-    wrong = {
-        "strenght": "objective.strenght: objective 'bounded_reinforce' has no key 'strenght'. Did you mean 'strength'?",
-        "strength": "objective.strength: Input should be greater than 0; got -1.0",
-    }
-    for key, message in wrong.items():
-        with pytest.raises(RecipeError) as caught:
-            resolved(write_recipe(tmp_path, "grpo", {"name": TOKENS, key: -1.0}))
-        assert message in str(caught.value)
-    with pytest.raises(UnknownWord, match=r"no function 'bounded_reinforc'\. Did you mean 'bounded_reinforce'\?"):
-        resolved(write_recipe(tmp_path, "grpo", TOKENS[:-1]))
-
-
 # --- one value per pair ---
 
 
@@ -150,10 +111,3 @@ def test_an_objective_over_pairs_learns_from_data(tmp_path: Path) -> None:
     assert abs(rows[0]["gap"] - 4.0) > 3.0
     assert fmean(abs(r["gap"] - 4.0) for r in rows[-2:]) < abs(rows[0]["gap"] - 4.0) / 3
     assert fmean(r["loss"] for r in rows[-2:]) < rows[0]["loss"] / 3
-
-
-def test_the_registry_of_the_package_has_them_under_their_own_names() -> None:
-    declare_code([TOKENS, PAIRS])  # as a recipe of the user's own does
-    for name, level in ((TOKENS, "token"), (PAIRS, "pair")):
-        entry = registry.find("objective", name)
-        assert (entry.name, entry.traits["level"]) == (name.partition(":")[2], level)

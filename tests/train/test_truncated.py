@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ from small_sources import groups_of, rows_of, same_batch, sampled, sums
 from posttrain import registry
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.recipes.recipe import Recipe
-from posttrain.rewards.words import truncated
 from posttrain.train.build import prepare
 from posttrain.train.sources import TrainBatch
 from posttrain.train.step import accumulate
-from posttrain.types import TRUNCATED, Batch, Completion, Finish
+from posttrain.types import Batch
 from posttrain.untrusted import declare_code
 from small_runs import one_layer_recipe
 
@@ -168,15 +167,6 @@ def test_groups_are_drawn_until_something_is_left_of_them(tokenizer, template) -
     assert draw.metrics["masked"] == 0.25
 
 
-def test_a_pair_with_a_truncated_answer_is_left_out(tokenizer, template) -> None:
-    rollout = FOUR | {"prompts": 2, "group": 3}
-    engine = in_order(tokenizer, ("2.", "9999", "5."), ("7.", "0.", "3333"))
-    draw = sampled(tokenizer, template, sums(9), engine=engine, objective={"name": "dpo"}, rollout=rollout)(1)
-    assert draw.batch is not None
-    assert rows_of(draw.batch) == [r.prompt_ids + r.completion.ids for r in draw.rollouts[3:5]]
-    assert draw.metrics["masked"] == 0.5
-
-
 def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) -> None:
     rollout = FOUR | {"prompts": 2, "group": 2}
     train = {"epochs": 2, "minibatches": 2}
@@ -194,23 +184,3 @@ def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) 
         left, right = source(step).batch, resumed(step).batch
         assert (left is None) == (right is None)
         assert left is None or same_batch(left, right)
-
-
-# --- every way to end ---
-
-WAYS = {
-    "stop": False,
-    "ended": False,
-    "length": True,
-    "out_of_turns": True,
-    "tool_failed": True,
-    "environment_failed": False,  # it is no sample of anything, masked or not
-}
-
-
-def test_every_way_to_end_is_cut_off_or_not() -> None:
-    assert set(WAYS) == set(get_args(Finish))
-    assert {finish for finish, is_cut in WAYS.items() if is_cut} == set(TRUNCATED)
-    for finish, is_cut in WAYS.items():
-        assert Completion((1,), (0.0,), finish).is_truncated == is_cut  # type: ignore[arg-type]
-        assert truncated(finish) == (-1.0 if is_cut else 0.0)

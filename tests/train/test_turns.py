@@ -10,7 +10,7 @@ import torch
 
 from posttrain.commands.runs.show import _last_episode
 from posttrain.environments.contract import EnvironmentFailed
-from posttrain.errors import RunFailure, UsageError
+from posttrain.errors import RunFailure
 from posttrain.train.build import prepare
 from posttrain.train.sources.stored import read_drawn, write_drawn
 from posttrain.train.step import accumulate
@@ -163,22 +163,6 @@ def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() ->
     )
 
 
-def test_penalties_and_groups_that_lost_one() -> None:
-    """With a penalty at each token the groups are those that are left, too."""
-    Unsure.broken = {"6"}
-    recipe = game_recipe("test_turns:Unsure", kl_in_reward={"weight": 0.1}, advantage={"name": "centered"})
-    drawn = prepare(recipe).source(1)
-    trained = [r for r in drawn.rollouts if r.advantage is not None]
-    assert drawn.batch is not None
-    assert len(trained) == drawn.batch.num_rows < len(drawn.rollouts)
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in trained:
-        groups.setdefault(rollout.prompt_index, []).append(rollout)
-    for group in groups.values():  # the reference is the policy itself, so nothing is paid for it yet
-        mean = sum(r.reward for r in group) / len(group)
-        assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group], abs=1e-4)
-
-
 def test_an_environment_that_never_works_stops_the_run_with_its_reason() -> None:
     Unsure.broken = {"2", "4", "6"}
     recipe = game_recipe(
@@ -195,16 +179,3 @@ def test_a_drawn_batch_comes_back_whole_from_another_process() -> None:
     again = read_drawn(write_drawn(drawn), source)
     assert [r for g in again.sampled for r in g] == [r for g in drawn.sampled for r in g]
     assert any(r.failures for g in again.sampled for r in g)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"environment": "calculater"}, "there is no environment named 'calculater'. Did you mean 'calculator'?"),
-        ({"environment": {"name": "number_guess", "hihg": 3}}, "environment 'number_guess' has no key 'hihg'"),
-    ],
-)
-def test_words_that_are_wrong_are_named(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        one_layer_recipe("grpo", **changes)
-    assert says in str(refused.value)

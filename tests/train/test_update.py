@@ -392,15 +392,6 @@ def test_clipping_and_refusal_of_non_finite_updates() -> None:
         assert weight.tolist() == before
 
 
-def test_a_group_of_parameters_may_have_a_rate_of_its_own() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]], "lr_ratio": 3.0}], lr=1.0)
-    for weight in weights:
-        weight.grad = torch.ones(1)
-    apply_update(optimizer, weights, 0.5, None, 0.0, 1)
-    assert [w.item() for w in weights] == [-0.5, -1.5]
-
-
 def test_a_critic_apart_is_clipped_by_its_own_norm():
     """Gradients (3, 4) of the policy and 20 of the critic, at most 1 each."""
     policy, critic = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from posttrain.errors import UsageError
-from posttrain.models.forward.forward import Forward
 from posttrain.train.build import prepare
-from posttrain.train.optimizer import build_optimizer
 from posttrain.train.step import accumulate
-from small_runs import one_layer_recipe, run, save_perturbed, steps_of
+from small_runs import one_layer_recipe, run, save_perturbed
 
 PPO: dict[str, Any] = {"objective": {"name": "ppo"}, "advantage": {"name": "gae"}}
 
@@ -27,14 +25,6 @@ def test_a_critic_shares_the_weights_that_nothing_trains() -> None:
     assert all(id(p) in own for p in frozen)
     assert trained
     assert not any(id(p) in own for p in trained)
-
-
-def test_that_batches_are_padded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prepare(one_layer_recipe("sft")).notices == []
-    monkeypatch.setattr(Forward, "_agrees", lambda forward, paths: False)
-    parts = prepare(one_layer_recipe("sft"))
-    assert parts.policy.path == "padded"
-    assert parts.notices == ["batches are padded, which is slower: packing them would change what this model computes"]
 
 
 @pytest.mark.parametrize(("trunk", "num_apart"), [("separate", True), ("shared", False)])
@@ -140,39 +130,3 @@ def test_expert_iteration_has_the_loss_of_the_model_itself() -> None:
         nll += [-float(table[t - 1, ids[0, t]]) for t in range(ids.shape[1]) if batch.mask[b, t]]
     assert loss == pytest.approx(sum(nll) / len(nll), abs=1e-5)
     assert metrics["nll"] == pytest.approx(loss, abs=1e-6)
-
-
-def test_muon_knows_which_weights_of_gpt2_are_input_first(tiny_random: Any, tmp_path: Path) -> None:
-    model = tiny_random("gpt2", n_embd=64)
-    build_optimizer(one_layer_recipe("sft", optimizer="muon"), model, {})
-    marked = {name for name, p in model.named_parameters() if getattr(p, "input_first", False)}
-    assert {name.split(".", 3)[3] for name in marked} == {
-        "attn.c_attn.weight",
-        "attn.c_proj.weight",
-        "mlp.c_fc.weight",
-        "mlp.c_proj.weight",
-    }
-
-
-def test_returns_of_answers_that_are_all_cut_off_are_their_score(tmp_path: Path) -> None:
-    """Every answer is cut off and worth 1: returns that counted the value behind the cut as well grew for ever."""
-    recipe = one_layer_recipe(
-        "grpo",
-        objective={"name": "ppo"},
-        advantage={"name": "gae"},
-        rewards=["small_runs:always_one"],
-        rollout={"prompts": 2, "group": 1, "max_tokens": 2, "temperature": 1.0},
-        head={"lr_ratio": 30_000.0, "init_std": 0.05},
-        train={"steps": 120, "lr": 1e-6},
-    )
-    run(tmp_path, recipe)
-    steps = steps_of(tmp_path)
-    assert {step["truncated"] for step in steps} == {1.0}
-    assert sum(step["return_mean"] for step in steps[-20:]) / 20 == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_run_of_one_step_trains(tmp_path: Path, schedule: str) -> None:
-    run(tmp_path, one_layer_recipe("sft", train={"steps": 1, "lr": 1e-3, "schedule": schedule}))
-    (step,) = steps_of(tmp_path)
-    assert step["lr"] == 1e-3

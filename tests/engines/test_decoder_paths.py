@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engines.reference import ids_of, make_keys, make_prompts, worst_difference
 from engines.respondents import Scripted, wordy
 from posttrain.engines.base import Sampling
-from posttrain.engines.native import engine as engine_module
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
@@ -129,24 +128,6 @@ def test_native_engine_of_a_model_with_other_states_converses_as_the_model() -> 
             scored = table[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
             own = torch.tensor(c.own)
             torch.testing.assert_close(torch.tensor(c.logprobs)[own], scored[own], atol=1e-5, rtol=0)
-
-
-def test_native_engine_without_memory_for_a_long_probe_says_so_and_samples(tiny_random, monkeypatch):
-    model, probe, least = tiny_random("mistral", sliding_window=100), engine_module.probe, 90
-
-    def without_memory(*asked):
-        if max(asked[-1]) > least:  # the prompts' lengths come last
-            raise torch.OutOfMemoryError
-        return probe(*asked)
-
-    monkeypatch.setattr(engine_module, "probe", without_memory)
-    engine, prompts = NativeEngine(model), make_prompts((30,))
-    completions = engine.generate(prompts, [[1]], Sampling(max_tokens=100))
-    assert worst_difference(model, prompts, completions) <= 1e-5
-    assert "for rows of 126 tokens there is no memory to compare the sampler with the model" in engine.take_notices()[0]
-    least = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        NativeEngine(model).generate(prompts, [[1]], Sampling(max_tokens=100))
 
 
 def test_native_engine_of_rows_that_cross_a_scale_of_positions_is_refused_with_the_reason(tiny_random):
