@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engines.reference import LENGTHS, make_keys, make_prompts, worst_difference
 from engines.respondents import Scripted, wordy
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Reply, begin, converse_by_generating, turn_key
+from posttrain.engines.base import Engine, Reply, Sampling, begin, turn_key
 from posttrain.engines.native import schedule
 from posttrain.engines.native.cache import aligned
 from posttrain.engines.native.engine import NativeEngine
@@ -61,7 +60,7 @@ def by_reading_again(
     """``Engine.converse`` with a generation of ``engine`` for every turn."""
     groups = begin(prompts, keys, sampling.max_tokens, sampling.within(engine.context_tokens))
     rows = [row for group in groups for row in group]
-    version = converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
+    version = Engine._converse(engine, prompts, rows, sampling, respondent)
     return [[row.completion(version) for row in group] for group in groups]
 
 

@@ -26,10 +26,8 @@ EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
 TRAIN = {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}
 SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
-RECORDED = {**SHORT, "engine": {"name": "native", "cuda_graphs": True}}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
 NVIDIA: dict[str, dict[str, Any]] = {
-    "graphs": {"kind": "grpo", "rollout": RECORDED},
     "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -48,7 +46,7 @@ def trained(case: str, device: str, folder: Path) -> tuple[list[dict[str, float]
     """Every row of metrics of two steps, and what was sampled."""
     about = {**CASES, **NVIDIA}[case]
     model = {**about.get("model", {}), "device": device}
-    make = make_recipe if case in NVIDIA else one_layer_recipe  # graphs and flash attention of several layers
+    make = make_recipe if case in NVIDIA else one_layer_recipe  # flash attention of several layers
     run(folder, make(**{**about, "model": model, "train": {**TRAIN, **about.get("train", {})}}))
     rows = [dict(row.metrics) for row in MetricsLog(folder / "metrics.jsonl").read()]
     return rows, [tuple(r.completion) for r in recorded(folder)[0]]
@@ -112,16 +110,6 @@ def test_it_draws_the_tokens_that_a_cpu_draws(options: dict[str, Any], device: t
         drawn, likely = draw(there, zeros + uniforms.to(zeros.device), sampling)
         assert (there.device, drawn.device) == (device, device)
         assert (drawn.cpu().equal(ids), likely.cpu().equal(probabilities)) == (True, True)
-
-
-def test_graphs_of_steps_wait_for_nothing_and_give_a_cpus_tokens(tmp_path: Path) -> None:
-    with nvidia_gpu() as counts:
-        rows, sampled = trained("graphs", "cuda", tmp_path / "cuda")
-    expected, drawn = trained("graphs", "cpu", tmp_path / "cpu")
-    assert sampled == drawn
-    for row, other in zip(rows, expected, strict=True):
-        check_row(row, other)
-    assert counts["replays"] == 2 * SHORT["max_tokens"]
 
 
 def test_sixteen_bits_attend_by_flash(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Episode
+from posttrain.engines.base import Engine, Episode, Sampling
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from posttrain.errors import UsageError
+from posttrain.models.config import read_object
 from posttrain.models.lora import tied_adapters
 from posttrain.models.sources import ADAPTER_CONFIG, SCORE
-from posttrain.models.stated_sizes import read_object
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file

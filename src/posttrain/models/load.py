@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
+from posttrain.models.config import check_folder, check_sizes
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.sources import (
     SCORE,
@@ -29,7 +30,6 @@ from posttrain.models.sources import (
     refuse_out_of_reach,
     resolve_model_name,
 )
-from posttrain.models.stated_sizes import check_folder, check_sizes
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from posttrain.errors import UsageError, first_line
-from posttrain.models.stated_sizes import check_folder, read_object
+from posttrain.models.config import check_folder, read_object
 from posttrain.option_types import shorten
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
 from posttrain.untrusted import TRUST_REMOTE_CODE, kind_of_file

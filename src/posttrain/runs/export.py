@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
+from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
-from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (

@@ -32,12 +32,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
+from posttrain.models.config import read_object
 from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
 from posttrain.models.load import choose_device, stated_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
-from posttrain.models.stated_sizes import read_object
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.train.checks import Words, words_of

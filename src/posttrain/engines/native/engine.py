@@ -17,20 +17,28 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling, num_tokens_of
-from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
+from posttrain.engines.base import (
+    Conversation,
+    Engine,
+    Groups,
+    Respondent,
+    Sampling,
+    begin,
+    check_prompts,
+    check_sampling,
+    num_tokens_of,
+)
 from posttrain.engines.native.cache import Decoder, LayerShape
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, PosttrainError, first_line
+from posttrain.models.config import context_length, find_switches
 from posttrain.models.forward.precision import full_precision
-from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
-MAX_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
 PATHS: dict[Path, str] = {
     "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
@@ -46,18 +54,14 @@ def native(
     tokenizer: Any,
     *,
     slots: Annotated[int, Field(ge=1)] = 64,
-    cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
     log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
     log-probabilities equal the model's; every other architecture samples through its own modules.
-
-    ``cuda_graphs``: on an NVIDIA GPU the steps of the fast path are recorded, and replayed by one launch each. One
-    answer of every batch is compared with the model's own forward pass.
     """
-    engine = NativeEngine(model, slots=slots, cuda_graphs=cuda_graphs)
+    engine = NativeEngine(model, slots=slots)
     engine.num_tokens = num_tokens_of(tokenizer)
     return engine
 
@@ -68,10 +72,8 @@ class NativeEngine(Engine):
     ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
     """
 
-    def __init__(
-        self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean", cuda_graphs: bool = False
-    ) -> None:
-        self.model, self.slots, self.wanted, self.cuda_graphs = model, slots, path, cuda_graphs
+    def __init__(self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
+        self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self._known_notices: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
@@ -144,52 +146,19 @@ class NativeEngine(Engine):
 
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
-                self._schedule(self._bind(path, shapes, reach), prompts, rows, sampling, respondent)
+                decoder = self._bind(path, shapes, reach)
+                work = (decoder, prompts, rows, sampling, self.slots)
+                with torch.inference_mode(decoder.name == "lean"):
+                    if respondent is None:
+                        schedule = Schedule(*work)
+                        schedule.is_abandoned = self.is_abandoned
+                    else:
+                        from posttrain.engines.native.turns import Turns
+
+                        schedule = Turns(*work, respondent=respondent, vocab_size=self.vocab_size)
+                    schedule.run()
         for row in rows:
             check_finite(row)
-
-    def _schedule(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Conversation],
-        sampling: Sampling,
-        respondent: Respondent | None,
-    ) -> None:
-        with torch.inference_mode(decoder.name == "lean"):
-            work = (decoder, prompts, rows, sampling, self.slots)
-            if respondent is not None:
-                from posttrain.engines.native.turns import Turns
-
-                Turns(*work, respondent=respondent, vocab_size=self.vocab_size).run()
-                return
-            schedule = Schedule(*work)
-            schedule.is_abandoned = self.is_abandoned
-            if self.cuda_graphs:
-                schedule.record()
-            schedule.run()
-            if schedule.recorded is not None:
-                self._compare_longest(prompts, rows, sampling)
-
-    def _compare_longest(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
-    ) -> None:
-        """Compare the longest answer's log-probabilities with the model's own forward pass.
-
-        Raises:
-            EngineMismatch: the recorded steps computed something else.
-        """
-        row = max(rows, key=lambda one: len(one.ids))
-        ids = torch.tensor([[*prompts[row.prompt], *row.ids]], device=next(self.model.parameters()).device)
-        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-        logits = logits[-len(row.ids) - 1 : -1].float() / (sampling.temperature or 1.0)
-        expected = logits.log_softmax(-1).gather(1, ids[0, -len(row.ids) :, None])[:, 0]
-        gap = float((expected.cpu() - torch.tensor(row.logprobs)).abs().mean())
-        if not gap <= MAX_GAP:
-            raise EngineMismatch(
-                f"rollout.engine.cuda_graphs: recorded steps differ from the model by {gap:.1e} nats per token, at "
-                f"most {MAX_GAP} is allowed; leave cuda_graphs out, and please report this"
-            )
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
         """Return the path over the parameters of this moment, for positions below ``reach``."""

@@ -93,7 +93,6 @@ class LeanDecoder:
         self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
-        self.max_positions = max_positions
         self._bind_rotary(base, max_positions)
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
@@ -212,10 +211,6 @@ class LeanDecoder:
             q, k, v = buffer.split([self.num_queries * dim, self.num_keys * dim, self.num_keys * dim], 1)
             self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
-
-    def drop_workspace(self) -> None:
-        """Give the next block a buffer of its own."""
-        self._work = None
 
     def _bind_rotary(self, base: Any, max_positions: int) -> None:
         """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Conversation
+from posttrain.engines.base import Conversation, Sampling
 from posttrain.engines.native.cache import LayerShape, Prefix, SlotCache, pad_right
 from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS, largest, tolerance_of
 from posttrain.engines.native.sampler import draw

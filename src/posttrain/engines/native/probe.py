@@ -53,8 +53,6 @@ def probe(
     ways = [_from_slots(decoder, bodies, steps)]
     if decoder.can_share:
         ways.append(_from_slots(decoder, bodies, steps, share=True))
-    if decoder.name == "lean" and decoder.device.type == "cuda":
-        ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
     decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
     difference = spread = 0.0
     for i, row in enumerate(rows):
@@ -66,10 +64,8 @@ def probe(
     return difference, tolerance_of(decoder.shapes[0].dtype, spread)
 
 
-def _from_slots(
-    decoder: Decoder, bodies: list[list[int]], steps: int, *, share: bool = False, as_recorded: bool = False
-) -> Step:
-    """Return the steps after prompts without their last tokens; ``as_recorded``: as they are made for a CUDA graph."""
+def _from_slots(decoder: Decoder, bodies: list[list[int]], steps: int, *, share: bool = False) -> Step:
+    """Return the steps after prompts without their last tokens."""
     longest, count = max(map(len, bodies)), len(bodies)
     shared = SharedPrefixes(decoder.shapes, count, decoder.device) if share else None
     layout: dict[str, Any] = {"device": decoder.device, "transposed": decoder.transposed, "shared": shared}
@@ -79,18 +75,10 @@ def _from_slots(
     names = list(range(count))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
     cache.refresh(count)
-    seen: Any = cache
-    column = torch.full((1,), cache.cursor, device=decoder.device)
-    if as_recorded:
-        from posttrain.engines.native.graphs import Window
-
-        starts = torch.from_numpy(cache.starts).to(decoder.device)
-        seen = Window(cache, count, 0, cache.capacity, column, starts)
 
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
-        logits = decoder.decode(tokens, positions, seen)
+        logits = decoder.decode(tokens, positions, cache)
         cache.advance()
-        column.add_(1)
         return logits
 
     return step

@@ -12,8 +12,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling, check_prompts, check_sampling, num_tokens_of
-from posttrain.engines.conversation import Groups
+from posttrain.engines.base import (
+    UNLIMITED_CONTEXT,
+    Engine,
+    Groups,
+    Sampling,
+    check_prompts,
+    check_sampling,
+    num_tokens_of,
+)
 from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of, run
 from posttrain.engines.vllm.protocol import (
     MAX_TEMPERATURE,

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.cuda import nccl
 
-from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
-from posttrain.engines.conversation import Groups
+from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
 from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of
 from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.vllm.engine import VllmEngine

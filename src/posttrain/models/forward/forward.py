@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
+from posttrain.models.config import shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
-from posttrain.models.stated_sizes import shortest_window
 from posttrain.types import Batch, Outputs
 from posttrain.world import Within
 
