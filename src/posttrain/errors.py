@@ -47,6 +47,7 @@ GONE = {
     "ifeval": "ifeval:task of contrib/ (contrib/README.md), whose rows name its grader",
     "nim": "nim:nim of contrib/nim",
     "random_play": "nim:random_play of contrib/nim",
+    "search": "search:search of contrib/",
     "gymnasium": "gymnasium_adapter:gymnasium of contrib/",
     "openenv": "openenv_adapter:openenv of contrib/",
     "tiny/grpo-nim": "contrib/nim/grpo-nim.yaml",

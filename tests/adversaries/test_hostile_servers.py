@@ -19,8 +19,9 @@ from posttrain.engines import http
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import HttpServer, Unreadable
 from posttrain.engines.judging import Judge, Opinion, rate
-from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.training import WORKERS, control, read_num_workers, read_scores
+from posttrain.engines.vllm.client import VllmEngine
+from posttrain.engines.vllm.training import read_scores
+from posttrain.engines.vllm.weights import WORKERS, control, read_num_workers
 from posttrain.errors import PosttrainError, RunFailure
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"

@@ -11,7 +11,7 @@ import torch
 from models.small_models import random_model
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.weights import checkpoint_weights
+from posttrain.engines.vllm.weights import checkpoint_weights
 from posttrain.models.load import LoadedModel
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection

@@ -12,9 +12,9 @@ from fake_vllm import FakeVllm, Reply, Reset, model_answer
 from posttrain import registry
 from posttrain.engines.base import Engine, Sampling
 from posttrain.engines.http import Unreadable, read_error
-from posttrain.engines.served_names import served_names
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.client import VllmEngine
 from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, read_completion, read_models
+from posttrain.engines.vllm.server import served_names
 from posttrain.errors import RecipeError, RunFailure, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.train.build import prepare

@@ -21,7 +21,7 @@ from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.engine import vllm
 from posttrain.engines.vllm.training import Trained
-from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
+from posttrain.engines.vllm.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
 from posttrain.world import ONE, World

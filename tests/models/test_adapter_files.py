@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from posttrain.engines.weights import checkpoint_weights
+from posttrain.engines.vllm.weights import checkpoint_weights
 from posttrain.errors import UsageError
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.load import load_merged, load_model
