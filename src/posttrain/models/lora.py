@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -140,22 +139,6 @@ def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
 def has_adapter(model: Any) -> bool:
     """Whether ``model`` is a peft model around a base."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
-
-
-@contextmanager
-def reference_mode(model: Any) -> Iterator[Any]:
-    """The base model: every adapter off inside the block, on again after it.
-
-    Raises:
-        UsageError: the model has no adapter; its weights before training are gone.
-    """
-    if not has_adapter(model):
-        raise UsageError(
-            "a reference by switching the adapter off needs an adapter: give model.adapter, "
-            "or keep a second copy of the model as the reference"
-        )
-    with model.disable_adapter():
-        yield model
 
 
 def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from posttrain.models.forward.forward import Forward
-from posttrain.models.lora import has_adapter, reference_mode
+from posttrain.models.lora import has_adapter
 from posttrain.types import with_float64
 from posttrain.world import own_part, whole
 
@@ -77,7 +77,7 @@ class Reference:
                 for (parameter, _), value in zip(self._initial, current, strict=True):
                     parameter.data = value
         else:
-            with reference_mode(self._live.model):
+            with self._live.model.disable_adapter():
                 yield self._live
 
 

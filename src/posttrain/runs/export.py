@@ -35,7 +35,7 @@ from posttrain.store.durable import aside_of, remove_asides, storage_errors, syn
 from posttrain.untrusted import code, harmless, paragraph, plain
 
 if TYPE_CHECKING:  # listing runs imports no torch
-    from posttrain.recipes.sections import ModelSection
+    from posttrain.recipes.sections import AdapterSection, ModelSection
 
 Weights = Literal["best", "last", "none"]
 ARCHIVES = (".tar.gz", ".tgz")
@@ -218,9 +218,11 @@ def _is_scorer(folder: Path) -> bool:
 
 
 def _merge_into_base(recipe: Mapping[str, Any], source: Path, content: Path) -> None:
-    from posttrain.models.load import load_merged, quiet_transformers
+    from posttrain.models.load import load_model, quiet_transformers
 
-    loaded = load_merged(_model_section(recipe, source))
+    # an adapter that is to get another is merged
+    section = _model_section(recipe, source).model_copy(update={"adapter": AdapterSection(), "load_bits": None})
+    loaded = load_model(section, seed=0)
     with quiet_transformers():
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -161,13 +160,22 @@ class NativeEngine(Engine):
             check_finite(row)
 
     def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
-        """Return the path over the parameters of this moment, for positions below ``reach``."""
+        """Return the path over the parameters of this moment, for positions below ``reach``.
+
+        Raises:
+            EngineMismatch: the fast path is not for this model.
+        """
         if path == "modules":
             from posttrain.engines.native.modules import ModulesDecoder  # which few models need
 
             return ModulesDecoder(self.model, shapes)
+        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
+            raise EngineMismatch("its modules have hooks")
         decoder = LeanDecoder.bind(self.model, reach)
-        assert decoder is not None, "the structure has just been checked"
+        if decoder is None:
+            raise EngineMismatch(
+                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+            )
         return decoder
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
@@ -183,44 +191,29 @@ class NativeEngine(Engine):
         return self._chosen[structure]
 
     def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:
-        shapes: list[LayerShape] = []
-
-        def probe_decoder(decoder: Decoder) -> tuple[float, float]:
-            shapes[:] = decoder.shapes
-            found = [probe(self.model, decoder, reach, batches[0])]
-            for lengths in batches[1:]:
-                try:
-                    found.append(probe(self.model, decoder, reach, lengths))
-                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
-                    tokens = max(lengths)
-                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
-            return max(found, key=lambda one: one[0] - one[1])
-
-        def probe_own(is_cached: bool) -> tuple[float, float]:
-            from posttrain.engines.native.modules import probe_plainly
-
-            lengths = [length for batch in batches for length in batch]
-            return probe_plainly(self.model, reach, lengths, is_cached=is_cached)
-
-        ways: dict[Path, Callable[[], tuple[float, float]]] = {
-            "lean": partial(self._probe_lean, reach, probe_decoder),
-            "modules": lambda: probe_decoder(self._bind("modules", None, reach)),
-            "plain": partial(probe_own, True),
-            "reread": partial(probe_own, False),
-        }
-        if self.wanted == "modules":
-            del ways["lean"]
         reasons: dict[Path, str] = {}
-        for path, compute in ways.items():
+        for path, what in PATHS.items():
+            if path == "lean" and self.wanted == "modules":
+                continue
+            shapes: list[LayerShape] = []
             try:
-                _attempt(compute)
+                difference, tolerance = self._probe(path, reach, batches, shapes)
             except EngineMismatch as reason:
                 reasons[path] = str(reason)
+            except (PosttrainError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # noqa: BLE001 - a library may raise anything
+                reasons[path] = f"it ends in {type(error).__name__}: {first_line(error)}"
             else:
-                if reasons:
-                    faster = list(reasons.values())[-1]
-                    self._say(f"sampling takes a slower path, {PATHS[path]}: of the faster one, {faster}")
-                return path, shapes
+                if difference <= tolerance:
+                    if reasons:
+                        faster = list(reasons.values())[-1]
+                        self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
+                    return path, shapes
+                reasons[path] = (
+                    f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
+                    f"{tolerance:.1e} is allowed)"
+                )
         shorter = ""
         if len(batches) > 1:
             longest = min(max(lengths) for lengths in batches[1:])
@@ -235,15 +228,24 @@ class NativeEngine(Engine):
         )
 
     @full_precision()  # binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product
-    def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
-        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
-            raise EngineMismatch("its modules have hooks")
-        decoder = LeanDecoder.bind(self.model, reach)
-        if decoder is None:
-            raise EngineMismatch(
-                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
-            )
-        return probe_decoder(decoder)
+    def _probe(
+        self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]
+    ) -> tuple[float, float]:
+        """Return the largest difference of a path from the model, and its tolerance; fill ``shapes``."""
+        if path in _OWN_FORWARD:
+            from posttrain.engines.native.modules import probe_plainly
+
+            lengths = [length for batch in batches for length in batch]
+            return probe_plainly(self.model, reach, lengths, is_cached=path == "plain")
+        decoder = self._bind(path, None, reach)
+        shapes += decoder.shapes
+        found = [probe(self.model, decoder, reach, batches[0])]
+        for batch in batches[1:]:
+            try:
+                found.append(probe(self.model, decoder, reach, batch))
+            except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                self._say(f"for rows of {max(batch)} tokens there is no memory to compare the sampler with the model")
+        return max(found, key=lambda one: one[0] - one[1])
 
     def _say(self, line: str) -> None:
         if line not in self._known_notices:
@@ -254,25 +256,6 @@ class NativeEngine(Engine):
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
     """Return the largest number of tokens that any of ``rows`` may have, with its prompt."""
     return max(len(prompts[row.prompt]) + row.limit for row in rows)
-
-
-def _attempt(compute: Callable[[], tuple[float, float]]) -> None:
-    """Probe a path.
-
-    Raises:
-        EngineMismatch: its log-probabilities are not the model's, or a library raises anything.
-    """
-    try:
-        difference, tolerance = compute()
-    except (PosttrainError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
-    if difference > tolerance:
-        raise EngineMismatch(
-            f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most {tolerance:.1e} "
-            "is allowed)"
-        )
 
 
 @contextmanager

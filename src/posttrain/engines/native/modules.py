@@ -24,7 +24,6 @@ from posttrain.engines.native.cache import LayerShape, Prefix, SlotCache, pad_ri
 from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS, largest, tolerance_of
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import EngineMismatch
-from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator, uniforms
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
@@ -203,7 +202,6 @@ def _sample_batch(
         state.feed(ids[:, None])
 
 
-@full_precision()
 def probe_plainly(model: Any, reach: int, lengths: Sequence[int], *, is_cached: bool) -> tuple[float, float]:
     """Return the largest difference in log-probability from the model's own forward, and its tolerance.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
-from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator
 
 PROMPT_TOKENS = (7, 3, 60)
@@ -30,14 +29,13 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
     return batches
 
 
-@full_precision()
 def probe(
     model: Any, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
 ) -> tuple[float, float]:
     """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
-    Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
-    than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
+    The caller sees to full precision: TF32 rounds the same function in two orders by more than a wrong function may
+    differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
     with given tokens, and every step's full distribution is compared.
 
     Returns:
