@@ -251,28 +251,22 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code))
     if stored is not None and section.load_bits not in (None, stored):
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
-    dtype = getattr(torch, section.dtype)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, section.dtype),
+        "trust_remote_code": section.runs_remote_code,
+        "use_safetensors": True,  # the other format is a pickle
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # ``_check_weights`` names them
+    }
     if stored is None and section.load_bits is None:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            trust_remote_code=section.runs_remote_code,
-            use_safetensors=True,  # the other format is a pickle
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # ``_check_weights`` names them
-        )
+        model, loading_info = AutoModelForCausalLM.from_pretrained(source, **options)
     else:
         from posttrain.models.quantize import load_quantized
 
         if section.device == "mps":
             raise UsageError("model.device: mps cannot multiply quantized weights; use cpu, or leave load_bits out")
-        model, loading_info = load_quantized(
-            source,
-            bits=section.load_bits if stored is None else None,
-            dtype=dtype,
-            device=choose_device(section.device),
-            trust_remote_code=section.runs_remote_code,
-        )
+        bits = section.load_bits if stored is None else None
+        model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out

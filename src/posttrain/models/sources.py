@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from posttrain.errors import UsageError, first_line
 from posttrain.models.config import check_folder, read_object
@@ -96,12 +97,13 @@ def refuse_out_of_reach(name: str) -> None:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    from huggingface_hub.utils import get_session
-
-    with suppress(Exception):  # of the HTTP library that the hub's has chosen
-        get_session().head(endpoint, timeout=HUB_SECONDS)
-        return True
-    return False
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # through a proxy where there is one
+    except HTTPError:
+        return True  # it refuses, and answers
+    except OSError:
+        return False
+    return True
 
 
 def _checkpoint_of(run: Path) -> Path:

@@ -197,23 +197,15 @@ class NativeEngine(Engine):
                 continue
             shapes: list[LayerShape] = []
             try:
-                difference, tolerance = self._probe(path, reach, batches, shapes)
+                with _probing():
+                    self._probe(path, reach, batches, shapes)
             except EngineMismatch as reason:
                 reasons[path] = str(reason)
-            except (PosttrainError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # noqa: BLE001 - a library may raise anything
-                reasons[path] = f"it ends in {type(error).__name__}: {first_line(error)}"
             else:
-                if difference <= tolerance:
-                    if reasons:
-                        faster = list(reasons.values())[-1]
-                        self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
-                    return path, shapes
-                reasons[path] = (
-                    f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
-                    f"{tolerance:.1e} is allowed)"
-                )
+                if reasons:
+                    faster = list(reasons.values())[-1]
+                    self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
+                return path, shapes
         shorter = ""
         if len(batches) > 1:
             longest = min(max(lengths) for lengths in batches[1:])
@@ -227,25 +219,33 @@ class NativeEngine(Engine):
             f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
         )
 
-    @full_precision()  # binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product
-    def _probe(
-        self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]
-    ) -> tuple[float, float]:
-        """Return the largest difference of a path from the model, and its tolerance; fill ``shapes``."""
+    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]) -> None:
+        """Compare a path with the model, and fill ``shapes``.
+
+        Raises:
+            EngineMismatch: its log-probabilities are not the model's.
+        """
         if path in _OWN_FORWARD:
             from posttrain.engines.native.modules import probe_plainly
 
             lengths = [length for batch in batches for length in batch]
-            return probe_plainly(self.model, reach, lengths, is_cached=path == "plain")
-        decoder = self._bind(path, None, reach)
-        shapes += decoder.shapes
-        found = [probe(self.model, decoder, reach, batches[0])]
-        for batch in batches[1:]:
-            try:
-                found.append(probe(self.model, decoder, reach, batch))
-            except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
-                self._say(f"for rows of {max(batch)} tokens there is no memory to compare the sampler with the model")
-        return max(found, key=lambda one: one[0] - one[1])
+            found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
+        else:
+            decoder = self._bind(path, None, reach)
+            shapes += decoder.shapes
+            found = [probe(self.model, decoder, reach, batches[0])]
+            for batch in batches[1:]:
+                try:
+                    found.append(probe(self.model, decoder, reach, batch))
+                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                    tokens = max(batch)
+                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
+        difference, tolerance = max(found, key=lambda one: one[0] - one[1])
+        if difference > tolerance:
+            raise EngineMismatch(
+                f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
+                f"{tolerance:.1e} is allowed)"
+            )
 
     def _say(self, line: str) -> None:
         if line not in self._known_notices:
@@ -256,6 +256,21 @@ class NativeEngine(Engine):
 def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
     """Return the largest number of tokens that any of ``rows`` may have, with its prompt."""
     return max(len(prompts[row.prompt]) + row.limit for row in rows)
+
+
+@contextmanager
+def _probing() -> Iterator[None]:
+    """Compute in full precision; an error of a library, which may raise anything, is a mismatch.
+
+    Binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product.
+    """
+    with full_precision():
+        try:
+            yield
+        except (PosttrainError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class Trained(VllmEngine):
             )
         dtype = own.get("dtype", "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.tolerance = default_tolerance(model, dtype) if tolerance is None else tolerance
+        is_half = dtype == "bfloat16" or next(model.parameters()).dtype == torch.bfloat16
+        self.tolerance = tolerance if tolerance is not None else HALF_TOLERANCE if is_half else TOLERANCE
         self.version, self.label = -1, ""  # the server has no weights yet
         self.is_asleep = False
         self._within: Within = lambda compute: compute()
@@ -221,7 +222,12 @@ class Trained(VllmEngine):
             return
         try:
             if self.by_files:
-                self._send_files(self._folder)
+                save_weights(self.weights(), self._folder, self.dtype)
+                if self._server is None:
+                    self._start()
+                else:
+                    body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+                    control(self.server, "POST", "/collective_rpc", body)
             else:
                 if self._group is None:
                     self._group = self.make_group()
@@ -235,17 +241,8 @@ class Trained(VllmEngine):
         except RunFailure as failure:
             self._group = None
             raise RunFailure(f"the weights could not be handed over: {failure}") from None
-
-    def _send_files(self, folder: Path) -> None:
-        try:
-            save_weights(self.weights(), folder, self.dtype)
-            if self._server is None:
-                self._start()
-            else:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                control(self.server, "POST", "/collective_rpc", body)
         finally:
-            for file in folder.glob("model-*.safetensors"):
+            for file in self._folder.glob("model-*.safetensors"):
                 file.unlink()
 
     async def _scores(self) -> list[Scores]:
@@ -345,9 +342,3 @@ def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> 
             difference = (own[list(rows), list(columns)] - theirs).abs()
             worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
     return worst
-
-
-def default_tolerance(model: Any, dtype: str = "float32") -> float:
-    """Return the allowed difference, by the precision of the model here and of the server's."""
-    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
-    return HALF_TOLERANCE if is_half else TOLERANCE
