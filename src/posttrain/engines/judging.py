@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
 
-from posttrain.engines.http import HttpServer, Interrupted, Refused, Unanswered, Unreadable, all_of, run
+from posttrain.engines.http import HttpServer, Interrupted, Refused, Unanswered, Unreadable, all_of
 from posttrain.engines.vllm.protocol import first_fault, read_models
 from posttrain.errors import DataError, RecipeError, RunFailure, UsageError
 from posttrain.graders.grading import Measured
@@ -265,24 +265,20 @@ class Judge:
         fresh = {name: question for name, question in zip(names, questions, strict=True) if name not in self._known}
         judged: dict[str, Opinion] = {}
         if fresh:
-            model = self.model or self.find_model()
-
-            async def all_opinions() -> list[Opinion]:
-                async with self._open() as server:
-                    return await all_of(partial(self._ask, server, model), fresh.values())
-
-            judged = dict(zip(fresh, run(all_opinions()), strict=True))
+            model, server = self.model or self.find_model(), self._open()
+            opinions = server.session(lambda: all_of(partial(self._ask, server, model), fresh.values()))
+            judged = dict(zip(fresh, opinions, strict=True))
         self._keep({name: opinion.value for name, opinion in judged.items() if opinion.value is not None})
-        opinions = []
+        results = []
         for name in names:
             if (first := judged.get(name)) is None:
-                opinions.append(Opinion(self._known[name]))
+                results.append(Opinion(self._known[name]))
             else:  # the first that asks has the costs
-                opinions.append(first)
+                results.append(first)
                 judged[name] = replace(first, tokens_in=0, tokens_out=0)
-        self.tokens_in += sum(opinion.tokens_in for opinion in opinions)
-        self.tokens_out += sum(opinion.tokens_out for opinion in opinions)
-        return opinions
+        self.tokens_in += sum(opinion.tokens_in for opinion in results)
+        self.tokens_out += sum(opinion.tokens_out for opinion in results)
+        return results
 
     def _keep(self, known: dict[str, float]) -> None:
         with self._lock:

@@ -137,7 +137,7 @@ def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether ``model`` is a peft model around a base."""
+    """Return True if ``model`` is a peft model around a base."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
@@ -217,7 +217,7 @@ def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(wrapper: Any) -> bool:
-    """Whether a wrapper adds nothing but low-rank terms of the weight."""
+    """Return True if a wrapper adds nothing but low-rank terms of the weight."""
     if not hasattr(wrapper, "lora_A") or hasattr(wrapper, "parameter_name") or any(wrapper.lora_variant.values()):
         return False
     return not any(wrapper.lora_bias.values())

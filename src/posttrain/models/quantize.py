@@ -59,7 +59,7 @@ def load_quantized(source: str, bits: Bits | None, device: torch.device, options
 
 
 def quantization_config(bits: Bits) -> BitsAndBytesConfig:
-    """What transformers is told; it keeps it in ``config.json`` of a quantized model."""
+    """Return the configuration that transformers keeps in ``config.json`` of a quantized model."""
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

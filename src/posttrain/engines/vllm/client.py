@@ -5,7 +5,7 @@ The server is another process, often on another device or machine; the package `
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from posttrain.engines.base import (
     check_sampling,
     num_tokens_of,
 )
-from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of, run
+from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of
 from posttrain.engines.vllm.protocol import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -88,7 +88,7 @@ class VllmEngine(Engine):
         Raises:
             UsageError: no server answers there, or not with the model that is wanted.
         """
-        return self._session(self._connect).context or UNLIMITED_CONTEXT
+        return self.server.session(self._connect).context or UNLIMITED_CONTEXT
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
         """See ``Engine.generate``. Every completion is a request of its own.
@@ -106,14 +106,7 @@ class VllmEngine(Engine):
                 f"sampling.temperature is {temperature:g}; vLLM takes 0 (greedy), or {MIN_TEMPERATURE:g} to "
                 f"{MAX_TEMPERATURE:g}"
             )
-        return self._session(partial(self._generate, prompts, keys, sampling))
-
-    def _session(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        async def session() -> Result:
-            async with self.server:
-                return await work()
-
-        return run(session())
+        return self.server.session(partial(self._generate, prompts, keys, sampling))
 
     async def _generate(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling

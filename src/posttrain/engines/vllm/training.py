@@ -108,7 +108,7 @@ class Trained(VllmEngine):
         self.world.tell(None, "a server that waits for weights")
         self._send_weights(label)
         if self.world.is_main:
-            scores = self._session(self._scores)
+            scores = self.server.session(self._scores)
         base = self.server.base if self.world.is_main else None
         self.label, scores, base = self.world.tell((label, scores, base), "the server's scores")
         if self._server is None:
@@ -183,13 +183,13 @@ class Trained(VllmEngine):
             if not self.by_files:
                 self._start()
             return
-        self._session(self._connect)
+        self.server.session(self._connect)
         if self.is_asleep:
             torch.cuda.empty_cache()
             control(self.server, "POST", "/wake_up?tags=weights")
             return
         if self.version >= 0:
-            self._session(self._scores)  # fills a cache, which must not outlive the weights
+            self.server.session(self._scores)  # fills a cache, which must not outlive the weights
         control(self.server, "POST", "/pause?mode=abort")
 
     def _start(self) -> None:
@@ -213,7 +213,7 @@ class Trained(VllmEngine):
         self._process = OwnServer(server_command(str(self._folder), **options), url, log)
         self._process.wait()
         self._reach(url)
-        self._session(self._connect)
+        self.server.session(self._connect)
 
     def _send_weights(self, label: str) -> None:
         """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
