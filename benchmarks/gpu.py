@@ -268,11 +268,11 @@ def list_kernels(work: Callable[[], Any], *words: str) -> list[str]:
     return sorted(name[:120] for name in profiled(work) if any(word in name.lower() for word in words))
 
 
-def decode(steps: int, smallest: bool, rows: int, cuda_graphs: bool = False) -> Row:
+def decode(steps: int, smallest: bool, rows: int) -> Row:
     """``rows`` answers of 256 tokens after prompts of 128, eight to a prompt, with their log-probabilities."""
     size, rows, new_tokens, model, prompts = decoded(smallest, rows)
-    peer = None if cuda_graphs else vllm_rate(model, prompts, new_tokens, steps)
-    engine = NativeEngine(model, slots=rows, cuda_graphs=cuda_graphs)
+    peer = vllm_rate(model, prompts, new_tokens, steps)
+    engine = NativeEngine(model, slots=rows)
 
     def sample(tokens: int, repeat: int) -> None:
         keys = [[derive_key(repeat, "benchmark", i, j) for j in range(GROUP)] for i in range(len(prompts))]
@@ -285,7 +285,7 @@ def decode(steps: int, smallest: bool, rows: int, cuda_graphs: bool = False) -> 
     peak = peak_gib()
     calls = profiled(partial(sample, PROFILED_TOKENS, 1 + steps))
     return {
-        "work": f"decode{' by graphs' if cuda_graphs else ''}, {size}, {rows} rows of {new_tokens} tokens",
+        "work": f"decode, {size}, {rows} rows of {new_tokens} tokens",
         "seconds": seconds,
         "tokens_per_second": rows * new_tokens / seconds,
         "vllm_tokens_per_second": peer,
@@ -348,9 +348,6 @@ ROWS: dict[str, Callable[[int, bool], Row]] = {
     "decode-64": partial(decode, rows=64),
     "decode-256": partial(decode, rows=256),
     "decode-512": partial(decode, rows=512),
-    "decode-64-graphs": partial(decode, rows=64, cuda_graphs=True),
-    "decode-256-graphs": partial(decode, rows=256, cuda_graphs=True),
-    "decode-512-graphs": partial(decode, rows=512, cuda_graphs=True),
     "generate-64": partial(generate, rows=64),
     "generate-512": partial(generate, rows=512),
     "grpo-0.6b": partial(grpo_step, size="0.6b"),

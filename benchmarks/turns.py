@@ -31,8 +31,7 @@ import torch
 import transformers
 from engine import PROMPT_TOKENS, PROMPTS, SHAPE, VOCAB, make_model
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Conversation, Reply, begin, converse_by_generating
+from posttrain.engines.base import Conversation, Engine, Reply, Sampling, begin
 from posttrain.engines.native.engine import NativeEngine, sampling_mode
 from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import derive_key
@@ -78,7 +77,7 @@ def read_again(engine: NativeEngine, prompts: list[list[int]], keys: list[list[i
     """A generation for every turn; tokens of the rollouts."""
     sampling, respondent = asked
     rows = [row for group in begin(prompts, keys, sampling.max_tokens, engine.context_tokens) for row in group]
-    converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
+    Engine._converse(engine, prompts, rows, sampling, respondent)
     return sum(len(row.ids) for row in rows)
 
 

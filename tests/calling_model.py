@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.conversation import Episode
+from posttrain.engines.base import Episode
 from posttrain.engines.episodes import Episodes
 from posttrain.engines.models import open_model
 from posttrain.recipes.recipe import load_recipe, validate_recipe

@@ -3,9 +3,7 @@ one refuses as far as torch says it in advance: tensors of the CPU beside its ow
 float64 and operations that have no kernel there. What they compute is computed by the CPU, so that results can be
 compared bit for bit.
 
-On ``cuda`` variable-length flash attention (16 bits) is there, written out; and a
-graph is what was called while it was captured, called again at the same places: nothing of it may come from the host,
-nor wait for it.
+On ``cuda`` variable-length flash attention (16 bits) is there, written out.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class _Device:
     def __init__(self, name: torch.device) -> None:
         self.name = name
         self.counts: Counter[str] = Counter()
-        self.graph: Graph | None = None  # that is being captured
 
 
 _device = _Device(MPS)
@@ -163,11 +160,7 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if goes_there:
         _check_type(options.get("dtype"))
     compute = _ATTENTION.get(str(func), func)
-    if _device.graph is not None:
-        _device.graph.check(func, args, bool(strange) or not goes_there)
-        out = _device.graph.keep(compute, func, arguments, options)
-    else:
-        out = compute(*arguments, **options)
+    out = compute(*arguments, **options)
     if not goes_there:
         return out
     return tree_map(lambda x: own.get(id(x), OnGpu(x)) if isinstance(x, Tensor) else x, out)
@@ -190,55 +183,6 @@ def has_kernel(func: Any) -> bool:
     row = _stated().get(row.get("structured_delegate", ""), row)
     keys = set(itertools.chain(*(key.split(", ") for key in row.get("dispatch", {"CompositeImplicitAutograd": ""}))))
     return "MPS" in keys or any(key.startswith("Composite") for key in keys)
-
-
-class Graph:
-    """In place of ``torch.cuda.CUDAGraph``: calls with the tensors that they read and wrote.
-
-    While it is captured nothing happens: what was written in place is as before at the end of it.
-    """
-
-    HOST_WAITS = ("nonzero", "_local_scalar_dense", "masked_select", "_unique2")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-        self.before: list[tuple[Tensor, Tensor]] = []
-
-    def check(self, func: Any, args: Any, meets_host: bool) -> None:
-        by_mask = any(isinstance(x, Tensor) and x.dtype is torch.bool for x in tree_leaves(args[1:2]))
-        waits = func.overloadpacket.__name__ in self.HOST_WAITS or (func.overloadpacket is aten.index and by_mask)
-        if meets_host or waits:
-            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
-
-    def keep(self, compute: Callable[..., Any], func: Any, arguments: Any, options: Any) -> Any:
-        for value, stated in zip(arguments, func._schema.arguments, strict=False):
-            if isinstance(value, Tensor) and stated.alias_info is not None and stated.alias_info.is_write:
-                self.before.append((value, value.clone()))
-        out = compute(*arguments, **options)
-        self.calls.append((compute, arguments, options, out))
-        return out
-
-    def end(self) -> None:
-        for tensor, old in reversed(self.before):
-            tensor.copy_(old)
-        self.before.clear()
-
-    def replay(self) -> None:
-        _device.counts["replays"] += 1
-        for compute, arguments, options, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(compute(*arguments, **options)), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-@contextmanager
-def _capture(graph: Graph, **_: Any) -> Iterator[None]:
-    _device.graph = graph
-    try:
-        yield
-    finally:
-        _device.graph = None
-        graph.end()
 
 
 def _attend(
@@ -340,9 +284,6 @@ def nvidia_gpu() -> Iterator[Counter[str]]:
         "Stream": lambda *_: stream,
         "current_stream": lambda *_: stream,
         "stream": lambda stream: nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": _capture,
-        "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: False,
     }
 

@@ -19,8 +19,9 @@ from posttrain.engines import http
 from posttrain.engines.base import Sampling
 from posttrain.engines.http import HttpServer, Unreadable
 from posttrain.engines.judging import Judge, Opinion, rate
-from posttrain.engines.vllm.engine import VllmEngine
-from posttrain.engines.vllm.training import WORKERS, control, read_num_workers, read_scores
+from posttrain.engines.vllm.client import VllmEngine
+from posttrain.engines.vllm.training import read_scores
+from posttrain.engines.vllm.weights import WORKERS, control, read_num_workers
 from posttrain.errors import PosttrainError, RunFailure
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -166,14 +167,14 @@ def test_an_answer_of_another_form(path: str, place: Any, value: Any, serve: Cal
 def test_a_reply_that_is_no_text(serve: Callable[..., str]) -> None:
     opinion = judge(serve({CHAT: changed(CHAT, (*OF_CHOICE, "message", "content"), ["a"])}))
     assert (opinion.value, opinion.failure) == (None, "crash")
-    assert "whose text is" in opinion.reason
+    assert "choices.0.message.content: Input should be a valid string" in opinion.reason
 
 
 @pytest.mark.parametrize("tokens", [float("inf"), -1, True, "3", 2**70, [3]])
 def test_costs_that_are_no_numbers_of_tokens(tokens: Any, serve: Callable[..., str]) -> None:
     opinion = judge(serve({CHAT: changed(CHAT, ("usage", "completion_tokens"), tokens)}))
     assert (opinion.value, opinion.failure, opinion.tokens_out) == (None, "crash", 0)
-    assert "costs cannot be read" in opinion.reason
+    assert "an answer that cannot be read: usage.completion_tokens" in opinion.reason
 
 
 @pytest.mark.parametrize(

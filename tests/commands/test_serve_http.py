@@ -16,7 +16,7 @@ import torch
 from posttrain.cli import main
 from posttrain.engines.judging import Judge, rate
 from posttrain.engines.models import OpenedModel, open_model
-from posttrain.engines.served_names import served_names
+from posttrain.engines.vllm.server import served_names
 from posttrain.randomness import derive_key
 from posttrain.render import decode_response, encode_prompt
 from posttrain.runs.models import find_source

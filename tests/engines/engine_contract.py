@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from engines.respondents import Scripted, wordy
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import turn_key
+from posttrain.engines.base import Engine, Sampling, turn_key
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from posttrain.engines.conversation import Reply
+from posttrain.engines.base import Reply
 from posttrain.types import Finish
 
 Script = Callable[[int, int, int, Sequence[int]], Reply]

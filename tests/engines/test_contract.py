@@ -12,7 +12,7 @@ from fake_vllm import FakeVllm, model_answer
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.client import VllmEngine
 from posttrain.models.load import load_model
 from posttrain.randomness import uniforms
 from posttrain.recipes.sections import ModelSection

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from engines.reference import LENGTHS, make_keys, make_prompts, worst_difference
 from engines.respondents import Scripted, wordy
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Reply, begin, converse_by_generating, turn_key
+from posttrain.engines.base import Engine, Reply, Sampling, begin
 from posttrain.engines.native import schedule
 from posttrain.engines.native.cache import aligned
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
-from posttrain.randomness import uniforms
 from posttrain.types import Completion
 from tiny_random import build_tiny_random
 
@@ -59,7 +57,7 @@ def by_reading_again(
     """``Engine.converse`` with a generation of ``engine`` for every turn."""
     groups = begin(prompts, keys, sampling.max_tokens, sampling.within(engine.context_tokens))
     rows = [row for group in groups for row in group]
-    version = converse_by_generating(engine.generate, prompts, rows, sampling, respondent)
+    version = Engine._converse(engine, prompts, rows, sampling, respondent)
     return [[row.completion(version) for row in group] for group in groups]
 
 
@@ -93,23 +91,6 @@ def test_logprobs_equal_those_of_one_forward_pass_over_the_rollout(
         engine = NativeEngine(model, slots=slots, path=path)
         completions = engine.converse(prompts, keys, sampling, Scripted(SCRIPT))
         assert worst_difference(model, prompts, completions, temperature or 1.0) <= 1e-5
-
-
-def test_a_turn_draws_with_the_uniform_numbers_of_its_key(tiny_random: Any) -> None:
-    model, prompt = tiny_random("qwen3"), make_prompts()[0]
-    respondent = Scripted(lambda *_: Reply((50, 60)))
-    ((c,),) = NativeEngine(model).converse([prompt], [[77]], SAMPLING, respondent)
-    turn = place = -1
-    for i, (token, own) in enumerate(zip(c.ids, c.own, strict=True)):
-        if not own:
-            continue
-        begins = i == 0 or not c.own[i - 1]
-        turn, place = (turn + 1, 0) if begins else (turn, place + 1)
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *c.ids[:i]]])).logits[0, -1].double()
-        u = uniforms([turn_key(77, turn)], 60)[0, place]
-        assert int((logits.softmax(-1).cumsum(-1) > u).int().argmax()) == token
-    assert turn >= 2
 
 
 @pytest.mark.parametrize(("architecture", "path", "group"), PATHS)

@@ -14,7 +14,7 @@ from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder
 from posttrain.engines.native.probe import PROMPT_TOKENS, probe_lengths
 from posttrain.errors import EngineMismatch
-from posttrain.models.stated_sizes import find_switches
+from posttrain.models.config import find_switches
 
 STOPS = frozenset(range(8))
 

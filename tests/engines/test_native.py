@@ -16,7 +16,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.modules import ModulesDecoder, PlainRows
 from posttrain.errors import EngineMismatch, UsageError
-from posttrain.models.lora import apply_adapter, reference_mode
+from posttrain.models.lora import apply_adapter
 from posttrain.randomness import uniforms
 from posttrain.recipes.sections import AdapterSection
 
@@ -164,7 +164,7 @@ def test_a_trained_adapter_is_sampled_from_at_once_and_can_be_switched_off(tiny_
     assert engine.path == "lean"
     assert worst_difference(model, prompts, after) <= 1e-5
     assert worst_difference(plain, prompts, after) > 1e-2
-    with reference_mode(model):
+    with model.disable_adapter():
         reference = engine.generate(prompts, keys, sampling)
     assert worst_difference(plain, prompts, reference) <= 1e-5
     assert torch.equal(model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, weight)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.engines.base import Sampling
 from posttrain.engines.native import lean
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.lean import Projection, multiply, rms_norm
 from posttrain.models.forward import linear
 from posttrain.models.lora import LowRank
@@ -55,18 +53,3 @@ def test_rms_norm(dtype):
     torch.testing.assert_close(
         rms_norm(x, weight, 0.1), scaled.to(dtype), atol=1e-6 if dtype == torch.float32 else 3e-2, rtol=0
     )
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-def test_the_whole_path_by_onednn(tiny_random, monkeypatch, architecture):
-    model, prompts, keys = tiny_random(architecture), [[9, 10, 11], [12]], [[1, 2, 3], [4, 5, 6]]
-    monkeypatch.setattr(lean, "ONEDNN_LEAST", 0)
-    monkeypatch.setattr(linear, "IS_FASTER", True)
-    completions = NativeEngine(model, path="lean").generate(prompts, keys, Sampling(max_tokens=12))
-    for prompt, group in zip(prompts, completions, strict=True):
-        for c in group:
-            tokens = torch.tensor([[*prompt, *c.ids]])
-            with torch.no_grad():
-                logprobs = model(input_ids=tokens).logits[0].log_softmax(-1)
-            picked = logprobs[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
-            torch.testing.assert_close(torch.tensor(c.logprobs), picked, atol=1e-5, rtol=0)

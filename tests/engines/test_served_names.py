@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from posttrain.engines.served_names import fingerprint, served_names
+from posttrain.engines.vllm.server import fingerprint, served_names
 from posttrain.store.checkpoint_files import seal
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
@@ -31,24 +30,6 @@ def test_the_tokens_are_those_of_the_native_engine(architecture, options, tiny_r
         assert [token.is_last for token in tokens] == [False] * (len(tokens) - 1) + [True]
         worst = max(abs(t.logprob - x) for t, x in zip(tokens, completion.logprobs, strict=True))
         assert worst < 1e-4
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
-def test_entropy_and_likely_tokens_are_those_of_the_models_distribution(temperature, tiny_random) -> None:
-    model = tiny_random("llama")
-    tokens = list(stream(model, PROMPT, 7, Sampling(5, temperature=temperature), num_likely=3))
-    ids = torch.tensor([[*PROMPT, *(token.id for token in tokens)]])
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[0].double() / (temperature or 1.0)
-    for place, token in enumerate(tokens, start=len(PROMPT) - 1):
-        table = logits[place].log_softmax(-1)
-        assert token.entropy == pytest.approx(float(-(table.exp() * table).sum()), abs=1e-4)
-        values, best = table.topk(3)
-        assert [index for index, _ in token.likely] == best.tolist()
-        assert [value for _, value in token.likely] == pytest.approx(values.tolist(), abs=1e-4)
-        if temperature == 0:
-            assert token.id == token.likely[0][0]
-            assert token.logprob == token.likely[0][1]
 
 
 def test_the_first_token_comes_before_the_rest_is_computed(tiny_random) -> None:

@@ -20,7 +20,7 @@ from posttrain import registry
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.vllm.training import Trained
-from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
+from posttrain.engines.vllm.weights import checkpoint_weights, save_weights, save_without_weights, untied
 from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
 from posttrain.models.load import LoadedModel
 from posttrain.world import World
@@ -173,6 +173,15 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 # In a run.
 
 
+def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
+    """Of two updates a batch, those before the first of them."""
+    evaluation = {"every": 3, "n": 2, "max_tokens": 4}
+    run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"epochs": 2, "steps": 4}))
+    training, evaluations = recorded(tmp_path / "own")
+    assert {(row.step, row.version) for row in training} == {(1, 0), (3, 2)}
+    assert {(row.step, row.version) for row in evaluations} == {(0, 0), (3, 3), (4, 4)}
+
+
 def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
     place = {"engine": {"name": "vllm", "url": server.url}}
     evaluation = {"every": 2, "n": 2, "max_tokens": 4}
@@ -281,7 +290,6 @@ def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_n
         ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
         ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
         ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
-        ({"gpu_memory": 0.5}, "rollout.engine.gpu_memory: this key was removed. Use gpu_memory_utilization"),
     ],
 )
 def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:

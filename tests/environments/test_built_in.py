@@ -1,15 +1,12 @@
-"""The environments that ship: exact sums, programs in sandboxes, search, games with their best play."""
+"""The environments that ship: exact sums, programs in sandboxes, games with their best play."""
 
 from __future__ import annotations
-
-import math
-from pathlib import Path
 
 import pytest
 
 from posttrain import registry
 from posttrain.environments.built_in import NumberGuess
-from posttrain.errors import DataError, RecipeError, UsageError
+from posttrain.errors import RecipeError, UsageError
 
 
 def make(name: str, **options):
@@ -70,19 +67,6 @@ def test_programs_run_and_what_they_print_comes_back() -> None:
     assert python.python("print('y' * 1000)") == "y" * 400 + " ... (cut off)"
     with pytest.raises(RecipeError, match=r"level: this key was removed\. Use sandbox: bubblewrap"):
         make("python", level="process")
-
-
-def test_search_ranks_by_bm25(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("The cat sat.\n\nA dog barked at the cat and the cat ran.")
-    (tmp_path / "b.md").write_text("Dogs and cats.")
-    (tmp_path / "c.bin").write_bytes(b"cat cat cat")
-    found = make("search", path=str(tmp_path), passage_chars=100, results=2)
-    assert found.search("dog") == "[a.txt] The cat sat.\nA dog barked at the cat and the cat ran."
-    assert found.search("zebra") == "nothing fits"
-    assert [sum(words.values()) for words in found._words] == [13, 3]
-    assert (found._mean, found._idf["cat"]) == (8, math.log(1 + 1.5 / 1.5)), "in one passage of two"
-    with pytest.raises(DataError, match="no such folder"):
-        make("search", path=str(tmp_path / "none"))
 
 
 def halve(game: NumberGuess) -> float:

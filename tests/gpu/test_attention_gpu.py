@@ -228,14 +228,10 @@ def work_for(groups: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @on_cuda
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_launches_and_waits_of_a_token(cuda_graphs: bool) -> None:
-    """With 64 rows: at most 45 launches a layer (28 operations, some of them two kernels), a wait every 8 tokens.
-
-    Graphs are launched once a step; recording two of them makes the launches of four steps.
-    """
+def test_launches_and_waits_of_a_token() -> None:
+    """With 64 rows: at most 45 launches a layer (28 operations, some of them two kernels), a wait every 8 tokens."""
     layers, tokens = 4, 128
-    engine = NativeEngine(wide_model(layers=layers), cuda_graphs=cuda_graphs)
+    engine = NativeEngine(wide_model(layers=layers))
     prompts, keys = work_for(16, 4)
     sampling = Sampling(max_tokens=tokens)
     engine.generate(prompts, keys, sampling)
@@ -243,22 +239,18 @@ def test_launches_and_waits_of_a_token(cuda_graphs: bool) -> None:
     events = profiled(lambda: engine.generate(prompts, keys, sampling))
     launches, waits = (number_of(events, *names) / tokens for names in (LAUNCHES, WAITS))
     print(f"{launches:.1f} launches and {waits:.2f} waits a token step, {layers} layers, 64 rows")
-    if cuda_graphs:
-        assert 1 <= launches < 15
-    else:
-        assert 10 * layers < launches < 45 * layers + 60
+    assert 10 * layers < launches < 45 * layers + 60
     assert waits <= 1.0
     assert not [name for name in events if "cudnn" in name.lower() and "attention" in name.lower()]
     assert not [name for name in events if name == "aten::_scaled_dot_product_attention_math"]
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True] if PLACE == "cuda" else [False])
 @pytest.mark.parametrize("tokens", [64, 1200] if PLACE == "cuda" else [64])
-def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: int, cuda_graphs: bool) -> None:
+def test_long_answers_in_bfloat16_are_scored_as_the_trainer_scores_them(tokens: int) -> None:
     """Beyond 512 tokens, rows of several lengths: log-probabilities as drawn, against the packed forward pass."""
     model = wide_model()
     prompts, keys = work_for(4, 4)
-    engine = NativeEngine(model, slots=10, cuda_graphs=cuda_graphs)
+    engine = NativeEngine(model, slots=10)
     completions = engine.generate(prompts, keys, Sampling(max_tokens=tokens, stop_ids=frozenset({3})))
     lengths = check_scores(model, prompts, completions)
     assert max(lengths) == tokens

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.sites import backbone_of, blocks_of, check_layers, layer_of, read_rows, replaced
-from posttrain.models.lora import apply_adapter, reference_mode
+from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection
 
 
@@ -57,7 +57,7 @@ def test_read_rows_adapters_count_and_are_switched_off_with_the_model() -> None:
     adapted = naive(model, DOCUMENTS)[3]
     assert (adapted - plain).norm() > 0.05 * plain.norm()
     assert torch.equal(read_rows(model, ["resid.3"], DOCUMENTS)["resid.3"], adapted)
-    with reference_mode(model):
+    with model.disable_adapter():
         assert torch.equal(read_rows(model, ["resid.3"], DOCUMENTS)["resid.3"], plain)
 
 

@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from posttrain.engines.weights import checkpoint_weights
+from posttrain.engines.vllm.weights import checkpoint_weights
 from posttrain.errors import UsageError
 from posttrain.models.comparison import check_same, read_probe
-from posttrain.models.load import load_merged, load_model
-from posttrain.recipes.sections import ModelSection
+from posttrain.models.load import LoadedModel, load_model
+from posttrain.recipes.sections import AdapterSection, ModelSection
 
 KINDS: dict[str, dict[str, Any]] = {
     "tied embedding": {"target_modules": ["embed_tokens", "q_proj"]},
@@ -29,6 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"target_modules": "all-linear", "use_rslora": True},
     "norm saved whole": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
 }
+
+
+def load_merged(folder: Path) -> LoadedModel:
+    """An adapter that is to get another is merged into its base."""
+    return load_model(ModelSection(name=str(folder), device="cpu", adapter=AdapterSection()), seed=0)
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def test_merge_any_kind_of_adapter_equals_the_trained_model(kind: str, make_adap
     model, folder = make_adapter(**KINDS[kind])
     trained = read_probe(model, [3, 5])
     assert float((trained - read_probe(load(folder), [3, 5])).abs().max()) < 1e-5
-    merged = load_merged(ModelSection(name=str(folder), device="cpu")).model
+    merged = load_merged(folder).model
     merged.save_pretrained(tmp_path / "merged")
     (tmp_path / "merged" / "tokenizer_config.json").write_text((tmp_path / "base/tokenizer_config.json").read_text())
     (tmp_path / "merged" / "tokenizer.json").write_text((tmp_path / "base/tokenizer.json").read_text())
@@ -109,7 +114,7 @@ def test_attach_adapter_with_a_file_that_does_not_match_is_refused(damage: str, 
         load(folder)
     assert str(path) in str(refused.value)
     with pytest.raises(UsageError, match=message):
-        load_merged(ModelSection(name=str(folder), device="cpu"))
+        load_merged(folder)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +164,7 @@ def test_attach_adapter_of_a_resized_vocabulary_resizes_the_base(tied: bool, mak
     again = load(folder)
     assert again.whole_weights == [*([] if tied else ["lm_head.weight"]), "model.embed_tokens.weight"]
     assert float((read_probe(again) - trained).abs().max()) < 1e-5
-    assert (
-        float((read_probe(load_merged(ModelSection(name=str(folder), device="cpu")).model) - trained).abs().max())
-        < 1e-4
-    )
+    assert float((read_probe(load_merged(folder).model) - trained).abs().max()) < 1e-4
 
 
 def test_attach_adapter_whose_embeddings_do_not_fit_says_why(make_adapter: Any) -> None:

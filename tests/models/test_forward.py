@@ -81,7 +81,7 @@ def test_a_shared_prompt_is_computed_once():
     prompts = 3 + 7 + 11
     answers = int(sum(n - 1 - p for n, p in zip(batch.lengths[:9], batch.prefix[:9], strict=True)))
     assert packing.num_tokens == prompts + answers + 7 + 1
-    assert pack(batch, share_prefixes=False).num_tokens == int((batch.lengths - 1).sum())
+    assert pack(unshared(batch)).num_tokens == int((batch.lengths - 1).sum())
 
 
 def test_where_heads_read_worked_by_hand():
@@ -103,7 +103,7 @@ def test_where_heads_read_worked_by_hand():
     assert at.predictors[:4].tolist() == [2, 2, 4, 6]
     assert at.readers is not None
     assert at.readers[:4].tolist() == [3, 4, 5, 7]
-    alone = pack(batch, share_prefixes=False, reads="at")
+    alone = pack(unshared(batch), reads="at")
     assert alone.num_tokens == 4 + 5 + 2
     assert alone.readers is not None
     assert alone.tokens[alone.readers[: alone.num_targets]].tolist() == alone.targets[:4].tolist() == [1, 2, 3, 8]

@@ -19,12 +19,8 @@ TOLERANCE = {"gpt2": 1e-12, "qwen3": 1e-5, "granite": 1e-5}
 
 
 def head_of(outputs: int = 1, seed: int = 5) -> ScalarHead:
-    """Large weights and a bias, so that a score says where it was read."""
-    head = ScalarHead(32, outputs, seed=seed, init_std=1.0, bias=True)
-    with torch.no_grad():
-        assert head.bias is not None
-        head.bias.copy_(torch.arange(1, outputs + 1) / 4)
-    return head
+    """Large weights, so that a score says where it was read."""
+    return ScalarHead(32, outputs, seed=seed, init_std=1.0)
 
 
 def hidden_alone(model: torch.nn.Module, batch: Batch, row: int) -> torch.Tensor:
@@ -44,7 +40,7 @@ def reference_scores(model: torch.nn.Module, head: ScalarHead, batch: Batch, rea
             for c in range(classes):
                 if batch.mask[b, t]:
                     state = hidden[t if reads == "at" else t - 1]
-                    scores[b, t, c] = (state * head.weight[c].double()).sum() + head.bias[c].double()
+                    scores[b, t, c] = (state * head.weight[c].double()).sum()
     return scores
 
 
@@ -59,19 +55,17 @@ def test_a_head_is_a_function_of_its_seed_and_leaves_other_randomness_alone():
     assert heads[0].weight.shape == (3, 4096)
     assert float(heads[0].weight.detach().std()) == pytest.approx(0.02, rel=0.03)
     assert [name for name, _ in heads[0].named_parameters()] == ["weight"]
-    wide = ScalarHead(4096, 3, seed=1, init_std=0.5, bias=True)
+    wide = ScalarHead(4096, 3, seed=1, init_std=0.5)
     assert torch.allclose(wide.weight, heads[0].weight * 25, rtol=1e-6)
-    assert wide.bias.tolist() == [0.0, 0.0, 0.0]
     assert not ScalarHead(8, init_std=0.0).weight.any()
 
 
 def test_a_head_worked_by_hand_in_every_type():
-    head = ScalarHead(2, 2, bias=True)
+    head = ScalarHead(2, 2)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, -2.0], [0.5, 4.0]]))
-        head.bias.copy_(torch.tensor([0.25, 0.0]))
     states = torch.tensor([[3.0, 1.0], [0.0, -1.0]])
-    expected = [[1.25, 5.5], [2.25, -4.0]]
+    expected = [[1.0, 5.5], [2.0, -4.0]]
     for dtype, result in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
         scores = head(states.to(dtype))
         assert scores.dtype == result
@@ -200,7 +194,7 @@ def test_values_of_states_and_of_the_state_after_the_last_token(family: str, pat
     batch.streams["advantages"] = torch.zeros(batch.tokens.shape)
     expected = reference_scores(model, head, batch, "before")[..., 0].detach()
     last = [hidden_alone(model, batch, b)[-1].double() for b in range(batch.num_rows)]
-    finals = torch.stack([(h * head.weight[0]).sum() + head.bias[0] for h in last]).detach()
+    finals = torch.stack([(h * head.weight[0]).sum() for h in last]).detach()
     policy = Forward(random_model(family, seed=1))
     for scores_only in (False, True):
         forward = Forward(model, head=head, scores_only=scores_only)

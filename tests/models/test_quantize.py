@@ -17,7 +17,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, note_base_bits, num_parameters, quantized_bits
-from posttrain.models.lora import apply_adapter, has_adapter, reference_mode
+from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
 from posttrain.types import Sample, collate
 
@@ -266,7 +266,7 @@ def test_an_adapter_finds_its_base_in_the_bits_that_it_was_trained_on(
             if ".lora_B." in name:
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(index))
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    with reference_mode(model):
+    with model.disable_adapter():
         assert torch.equal(logprobs(model), logprobs(load(folders["gpt2"], load_bits=bits)))
     folder = save(model, tmp_path / "adapter", small_tokenizer)
     note_base_bits(model, folder)

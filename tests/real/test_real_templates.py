@@ -11,7 +11,7 @@ from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.models import patterns
+from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import TINY
 from posttrain.render.turns import render_dicts
 
@@ -39,14 +39,14 @@ ENDLESS_TEMPLATES = {
 
 @pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
 def test_chat_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "TRIAL_SECONDS", 1)
+    monkeypatch.setattr("posttrain.models.tokenizer.TRIAL_SECONDS", 1)
     with pytest.raises(UsageError, match=r"here: the chat template does not end on a short conversation within 1 s"):
-        patterns.check_chat_template(ENDLESS_TEMPLATES[name], "here: ")
+        check_chat_template(ENDLESS_TEMPLATES[name], "here: ")
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *CALL_LAYOUTS])
 def test_chat_template_of_a_known_layout_is_accepted(name: str) -> None:
-    patterns.check_chat_template(str(tokenizer_of(name).chat_template), "here: ")
+    check_chat_template(str(tokenizer_of(name).chat_template), "here: ")
 
 
 def test_model_with_an_endless_chat_template_is_refused_when_loaded(
@@ -72,7 +72,7 @@ def test_error_that_a_chat_template_raises_is_told_with_the_roles() -> None:
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"])
 def test_chat_template_that_is_not_run_is_told(text: str) -> None:
-    patterns.check_chat_template(text, "here: ")
+    check_chat_template(text, "here: ")
     tokenizer = copy(tokenizer_of("chatml"))
     tokenizer.chat_template = text
     with pytest.raises(UsageError, match="cannot render the roles user"):

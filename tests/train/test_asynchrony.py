@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Groups
+from posttrain.engines.base import Engine, Groups, Sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import RunFailure
 from posttrain.recipes.recipe import Recipe

@@ -372,7 +372,7 @@ def test_an_adapter_is_saved_in_pefts_layout_and_restored_bit_for_bit(tmp_path: 
 
 def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Path) -> None:
     awkward = torch.tensor([0.1, 1e-45, -0.0, 3.4e38, 1 / 3])
-    modules = {"value": ScalarHead(32, seed=1, bias=True), "critic": make_model(1)}
+    modules = {"value": ScalarHead(32, seed=1), "critic": make_model(1)}
     with torch.no_grad():
         modules["value"].weight[0, :5] = awkward
     path = save(tmp_path, 1, heads=head_tensors(modules))
@@ -380,8 +380,8 @@ def test_heads_and_critics_come_back_bit_for_bit_in_the_same_memory(tmp_path: Pa
     assert "heads.safetensors" in manifest["files"]
     found = load(tmp_path).heads
     assert found["value.weight"][0, :5].view(torch.int32).tolist() == awkward.view(torch.int32).tolist()
-    assert {"value.weight", "value.bias", "critic.model.norm.weight"} <= found.keys()
-    other = {"value": ScalarHead(32, seed=2, bias=True), "critic": make_model(2)}
+    assert {"value.weight", "critic.model.norm.weight"} <= found.keys()
+    other = {"value": ScalarHead(32, seed=2), "critic": make_model(2)}
     before = [p.data_ptr() for module in other.values() for p in module.parameters()]
     restore_heads(other, found)
     for name, module in modules.items():
@@ -408,7 +408,6 @@ def test_tied_weights_of_a_critic_are_stored_once_and_stay_tied(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("modules", "what"),
     [
-        ({"value": ScalarHead(32, bias=True)}, r"value\.bias is not in the checkpoint"),
         ({"value": ScalarHead(16)}, r"value\.weight is torch\.float32 \[1, 32\] in the checkpoint and .* \[1, 16\]"),
         ({"value": ScalarHead(32).double()}, r"torch\.float32 .* in the checkpoint and torch\.float64"),
         ({"reward": ScalarHead(32)}, r"reward\.weight is not in the checkpoint; value\.weight is not in the model"),

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.respondents import Scripted
-from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Reply
+from posttrain.engines.base import Reply, Sampling
 from posttrain.engines.native import engine as native_engine
 from posttrain.engines.native import turns
 from posttrain.engines.native.engine import NativeEngine

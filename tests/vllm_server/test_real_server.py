@@ -13,7 +13,7 @@ from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_ca
 from posttrain.cli import main
 from posttrain.engines.base import Sampling
 from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.client import VllmEngine
 
 pytestmark = pytest.mark.vllm
 

@@ -221,7 +221,6 @@ MEASURE = [
     *([row_step(name, 100)] for name in ("decode-64", "sft-0.6b-8k", "rl-0.6b-16k", "grpo-0.6b", "decode-512")),
     [code("profile", 90)],
     *([row_step(name, 100)] for name in ("generate-64", "sft-0.6b", "rl-0.6b", "rl-0.6b-lora-16k", "generate-512")),
-    *([row_step(name, 100)] for name in ("decode-512-graphs", "decode-64-graphs", "decode-256-graphs")),
     [demo_step(170)],
     *([row_step(name, 120)] for name in ("rl-8b-lora", "decode-256", "sft-8b-lora", "sft-1.5b", "rl-1.5b")),
 ]

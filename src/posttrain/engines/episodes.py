@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Episode, Reply
+from posttrain.engines.base import Engine, Episode, Reply, Sampling
 from posttrain.environments.calls import Request, read_calls
 from posttrain.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
 from posttrain.environments.pool import Job, Pool
@@ -101,7 +100,7 @@ class _Actor:
 
 
 class Cast:
-    """Answers the turns of many completions (``engines.conversation.Respondent``)."""
+    """Answers the turns of many completions (``engines.base.Respondent``)."""
 
     def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
         self.stage, self.tokenizer, self.actors = stage, tokenizer, actors

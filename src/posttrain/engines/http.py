@@ -78,10 +78,14 @@ class HttpServer:
         self, method: str, path: str, body: Any = None, *, read: Callable[[Any], Result], retries: int | None = None
     ) -> Result:
         """Ask once, with a connection of its own, from code that is not asynchronous (see ``ask``)."""
+        return self.session(lambda: self.ask(method, path, body, read=read, retries=retries))
+
+    def session(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Return the result of ``work``, which may ``ask``, to code that is not asynchronous."""
 
         async def alone() -> Result:
             async with self:
-                return await self.ask(method, path, body, read=read, retries=retries)
+                return await work()
 
         return run(alone())
 

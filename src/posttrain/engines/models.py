@@ -9,9 +9,9 @@ from typing import Any, Literal
 from posttrain import registry
 from posttrain.engines.rollout import Grader, Sampler, build_grader
 from posttrain.errors import UsageError
+from posttrain.models.config import context_length
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
-from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection, RewardWord, Word
 from posttrain.render.template import build_template

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Episode
+from posttrain.engines.base import Engine, Episode, Sampling
 from posttrain.graders.grading import Measured, Verdict
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
@@ -27,7 +24,6 @@ if TYPE_CHECKING:  # a run imports only what its recipe asks for
     from posttrain.engines.episodes import Stage
 
 SEEDS = 1 << 31  # of environments: the range of every generator of random numbers
-SLOW_SECONDS = 60.0  # of a reward for all answers of a batch, after which a warning is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +89,12 @@ class Grader:
         ids = [attempt.example.id for attempt in attempts]
         columns: list[tuple[str, float, list[Result]]] = []
         for name, weight, reward in self.rewards:
-            with _watched(name, len(attempts)):
+            with redirect_stdout(sys.stderr):
                 columns.append((name, weight, reward.grade(available, ids)))
         return [
             _sum_up([(name, weight, column[i]) for name, weight, column in columns], extracted[i])
             for i in range(len(attempts))
         ]
-
-
-@contextmanager
-def _watched(name: str, count: int) -> Iterator[None]:
-    """Warn of a reward that takes long, maybe for ever; its output goes to standard error."""
-    message = (
-        f"reward {name!r}: {count} answers have taken more than {SLOW_SECONDS:g} seconds so far, and it is waited for. "
-        "Ctrl-C ends the run; give what the function waits for a time limit"
-    )
-    timer = threading.Timer(SLOW_SECONDS, warnings.warn, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        timer.cancel()
 
 
 def _sum_up(parts: Sequence[tuple[str, float, Result]], extracted: str | None) -> Grade:

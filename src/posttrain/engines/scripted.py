@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.engines.base import Engine, Sampling
-from posttrain.engines.conversation import Groups
+from posttrain.engines.base import Engine, Groups, Sampling
 from posttrain.errors import UsageError
 from posttrain.randomness import uniforms
 from posttrain.registry import register

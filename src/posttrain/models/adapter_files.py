@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from posttrain.errors import UsageError
+from posttrain.models.config import read_object
 from posttrain.models.lora import tied_adapters
-from posttrain.models.sources import ADAPTER_CONFIG, SCORE
-from posttrain.models.stated_sizes import read_object
+from posttrain.models.sources import ADAPTER_CONFIG, SCORE, first_names
 from posttrain.option_types import shorten
 from posttrain.registry import suggest
 from posttrain.untrusted import kind_of_file
@@ -23,7 +23,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_SCORE = f"base_model.model.{SCORE}"  # a reward model's head in an adapter's file
 CLASSIFIER_TASK = "SEQ_CLS"  # of an adapter that is a reward model
 _CLASSIFIER_HEADS = ("classifier", "score")  # which peft adds to modules_to_save
-_NUM_SHOWN = 3
 _ADAPTER = "default"
 
 
@@ -55,16 +54,17 @@ def attach_adapter(base: Any, source: str, *, is_trainable: bool) -> Any:
         except KeyError as error:  # peft looks up what the configuration wants saved whole
             raise UsageError(_refusal(source, f"has no tensor {error.args[0]}")) from error
         except RuntimeError as error:
-            raise UsageError(_refusal(source, _first_reasons(error))) from error
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the first is a heading
+            raise UsageError(_refusal(source, f"does not fit: {first_names(lines[1:] or lines)}")) from error
     unused = [name for name in report.unexpected_keys if not (is_scorer and name == ADAPTER_SCORE)]
     if unused:
-        raise UsageError(_refusal(source, f"has tensors without a place in the model: {_first(unused)}"))
+        raise UsageError(_refusal(source, f"has tensors without a place in the model: {first_names(unused)}"))
     loaded = {name: t for name, t in model.state_dict().items() if name not in report.missing_keys}
     places = {tensor.data_ptr() for tensor in loaded.values()}
     own = {name: t for name, t in model.state_dict().items() if _is_of_adapter(name) and name not in loaded}
     missing = [name for name, tensor in own.items() if tensor.data_ptr() not in places]  # tied ones are there once
     if missing:
-        raise UsageError(_refusal(source, f"has no tensors for {_first(missing)}, which {ADAPTER_CONFIG} names"))
+        raise UsageError(_refusal(source, f"has no tensors for {first_names(missing)}, which {ADAPTER_CONFIG} names"))
     model.whole_weights = sorted(name for name in map(_name_in_base, loaded) if name in changed)
     return model
 
@@ -158,19 +158,6 @@ def _name_in_base(name: str) -> str:
 
 def _is_of_adapter(name: str) -> bool:
     return f".{_ADAPTER}." in name or name.endswith(f".{_ADAPTER}")
-
-
-def _first(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
-    return ", ".join(ordered[:_NUM_SHOWN]) + more
-
-
-def _first_reasons(error: Exception) -> str:
-    """Join the first lines of an error of torch; its first one is a heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    more = f" and {len(lines) - 1 - _NUM_SHOWN} more" if len(lines) > 1 + _NUM_SHOWN else ""
-    return f"does not fit: {' '.join(lines[1 : 1 + _NUM_SHOWN] or lines)}{more}"
 
 
 def _refusal(source: str, reason: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import RunFailure
-from posttrain.models.stated_sizes import context_length
+from posttrain.models.config import context_length
 from posttrain.randomness import generator
 
 MAX_GAP = 1e-4  # nats, of weights in fp32

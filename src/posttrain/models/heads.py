@@ -20,29 +20,25 @@ def hidden_size(model: Any) -> int:
 
 
 class ScalarHead(nn.Module):
-    """One linear layer from a hidden state to ``outputs`` numbers: ``W h (+ b)``, in fp32 at least.
+    """One linear layer from a hidden state to ``outputs`` numbers: ``W h``, in fp32 at least.
 
     Args:
         hidden: the width of the hidden states, d.
         outputs: 1 for a value or a reward, C for classes.
         seed: the weights are a function of ``seed`` alone, the same on every device.
-        init_std: they are drawn from N(0, init_std²). A bias begins at 0.
+        init_std: they are drawn from N(0, init_std²).
     """
 
-    def __init__(
-        self, hidden: int, outputs: int = 1, *, seed: int = 0, init_std: float = 0.02, bias: bool = False
-    ) -> None:
+    def __init__(self, hidden: int, outputs: int = 1, *, seed: int = 0, init_std: float = 0.02) -> None:
         super().__init__()
         assert outputs >= 1, "a head gives at least one number"
         generator = torch.Generator().manual_seed(derive_key(seed, "scalar head") >> 1)
         self.weight = nn.Parameter(torch.randn(outputs, hidden, generator=generator, dtype=torch.float32) * init_std)
-        self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[M]`` for one output, else ``[M, C]``, from ``hidden [M, d]``, in fp32 or float64."""
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        bias = None if self.bias is None else self.bias.to(dtype)
-        numbers = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        numbers = F.linear(hidden.to(dtype), self.weight.to(dtype))
         return numbers[:, 0] if self.weight.shape[0] == 1 else numbers
 
 

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
+from posttrain.models.config import check_folder, check_sizes
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.sources import (
     SCORE,
@@ -25,11 +26,11 @@ from posttrain.models.sources import (
     base_of,
     check_files,
     explain_loading,
+    first_names,
     is_adapter,
     refuse_out_of_reach,
     resolve_model_name,
 )
-from posttrain.models.stated_sizes import check_folder, check_sizes
 from posttrain.option_types import shorten
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import InitSection, ModelSection
@@ -78,7 +79,10 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
             module.__class__ = ExactRMSNorm
     if section.attention != "sdpa":
         _set_attention(model, section.attention)
-    return LoadedModel(_placed(model, section), tokenizer, source)
+    device = choose_device(section.device)
+    if device.type == "cuda":
+        keep_angles_exact(model)
+    return LoadedModel(model.to(device).eval(), tokenizer, source)
 
 
 def _set_attention(model: Any, name: str) -> None:
@@ -95,8 +99,8 @@ def _set_attention(model: Any, name: str) -> None:
         raise UsageError(f"model.attention: {type(model).__name__} has no {name!r}; use sdpa")
 
 
-def stated_config(section: ModelSection) -> Any | None:
-    """The configuration of the model (or the base of the adapter) that a section names; None: it is not at hand.
+def read_config(section: ModelSection) -> Any | None:
+    """Return the configuration of the model (or the base of the adapter) that a section names; None: it is not at hand.
 
     Nothing is built, no code of a model runs and no network is used. A new model's has the largest vocabulary that its
     tokenizer may get.
@@ -123,13 +127,18 @@ def stated_config(section: ModelSection) -> Any | None:
 
 
 def quantized_bits(model: Any) -> Literal[4, 8] | None:
-    """Bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return _bits_in(base.config)
+    """Return the bits of the linear layers of ``model`` (plain, or a base under an adapter) in bitsandbytes."""
+    return _bits_in((model.get_base_model() if hasattr(model, "get_base_model") else model).config)
+
+
+def _bits_in(config: Any) -> Literal[4, 8] | None:
+    stated = getattr(config, "quantization_config", None) or {}
+    stated = stated if isinstance(stated, dict) else stated.to_dict()
+    return 8 if stated.get("load_in_8bit") else 4 if stated.get("load_in_4bit") else None
 
 
 def num_parameters(model: Any) -> int:
-    """Number of a model's weights, tied ones once."""
+    """Return the number of a model's weights, tied ones once."""
     shapes = (getattr(p, "quant_state", p).shape for p in model.parameters())
     return sum(math.prod(shape) for shape in shapes)
 
@@ -142,7 +151,7 @@ def note_base_bits(model: Any, folder: Path) -> None:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model (``load_model``'s names), without its weights.
+    """Return the tokenizer of a model (``load_model``'s names), without its weights.
 
     Raises:
         UsageError: no such model, or it has no tokenizer.
@@ -171,7 +180,7 @@ def reading_model(name: str, source: str) -> Iterator[None]:
 
 
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
-    """Of an adapter folder without one, that of its base."""
+    """Load a tokenizer; of an adapter folder without one, that of its base."""
     while is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
         source = base_of(source)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code or trusts_remote_code())
@@ -190,7 +199,7 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _end_ids(source: str, tokenizer: Any) -> frozenset[int]:
-    """The end tokens of a model's ``generation_config.json``; an ordinary token comes from a default, and is none."""
+    """Return the end tokens of ``generation_config.json``; an ordinary token comes from a default, and is none."""
     while is_adapter(source) and not (Path(source) / "generation_config.json").is_file():
         source = base_of(source)
     stated = None
@@ -219,9 +228,9 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
     with quiet_transformers(), reading_model(section.name, source):
         check_files(source)
         if section.adapter is None and is_adapter(source):
-            base = _load_weights(base_of(source), _section_of_base(source, section))
             from posttrain.models.adapter_files import attach_adapter
 
+            base = _load_weights(base_of(source), _section_of_base(source, section))
             model = attach_adapter(base, source, is_trainable=True)
         else:
             model = _load_weights(source, section)
@@ -229,7 +238,7 @@ def _from_files(section: ModelSection, source: str) -> tuple[Any, Any]:
 
 
 def _load_weights(source: str, section: ModelSection) -> Any:
-    """A model without an adapter; that of an adapter folder has the adapter merged, and keeps the folder's name."""
+    """Load a model without an adapter; an adapter folder's is merged into its base."""
     if is_adapter(source):
         merged = _merge_adapter(source, section)
         if section.load_bits is None:
@@ -243,59 +252,30 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     stored = _bits_in(AutoConfig.from_pretrained(source, trust_remote_code=section.runs_remote_code))
     if stored is not None and section.load_bits not in (None, stored):
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
-    dtype = getattr(torch, section.dtype)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, section.dtype),
+        "trust_remote_code": section.runs_remote_code,
+        "use_safetensors": True,  # the other format is a pickle
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # ``_check_weights`` names them
+    }
     if stored is None and section.load_bits is None:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            trust_remote_code=section.runs_remote_code,
-            use_safetensors=True,  # the other format is a pickle
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # ``_check_weights`` names them
-        )
+        model, loading_info = AutoModelForCausalLM.from_pretrained(source, **options)
     else:
         from posttrain.models.quantize import load_quantized
 
         if section.device == "mps":
             raise UsageError("model.device: mps cannot multiply quantized weights; use cpu, or leave load_bits out")
-        model, loading_info = load_quantized(
-            source,
-            bits=section.load_bits if stored is None else None,
-            dtype=dtype,
-            device=choose_device(section.device),
-            trust_remote_code=section.runs_remote_code,
-        )
+        bits = section.load_bits if stored is None else None
+        model, loading_info = load_quantized(source, bits, choose_device(section.device), options)
     _check_weights(source, loading_info)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # some releases of transformers choose one that leaves the cap out
     return model
 
 
-def load_merged(section: ModelSection) -> LoadedModel:
-    """Load an adapter folder as one model in full precision, the adapter merged.
-
-    Raises:
-        UsageError: as ``load_model``.
-    """
-    source = resolve_model_name(section.name)
-    with quiet_transformers(), reading_model(section.name, source):
-        check_files(source)
-        model = _merge_adapter(source, section)
-        tokenizer = _load_tokenizer(source, section.runs_remote_code)
-    _switch_off_dropout(model)
-    return LoadedModel(_placed(model, section), tokenizer, source)
-
-
-def _placed(model: Any, section: ModelSection) -> Any:
-    """The model on its device, in eval mode."""
-    device = choose_device(section.device)
-    if device.type == "cuda":
-        keep_angles_exact(model)
-    return model.to(device).eval()
-
-
 def _merge_adapter(source: str, section: ModelSection) -> Any:
-    """The base of an adapter folder in full precision, with the adapter merged."""
+    """Load the base of an adapter folder in full precision, with the adapter merged."""
     base = _load_weights(base_of(source), _section_of_base(source, section, load_bits=None))
     if quantized_bits(base) is not None:
         from posttrain.models.quantize import dequantize
@@ -309,23 +289,12 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
 
 
 def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
-    """The section of an adapter's base: in the bits that are asked for, else those noted beside the adapter."""
+    """Return the section of an adapter's base: in the bits that are asked for, else those noted beside the adapter."""
     asked = section.model_copy(update=changes)
     note = Path(adapter) / BASE_BITS
     if asked.load_bits is not None or not note.is_file():
         return asked
     return asked.model_copy(update={"load_bits": json.loads(note.read_text(encoding="utf-8"))["load_bits"]})
-
-
-def _bits_in(config: Any) -> Literal[4, 8] | None:
-    """Bits of bitsandbytes in a configuration."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is None:
-        return None
-    stated = stated if isinstance(stated, dict) else stated.to_dict()
-    if stated.get("load_in_8bit"):
-        return 8
-    return 4 if stated.get("load_in_4bit") else None
 
 
 def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
@@ -337,15 +306,13 @@ def _check_weights(source: str, loading_info: Mapping[str, Any]) -> None:
     shapes = [f"{n} is {list(a)}, not {list(b)}" for n, a, b in sorted(loading_info.get("mismatched_keys") or ())]
     if shapes:
         raise UsageError(
-            f"model.name: {source}: the weights do not have the sizes that config.json names: {', '.join(shapes[:3])}"
-            f"{f' and {len(shapes) - 3} more' if len(shapes) > 3 else ''}. They are of another model; give both of one"
+            f"model.name: {source}: the weights do not have the sizes that config.json names: {first_names(shapes)}. "
+            "They are of another model; give both of one"
         )
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
+    if missing := loading_info["missing_keys"]:
         raise UsageError(
             f"model.name: {source} does not hold all weights of a causal language model; missing: "
-            f"{', '.join(missing[:3])}{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}. "
-            "They would be random; give a complete model"
+            f"{first_names(missing)}. They would be random; give a complete model"
         )
     unused = sorted(name for name in loading_info["unexpected_keys"] if name != SCORE)  # a reward model's head
     if unused:
@@ -425,7 +392,7 @@ def _check_room(init: InitSection, config: Any) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of ``model.device``; of several processes on a machine, each has a GPU of its own.
+    """Return the device of ``model.device``; of several processes on a machine, each has a GPU of its own.
 
     ``auto`` takes a GPU of NVIDIA's where there is one; an Apple GPU (``mps``) is used by name.
 

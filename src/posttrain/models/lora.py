@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -138,24 +137,8 @@ def _check_targets(model: Any, section: AdapterSection, conv: type) -> None:
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether ``model`` is a peft model around a base."""
+    """Return True if ``model`` is a peft model around a base."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
-
-
-@contextmanager
-def reference_mode(model: Any) -> Iterator[Any]:
-    """The base model: every adapter off inside the block, on again after it.
-
-    Raises:
-        UsageError: the model has no adapter; its weights before training are gone.
-    """
-    if not has_adapter(model):
-        raise UsageError(
-            "a reference by switching the adapter off needs an adapter: give model.adapter, "
-            "or keep a second copy of the model as the reference"
-        )
-    with model.disable_adapter():
-        yield model
 
 
 def low_rank_terms(module: Any) -> tuple[nn.Linear, list[LowRank]] | None:
@@ -234,7 +217,7 @@ def _merged_tensors(wrapper: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(wrapper: Any) -> bool:
-    """Whether a wrapper adds nothing but low-rank terms of the weight."""
+    """Return True if a wrapper adds nothing but low-rank terms of the weight."""
     if not hasattr(wrapper, "lora_A") or hasattr(wrapper, "parameter_name") or any(wrapper.lora_variant.values()):
         return False
     return not any(wrapper.lora_bias.values())

@@ -15,6 +15,7 @@ The only module that imports bitsandbytes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -35,31 +36,20 @@ except ImportError as error:
     raise MissingExtra("bitsandbytes", "quantize", "a model with quantized weights") from error
 
 
-def load_quantized(
-    source: str, *, bits: Bits | None, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> tuple[Any, Any]:
-    """A causal language model whose linear layers are quantized, and transformers' report of what it found.
+def load_quantized(source: str, bits: Bits | None, device: torch.device, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a causal language model whose linear layers are quantized, and transformers' report of what it found.
 
     Args:
         source: a folder or hub name; with ``bits``, of a model in full precision, which is quantized tensor by tensor
             as it is read; without, of one that was stored quantized.
-        dtype: of all that is not quantized.
-        device: where the weights go. They are quantized there.
+        device: where the weights are quantized and stay.
+        options: of ``from_pretrained``.
 
     Raises:
         OSError, ValueError, ...: whatever transformers raises for a source that it cannot load.
     """
     how = {} if bits is None else {"quantization_config": quantization_config(bits)}  # a None would say: plain weights
-    model, loading_info = AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=dtype,
-        device_map={"": device},
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the caller names them
-        **how,
-    )
+    model, loading_info = AutoModelForCausalLM.from_pretrained(source, device_map={"": device}, **options, **how)
     use_exact_products(model)
     if bits is not None:
         for parameter in model.parameters():
@@ -69,7 +59,7 @@ def load_quantized(
 
 
 def quantization_config(bits: Bits) -> BitsAndBytesConfig:
-    """What transformers is told; it keeps it in ``config.json`` of a quantized model."""
+    """Return the configuration that transformers keeps in ``config.json`` of a quantized model."""
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

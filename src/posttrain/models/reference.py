@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from posttrain.models.forward.forward import Forward
-from posttrain.models.lora import has_adapter, reference_mode
+from posttrain.models.lora import has_adapter
 from posttrain.types import with_float64
 from posttrain.world import own_part, whole
 
@@ -60,24 +60,15 @@ class Reference:
         """The reference's forward pass, inside the block."""
         if self._frozen is not None:
             yield self._frozen
-        elif self._initial and self._live.is_sharded:  # what is gathered is read from the parts' own memory
-            current = [own_part(p.detach()).clone() for p, _ in self._initial]
+        elif self._initial:
+            current = [(p, own_part(p.detach()).clone()) for p, _ in self._initial]
             try:
                 _fill(self._initial)
                 yield self._live
             finally:
-                _fill([(p, value) for (p, _), value in zip(self._initial, current, strict=True)])
-        elif self._initial:
-            current = [p.data for p, _ in self._initial]
-            try:
-                for parameter, value in self._initial:
-                    parameter.data = value
-                yield self._live
-            finally:
-                for (parameter, _), value in zip(self._initial, current, strict=True):
-                    parameter.data = value
+                _fill(current)
         else:
-            with reference_mode(self._live.model):
+            with self._live.model.disable_adapter():
                 yield self._live
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
-from contextlib import suppress
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from posttrain.errors import UsageError, first_line
+from posttrain.models.config import check_folder, read_object
 from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
-from posttrain.models.stated_sizes import check_folder, read_object
 from posttrain.option_types import shorten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
@@ -24,11 +22,11 @@ TINY = EMBEDDED["tiny"]
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ALPHA = 1e6  # of an adapter: what it adds is scaled by alpha / rank
 SCORE = "score.weight"  # among the weights of a reward model, its head
-HUB_PATIENCE_SECONDS = 1.0
+HUB_SECONDS = 2.0
 
 
 def resolve_model_name(name: str) -> str:
-    """The folder or hub name that ``name`` stands for.
+    """Return the folder or hub name that ``name`` stands for.
 
     ``tiny`` and ``tiny-sft`` are embedded; a run directory is its best checkpoint, else its newest. A checkpoint is
     compared with its manifest.
@@ -50,18 +48,18 @@ def resolve_model_name(name: str) -> str:
         refuse_damaged(checkpoint)
         return str(checkpoint)
     kind = kind_of_file(path)
-    if kind not in ("folder", "nothing"):
-        raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
     if kind == "folder":
         check_folder(path)
         check_tokenizer(path)
-        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+        if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
             raise UsageError(
                 f"model.name: {name} is a folder without config.json or adapter_config.json; "
                 "give a run directory, or a model in the Hugging Face layout"
             )
         refuse_damaged(path)
         return str(path)
+    if kind != "nothing":
+        raise UsageError(f"model.name: {name} is a {kind}; give a model's folder, a run or a hub name")
     if looks_local(name):
         raise UsageError(
             f"model.name: there is no folder {shorten(name)}; give one, a run, or a hub name such as org/model"
@@ -70,12 +68,12 @@ def resolve_model_name(name: str) -> str:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be that of a folder, not of the hub."""
+    """Return True if a name can only be that of a folder, not of the hub."""
     return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
 
 
 def is_missing(name: str) -> bool:
-    """Whether a name can only be that of a folder, and there is none."""
+    """Return True if a name can only be that of a folder, and there is none."""
     try:
         return looks_local(name) and kind_of_file(Path(name).expanduser()) == "nothing"
     except RuntimeError:  # the home of a user that there is not
@@ -103,19 +101,13 @@ def refuse_out_of_reach(name: str) -> None:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether the hub accepts connections; True behind a proxy. In a thread, since looking up a name may hang."""
-    url, answered = urlsplit(endpoint), list[bool]()
-    if getproxies().get(url.scheme) and not proxy_bypass(url.hostname or ""):
-        return True
-
-    def ask() -> None:
-        with suppress(OSError), socket.create_connection((url.hostname or "", url.port or 443), HUB_PATIENCE_SECONDS):
-            answered.append(True)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(HUB_PATIENCE_SECONDS)
-    return bool(answered)
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_SECONDS).close()  # through a proxy where there is one
+    except HTTPError:
+        return True  # it refuses, and answers
+    except OSError:
+        return False
+    return True
 
 
 def _checkpoint_of(run: Path) -> Path:
@@ -131,7 +123,7 @@ def _checkpoint_of(run: Path) -> Path:
 
 
 def adapter_base(source: str) -> str | None:
-    """The base of an adapter folder, as a folder or hub name; None for a model."""
+    """Return the base of an adapter folder, as a folder or hub name; None for a model."""
     if not is_adapter(source):
         return None
     check_files(source)
@@ -180,12 +172,12 @@ def _refuse_pickle(folder: Path, safe: str, pickled: str) -> None:
 
 
 def is_adapter(source: str) -> bool:
-    """Whether a folder holds an adapter."""
+    """Return True if a folder holds an adapter."""
     return kind_of_file(Path(source) / ADAPTER_CONFIG) == "file"
 
 
 def base_of(adapter: str) -> str:
-    """The base that an adapter folder names.
+    """Return the base that an adapter folder names.
 
     The embedded model is found where another installation of this package wrote its path. A relative path is read from
     here, else from the folders above the adapter.
@@ -200,11 +192,10 @@ def base_of(adapter: str) -> str:
     embedded = EMBEDDED.get(Path(base).name)
     if embedded is not None and Path(base).parts[-3:] == embedded.parts[-3:]:
         return str(embedded)
-    if Path(base).is_absolute() or ".." in Path(base).parts or kind_of_file(base) != "nothing":
-        above = None
-    else:
+    above = None
+    if not Path(base).is_absolute() and ".." not in Path(base).parts and kind_of_file(base) == "nothing":
         above = next((up / base for up in Path(adapter).absolute().parents if (up / base).is_dir()), None)
-    if above is None and looks_local(base) and kind_of_file(Path(base).expanduser()) == "nothing":
+    if above is None and is_missing(base):
         raise UsageError(
             f"model.name: {place}: this adapter stands on {shorten(base)}, which is not there, neither from here nor "
             "from a folder above the adapter; put the base there, or write its place under base_model_name_or_path"
@@ -212,8 +203,14 @@ def base_of(adapter: str) -> str:
     return resolve_model_name(base if above is None else str(above))
 
 
+def first_names(names: Iterable[str], count: int = 3) -> str:
+    """Return the first names, sorted, and how many more there are."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:count]) + (f" and {len(ordered) - count} more" if len(ordered) > count else "")
+
+
 def explain_loading(name: str, source: str, error: Exception) -> str:
-    """The message for an error of transformers or peft with the model ``name``, which is ``source``."""
+    """Return the message for an error of transformers or peft with the model ``name``, which is ``source``."""
     first = first_line(error)
     if "trust_remote_code" in str(error):
         return (

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on a recipe's own texts.
+"""A small byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), and refusal of endless chat templates.
 
 Every digit is a token of its own, with which arithmetic is learnt many times faster.
 """

@@ -99,6 +99,6 @@ def copy_tensors(
 
 
 def place_in_memory(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor, or this process's part of it, begins: tied weights are at one place."""
+    """Return the start in memory of a tensor, or of this process's part: tied weights have one."""
     own = own_part(tensor)
     return own.untyped_storage().data_ptr(), own.storage_offset()

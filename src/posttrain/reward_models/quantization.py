@@ -25,12 +25,12 @@ from posttrain.evals.drift import MAX_TOKENS, kl_of_states
 from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import paired_bootstrap, student_t_quantile
 from posttrain.models.comparison import check_same, read_probe
+from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
-from posttrain.models.stated_sizes import context_length
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
 from posttrain.render import Template, end_id, stop_ids

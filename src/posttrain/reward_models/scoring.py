@@ -20,10 +20,10 @@ from posttrain import registry
 from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import CheckpointError, RunFailure, UsageError
 from posttrain.evals.statistics import sigmoid
+from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model
-from posttrain.models.stated_sizes import context_length
 from posttrain.models.trained_heads import forward_with_head, restore_heads
 from posttrain.recipes.recipe import Recipe
 from posttrain.render import Template, encode_prompt, end_id

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
+from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
-from posttrain.models.stated_sizes import read_object
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (
@@ -207,9 +207,11 @@ def _is_scorer(folder: Path) -> bool:
 
 
 def _merge_into_base(dtype: str, source: Path, content: Path) -> None:
-    from posttrain.models.load import load_merged, quiet_transformers
+    from posttrain.models.load import load_model, quiet_transformers
+    from posttrain.recipes.sections import AdapterSection
 
-    loaded = load_merged(_model_section(source, dtype))
+    section = _model_section(source, dtype).model_copy(update={"adapter": AdapterSection()})
+    loaded = load_model(section, seed=0)  # an adapter that is to get another one is merged
     with quiet_transformers():
         loaded.model.save_pretrained(content)
     loaded.tokenizer.save_pretrained(content)

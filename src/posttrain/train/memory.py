@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.errors import PosttrainError, UsageError
+from posttrain.models.config import read_object
 from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
 from posttrain.models.forward.fused import FAMILIES
 from posttrain.models.forward.packing import ROUND_TOKENS
-from posttrain.models.load import choose_device, stated_config
+from posttrain.models.load import choose_device, read_config
 from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
-from posttrain.models.stated_sizes import read_object
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import AdapterSection, RolloutSection
 from posttrain.train.checks import Words, words_of
@@ -133,7 +133,7 @@ def counted(recipe: Recipe) -> tuple[Recipe, Any]:
         UsageError: the configuration is not at hand, or of an architecture that was not worked out.
     """
     model = recipe.model
-    config = stated_config(model)
+    config = read_config(model)
     if config is None:
         raise UsageError(
             f"the configuration of {model.name} is not at hand (a folder, a run or the hub's cache has one)"

@@ -101,8 +101,8 @@ def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Docum
     from posttrain.engines.models import complete_template
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
     from posttrain.interpret.activations.sites import read_config
+    from posttrain.models.config import context_length
     from posttrain.models.load import load_tokenizer
-    from posttrain.models.stated_sizes import context_length
     from posttrain.runs.directory import find_run
     from posttrain.tasks.base import choose_task
 

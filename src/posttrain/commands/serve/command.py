@@ -92,7 +92,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     from posttrain.commands.serve.answering import Answerer, Recorder
     from posttrain.commands.serve.application import Access, Api
-    from posttrain.engines.served_names import served_names
+    from posttrain.engines.vllm.server import served_names
 
     template = complete_template(chosen_words(arguments).get("template"), source)
     with ExitStack() as stack:

@@ -52,7 +52,6 @@ class SlotCache:
         self.key_axis = 3 if transposed else 2  # of the columns
         self.count = 0
         self.cursor = 0  # the column that the next step writes
-        self.generation = 0  # of the tensors and columns: a cache that grows or shifts has others
         self.first = 0  # the leftmost column that any row uses
         self.starts = np.zeros(num_slots, dtype=np.int64)
         # Zeros, because a masked column is still multiplied: its content must be finite.
@@ -184,7 +183,6 @@ class SlotCache:
     def _rebuild(self, shift: int, capacity: int) -> None:
         """Move all used columns by ``shift`` into tensors of ``capacity`` columns, layer by layer."""
         used = self.cursor - self.first
-        self.generation += 1
         self.capacity = _aligned(capacity)
         for tensors, axis in self._by_kind():
             for i, old in enumerate(tensors):

@@ -11,26 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
-from posttrain.engines.base import Engine, Sampling, check_prompts, check_sampling, num_tokens_of
-from posttrain.engines.conversation import Conversation, Groups, Respondent, begin
+from posttrain.engines.base import (
+    Conversation,
+    Engine,
+    Groups,
+    Respondent,
+    Sampling,
+    begin,
+    check_prompts,
+    check_sampling,
+    num_tokens_of,
+)
 from posttrain.engines.native.cache import Decoder, LayerShape
 from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.probe import probe, probe_lengths
 from posttrain.engines.native.schedule import Schedule, check_finite
 from posttrain.errors import EngineMismatch, PosttrainError, first_line
+from posttrain.models.config import context_length, find_switches
 from posttrain.models.forward.precision import full_precision
-from posttrain.models.stated_sizes import context_length, find_switches
 from posttrain.registry import register
 
 Path = Literal["lean", "modules", "plain", "reread"]
 PROBED_TOKENS = 64  # of a row, at least
-MAX_GAP = 0.1  # nats per token between recorded steps and the model; rounding to 16 bits makes about 0.01
 PATHS: dict[Path, str] = {
     "lean": "the fast path",
     "modules": "the model's own modules over a shared cache",
@@ -46,18 +53,14 @@ def native(
     tokenizer: Any,
     *,
     slots: Annotated[int, Field(ge=1)] = 64,
-    cuda_graphs: bool = False,
 ) -> Engine:
     """Sample in this process with the trainer's own weights: no copy, no synchronization.
 
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
     log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
     log-probabilities equal the model's; every other architecture samples through its own modules.
-
-    ``cuda_graphs``: on an NVIDIA GPU the steps of the fast path are recorded, and replayed by one launch each. One
-    answer of every batch is compared with the model's own forward pass.
     """
-    engine = NativeEngine(model, slots=slots, cuda_graphs=cuda_graphs)
+    engine = NativeEngine(model, slots=slots)
     engine.num_tokens = num_tokens_of(tokenizer)
     return engine
 
@@ -68,10 +71,8 @@ class NativeEngine(Engine):
     ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
     """
 
-    def __init__(
-        self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean", cuda_graphs: bool = False
-    ) -> None:
-        self.model, self.slots, self.wanted, self.cuda_graphs = model, slots, path, cuda_graphs
+    def __init__(self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
+        self.model, self.slots, self.wanted = model, slots, path
         self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
         self._known_notices: set[str] = set()
         self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
@@ -144,61 +145,37 @@ class NativeEngine(Engine):
 
                 sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
             else:
-                self._schedule(self._bind(path, shapes, reach), prompts, rows, sampling, respondent)
+                decoder = self._bind(path, shapes, reach)
+                work = (decoder, prompts, rows, sampling, self.slots)
+                with torch.inference_mode(decoder.name == "lean"):
+                    if respondent is None:
+                        schedule = Schedule(*work)
+                        schedule.is_abandoned = self.is_abandoned
+                    else:
+                        from posttrain.engines.native.turns import Turns
+
+                        schedule = Turns(*work, respondent=respondent, vocab_size=self.vocab_size)
+                    schedule.run()
         for row in rows:
             check_finite(row)
 
-    def _schedule(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Conversation],
-        sampling: Sampling,
-        respondent: Respondent | None,
-    ) -> None:
-        with torch.inference_mode(decoder.name == "lean"):
-            work = (decoder, prompts, rows, sampling, self.slots)
-            if respondent is not None:
-                from posttrain.engines.native.turns import Turns
-
-                Turns(*work, respondent=respondent, vocab_size=self.vocab_size).run()
-                return
-            schedule = Schedule(*work)
-            schedule.is_abandoned = self.is_abandoned
-            if self.cuda_graphs:
-                schedule.record()
-            schedule.run()
-            if schedule.recorded is not None:
-                self._compare_longest(prompts, rows, sampling)
-
-    def _compare_longest(
-        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling
-    ) -> None:
-        """Compare the longest answer's log-probabilities with the model's own forward pass.
+    def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
+        """Return the path over the parameters of this moment, for positions below ``reach``.
 
         Raises:
-            EngineMismatch: the recorded steps computed something else.
+            EngineMismatch: the fast path is not for this model.
         """
-        row = max(rows, key=lambda one: len(one.ids))
-        ids = torch.tensor([[*prompts[row.prompt], *row.ids]], device=next(self.model.parameters()).device)
-        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-        logits = logits[-len(row.ids) - 1 : -1].float() / (sampling.temperature or 1.0)
-        expected = logits.log_softmax(-1).gather(1, ids[0, -len(row.ids) :, None])[:, 0]
-        gap = float((expected.cpu() - torch.tensor(row.logprobs)).abs().mean())
-        if not gap <= MAX_GAP:
-            raise EngineMismatch(
-                f"rollout.engine.cuda_graphs: recorded steps differ from the model by {gap:.1e} nats per token, at "
-                f"most {MAX_GAP} is allowed; leave cuda_graphs out, and please report this"
-            )
-
-    def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
-        """Return the path over the parameters of this moment, for positions below ``reach``."""
         if path == "modules":
             from posttrain.engines.native.modules import ModulesDecoder  # which few models need
 
             return ModulesDecoder(self.model, shapes)
+        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
+            raise EngineMismatch("its modules have hooks")
         decoder = LeanDecoder.bind(self.model, reach)
-        assert decoder is not None, "the structure has just been checked"
+        if decoder is None:
+            raise EngineMismatch(
+                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+            )
         return decoder
 
     def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
@@ -214,43 +191,20 @@ class NativeEngine(Engine):
         return self._chosen[structure]
 
     def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:
-        shapes: list[LayerShape] = []
-
-        def probe_decoder(decoder: Decoder) -> tuple[float, float]:
-            shapes[:] = decoder.shapes
-            found = [probe(self.model, decoder, reach, batches[0])]
-            for lengths in batches[1:]:
-                try:
-                    found.append(probe(self.model, decoder, reach, lengths))
-                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
-                    tokens = max(lengths)
-                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
-            return max(found, key=lambda one: one[0] - one[1])
-
-        def probe_own(is_cached: bool) -> tuple[float, float]:
-            from posttrain.engines.native.modules import probe_plainly
-
-            lengths = [length for batch in batches for length in batch]
-            return probe_plainly(self.model, reach, lengths, is_cached=is_cached)
-
-        ways: dict[Path, Callable[[], tuple[float, float]]] = {
-            "lean": partial(self._probe_lean, reach, probe_decoder),
-            "modules": lambda: probe_decoder(self._bind("modules", None, reach)),
-            "plain": partial(probe_own, True),
-            "reread": partial(probe_own, False),
-        }
-        if self.wanted == "modules":
-            del ways["lean"]
         reasons: dict[Path, str] = {}
-        for path, compute in ways.items():
+        for path, what in PATHS.items():
+            if path == "lean" and self.wanted == "modules":
+                continue
+            shapes: list[LayerShape] = []
             try:
-                _attempt(compute)
+                with _probing():
+                    self._probe(path, reach, batches, shapes)
             except EngineMismatch as reason:
                 reasons[path] = str(reason)
             else:
                 if reasons:
                     faster = list(reasons.values())[-1]
-                    self._say(f"sampling takes a slower path, {PATHS[path]}: of the faster one, {faster}")
+                    self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
                 return path, shapes
         shorter = ""
         if len(batches) > 1:
@@ -265,16 +219,33 @@ class NativeEngine(Engine):
             f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
         )
 
-    @full_precision()  # binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product
-    def _probe_lean(self, reach: int, probe_decoder: Callable[..., tuple[float, float]]) -> tuple[float, float]:
-        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
-            raise EngineMismatch("its modules have hooks")
-        decoder = LeanDecoder.bind(self.model, reach)
-        if decoder is None:
+    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]) -> None:
+        """Compare a path with the model, and fill ``shapes``.
+
+        Raises:
+            EngineMismatch: its log-probabilities are not the model's.
+        """
+        if path in _OWN_FORWARD:
+            from posttrain.engines.native.modules import probe_plainly
+
+            lengths = [length for batch in batches for length in batch]
+            found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
+        else:
+            decoder = self._bind(path, None, reach)
+            shapes += decoder.shapes
+            found = [probe(self.model, decoder, reach, batches[0])]
+            for batch in batches[1:]:
+                try:
+                    found.append(probe(self.model, decoder, reach, batch))
+                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                    tokens = max(batch)
+                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
+        difference, tolerance = max(found, key=lambda one: one[0] - one[1])
+        if difference > tolerance:
             raise EngineMismatch(
-                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+                f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
+                f"{tolerance:.1e} is allowed)"
             )
-        return probe_decoder(decoder)
 
     def _say(self, line: str) -> None:
         if line not in self._known_notices:
@@ -287,23 +258,19 @@ def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> in
     return max(len(prompts[row.prompt]) + row.limit for row in rows)
 
 
-def _attempt(compute: Callable[[], tuple[float, float]]) -> None:
-    """Probe a path.
+@contextmanager
+def _probing() -> Iterator[None]:
+    """Compute in full precision; an error of a library, which may raise anything, is a mismatch.
 
-    Raises:
-        EngineMismatch: its log-probabilities are not the model's, or a library raises anything.
+    Binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product.
     """
-    try:
-        difference, tolerance = compute()
-    except (PosttrainError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
-    if difference > tolerance:
-        raise EngineMismatch(
-            f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most {tolerance:.1e} "
-            "is allowed)"
-        )
+    with full_precision():
+        try:
+            yield
+        except (PosttrainError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager

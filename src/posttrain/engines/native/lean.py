@@ -93,7 +93,6 @@ class LeanDecoder:
         self.transposed = self.device.type == "cpu" and self.dtype == torch.float32
         self.can_share = self.transposed
         self.shapes = [LayerShape(self.num_keys, self.head_dim, self.head_dim, self.dtype)] * len(self.layers)
-        self.max_positions = max_positions
         self._bind_rotary(base, max_positions)
         self._work: Workspace | None = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=self.dtype, device=self.device)
@@ -105,8 +104,10 @@ class LeanDecoder:
         base, head = getattr(inner, "model", None), getattr(inner, "lm_head", None)
         if base is None or type(head) is not nn.Linear or not _fits(base, inner.config):
             return None
-        if (window := _window(inner.config)) is not None and max_positions > window:
-            return None
+        window, kinds = (getattr(inner.config, name, None) for name in ("sliding_window", "layer_types"))
+        is_used = "sliding_attention" in kinds if kinds else getattr(inner.config, "use_sliding_window", True)
+        if window is not None and is_used and max_positions > window:
+            return None  # in some families the configuration alone has it
         return LeanDecoder(base, head, max_positions)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefix:
@@ -213,10 +214,6 @@ class LeanDecoder:
             self._work = Workspace(q, k, v, heads[:, :rotated], heads[:, rotated:])
         return self._work
 
-    def drop_workspace(self) -> None:
-        """Give the next block a buffer of its own."""
-        self._work = None
-
     def _bind_rotary(self, base: Any, max_positions: int) -> None:
         """Compute cos and sin ``[max_positions, 1, head_dim]``; sin has the sign of the half turn."""
         positions = torch.arange(max_positions, device=self.device)[None]
@@ -250,14 +247,6 @@ def _bind_layer(layer: Any) -> Layer:
         head_norm=head_norm,
         head_eps=head_eps,
     )
-
-
-def _window(config: Any) -> int | None:
-    """Return the sliding window of any layer; in some families the configuration alone has it."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    is_used = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
-    return window if is_used else None
 
 
 def _fits(base: Any, config: Any) -> bool:

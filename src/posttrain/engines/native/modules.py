@@ -19,13 +19,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Conversation
+from posttrain.engines.base import Conversation, Sampling
 from posttrain.engines.native.cache import LayerShape, Prefix, SlotCache, pad_right
 from posttrain.engines.native.probe import PROMPT_TOKENS, STEPS, largest, tolerance_of
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import EngineMismatch
-from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator, uniforms
 
 _CACHES = ("past_key_values", "cache_params")  # names of the cache in models' outputs
@@ -204,7 +202,6 @@ def _sample_batch(
         state.feed(ids[:, None])
 
 
-@full_precision()
 def probe_plainly(model: Any, reach: int, lengths: Sequence[int], *, is_cached: bool) -> tuple[float, float]:
     """Return the largest difference in log-probability from the model's own forward, and its tolerance.
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
-from posttrain.models.forward.precision import full_precision
 from posttrain.randomness import generator
 
 PROMPT_TOKENS = (7, 3, 60)
 STEPS = 4
 LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
-Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and positions ``int64 [R]``: logits ``[R, V]``
 
 
 def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
@@ -30,14 +28,13 @@ def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]
     return batches
 
 
-@full_precision()
 def probe(
     model: Any, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
 ) -> tuple[float, float]:
     """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
 
-    Products of fp32 weights are computed in full precision here: TF32 rounds the same function in two orders by more
-    than a wrong function may differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
+    The caller sees to full precision: TF32 rounds the same function in two orders by more than a wrong function may
+    differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
     with given tokens, and every step's full distribution is compared.
 
     Returns:
@@ -49,60 +46,38 @@ def probe(
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
     rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
-    bodies = [row[: n - 1] for row, n in zip(rows, lengths, strict=True)]
-    ways = [_from_slots(decoder, bodies, steps)]
-    if decoder.can_share:
-        ways.append(_from_slots(decoder, bodies, steps, share=True))
-    if decoder.name == "lean" and decoder.device.type == "cuda":
-        ways.append(_from_slots(decoder, bodies, steps, as_recorded=True))
-    decoded = [_decode(decode, rows, lengths, steps, decoder.device) for decode in ways]
+    ways = [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
     difference = spread = 0.0
     for i, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=decoder.device)
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-        expected = logits[lengths[i] - 1 :].log_softmax(-1)
-        difference = max(difference, *(largest(expected - logprobs[i]) for logprobs in decoded))
+        expected = logits[-steps:].log_softmax(-1)
+        difference = max(difference, *(largest(expected - logprobs[i]) for logprobs in ways))
         spread = max(spread, float(expected.std(-1).max()))
     return difference, tolerance_of(decoder.shapes[0].dtype, spread)
 
 
-def _from_slots(
-    decoder: Decoder, bodies: list[list[int]], steps: int, *, share: bool = False, as_recorded: bool = False
-) -> Step:
-    """Return the steps after prompts without their last tokens; ``as_recorded``: as they are made for a CUDA graph."""
-    longest, count = max(map(len, bodies)), len(bodies)
-    shared = SharedPrefixes(decoder.shapes, count, decoder.device) if share else None
-    layout: dict[str, Any] = {"device": decoder.device, "transposed": decoder.transposed, "shared": shared}
-    cache = SlotCache(decoder.shapes, count, longest + steps + 1, **layout)
+def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool) -> Tensor:
+    """Return log-probabilities ``[rows, steps, V]`` after each of the last ``steps`` tokens of a row but its last.
+
+    The tokens before these are prefilled. ``share``: a prompt is kept once for all its rows.
+    """
+    device, names = decoder.device, list(range(len(rows)))
+    bodies = [row[: -steps - 1] for row in rows]
+    longest = max(map(len, bodies))
+    shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
+    layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
+    cache = SlotCache(decoder.shapes, len(rows), longest + steps + 1, **layout)
     cache.reserve(longest)
     prefix = decoder.prefill([body or [0] for body in bodies])
-    names = list(range(count))
     cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
-    cache.refresh(count)
-    seen: Any = cache
-    column = torch.full((1,), cache.cursor, device=decoder.device)
-    if as_recorded:
-        from posttrain.engines.native.graphs import Window
-
-        starts = torch.from_numpy(cache.starts).to(decoder.device)
-        seen = Window(cache, count, 0, cache.capacity, column, starts)
-
-    def step(tokens: Tensor, positions: Tensor) -> Tensor:
-        logits = decoder.decode(tokens, positions, seen)
-        cache.advance()
-        column.add_(1)
-        return logits
-
-    return step
-
-
-def _decode(decode: Step, rows: list[list[int]], lengths: list[int], steps: int, device: torch.device) -> Tensor:
-    """Return log-probabilities ``[rows, steps, V]`` after each of the last tokens of the prompt and beyond."""
+    cache.refresh(len(rows))
     logprobs = []
     for step in range(steps):
-        tokens = torch.tensor([row[n - 1 + step] for row, n in zip(rows, lengths, strict=True)], device=device)
-        positions = torch.tensor([n - 1 + step for n in lengths], device=device)
-        logprobs.append(decode(tokens, positions).float().log_softmax(-1))
+        tokens = torch.tensor([row[step - steps - 1] for row in rows], device=device)
+        positions = torch.tensor([len(body) + step for body in bodies], device=device)
+        logprobs.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
+        cache.advance()
     return torch.stack(logprobs, 1)
 
 

@@ -13,23 +13,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.conversation import Conversation
+from posttrain.engines.base import Conversation, Sampling
 from posttrain.engines.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
-from posttrain.engines.native.lean import LeanDecoder
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
 from posttrain.randomness import uniforms
 from posttrain.types import Finish, with_float64
-
-if TYPE_CHECKING:
-    from posttrain.engines.native.graphs import RecordedSteps
 
 PREFILL_TOKENS = 16_384  # padded prompt tokens in one prefill pass
 FIRST_COLUMNS = 256  # new tokens that the cache has room for before it first grows
@@ -65,7 +60,6 @@ class Schedule:
         self.batch: list[Conversation] = []
         # Per slot: how many tokens it may still draw.
         self.remaining = np.zeros(self.num_slots, dtype=np.int64)
-        self.recorded: RecordedSteps | None = None  # replays the steps, where they are recorded
         self.is_abandoned: Callable[[int], bool] | None = None  # by prompt
         self._make_room(rows)
 
@@ -87,14 +81,6 @@ class Schedule:
         layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
         self.cache = SlotCache(decoder.shapes, self.num_slots, longest + min(limit, FIRST_COLUMNS) + 1, **layout)
 
-    def record(self) -> None:
-        """Make the steps as CUDA graphs from now on, if the decoder is the fast path on an NVIDIA GPU."""
-        if isinstance(self.decoder, LeanDecoder) and self.decoder.device.type == "cuda":
-            from posttrain.engines.native.graphs import RecordedSteps
-
-            most = STEPS_BETWEEN_LOOKS if self.sampling.stop_ids else LONGEST_BURST
-            self.recorded = RecordedSteps(self, self.decoder, most)
-
     def run(self) -> None:
         """Fill every row's ``ids``, ``logprobs`` and ``finish``."""
         while self.waiting or self.batch:
@@ -113,8 +99,6 @@ class Schedule:
     def _step(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
         """Decode and draw ``steps`` times; ids and log-probabilities as ``[steps][rows]``."""
         rows = len(self.batch)
-        if self.recorded is not None:
-            return self.recorded.run(rows, steps)
         tokens, counters = self.tokens[:rows], self.counters[:, :rows]
         draws = None if self.draws is None else self.draws[:rows]
         ids, probabilities = [], []

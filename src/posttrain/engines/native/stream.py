@@ -1,7 +1,4 @@
-"""One completion token by token, for someone who waits at the screen.
-
-The tokens are those that the native engine draws for the same key, one at a time and with what is known of each.
-"""
+"""One completion token by token, for someone who waits at the screen."""
 
 from __future__ import annotations
 
@@ -16,34 +13,28 @@ from posttrain.engines.base import Sampling, check_prompts, check_sampling
 from posttrain.engines.native.engine import sampling_mode
 from posttrain.engines.native.sampler import draw
 from posttrain.errors import RunFailure
-from posttrain.models.stated_sizes import context_length
+from posttrain.models.config import context_length
 from posttrain.randomness import uniforms
 from posttrain.types import Finish
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """A token with its log-probability and the entropy (nats) of the distribution that it was drawn from.
+    """A token with its log-probability at the sampling temperature (1 when greedy), before truncation.
 
-    Both at the sampling temperature (1 when greedy), before truncation. ``likely``: the likeliest tokens there, each
-    with its log-probability, in order. ``is_last``: it is a stop token, or there is no room for another.
+    ``is_last``: it is a stop token, or there is no room for another. ``finish`` counts for the last token only.
     """
 
     id: int
     logprob: float
-    entropy: float
-    likely: tuple[tuple[int, float], ...]
     is_last: bool
     finish: Finish
 
 
-def stream(
-    model: Any, prompt: Sequence[int], key: int, sampling: Sampling, *, num_likely: int = 0
-) -> Generator[StreamedToken, None, None]:
-    """Draw one completion of ``prompt``; each token is given as soon as it is there.
+def stream(model: Any, prompt: Sequence[int], key: int, sampling: Sampling) -> Generator[StreamedToken, None, None]:
+    """Draw one completion of ``prompt``: the tokens that the native engine draws for the same key.
 
-    Closing the iterator ends the work. ``finish`` is ``stop`` at a stop token, else ``length``, and counts for the last
-    token only.
+    Closing the iterator ends the work.
 
     Raises:
         UsageError: an empty prompt, one that leaves no room in the model's context, or sampling options out of range.
@@ -52,11 +43,11 @@ def stream(
     context = sampling.within(context_length(model.config))
     check_sampling(sampling)
     check_prompts([prompt], context, int(model.get_input_embeddings().weight.shape[0]))
-    return _decode(model, list(prompt), key, min(sampling.max_tokens, context - len(prompt)), sampling, num_likely)
+    return _decode(model, list(prompt), key, min(sampling.max_tokens, context - len(prompt)), sampling)
 
 
 def _decode(
-    model: Any, ids: list[int], key: int, limit: int, sampling: Sampling, num_likely: int
+    model: Any, ids: list[int], key: int, limit: int, sampling: Sampling
 ) -> Generator[StreamedToken, None, None]:
     device, cache = next(model.parameters()).device, DynamicCache()
     numbers = None if sampling.temperature == 0 else torch.as_tensor(uniforms([key], limit), device=device)
@@ -64,21 +55,12 @@ def _decode(
         with sampling_mode(model):  # entered anew for each token: in between, the model belongs to others
             read = torch.tensor([ids], device=device)
             logits = model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn, _ = draw(logits, None if numbers is None else numbers[:, step, None], sampling)
-        table = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1)[0]
-        if not torch.isfinite(table.max()):
+            drawn, probability = draw(logits, None if numbers is None else numbers[:, step, None], sampling)
+        if not torch.isfinite(logits.max()):
             raise RunFailure("the model's logits are not finite, so no token can be drawn from them")
-        token = int(drawn[0])
-        values, places = table.topk(min(num_likely, table.shape[0]))
+        token, logprob = int(drawn[0]), float(probability.log()[0])
         stops = token in sampling.stop_ids
-        yield StreamedToken(
-            token,
-            float(table[token]),
-            float(torch.special.entr(table.exp()).sum()),
-            tuple(zip(places.tolist(), values.tolist(), strict=True)),
-            is_last=stops or step + 1 == limit,
-            finish="stop" if stops else "length",
-        )
+        yield StreamedToken(token, logprob, stops or step + 1 == limit, "stop" if stops else "length")
         if stops:
             return
         ids = [token]

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.engines.base import check_ids
-from posttrain.engines.conversation import Conversation, Respondent, turn_key
+from posttrain.engines.base import Conversation, Respondent, check_ids, turn_key
 from posttrain.engines.native.cache import Prefix
 from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import uniforms

@@ -113,12 +113,12 @@ def read_models(answer: Any) -> list[ServedModel]:
     try:
         cards = _Models.model_validate(answer).data
     except ValidationError as error:
-        raise Unreadable(f"/v1/models lists no models ({_first_fault(error)})") from None
+        raise Unreadable(f"/v1/models lists no models ({first_fault(error)})") from None
     contexts = {card.id: card.max_model_len for card in cards}
     return [ServedModel(c.id, c.root or c.id, c.max_model_len or contexts.get(c.parent or "")) for c in cards]
 
 
-def _first_fault(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}; got {fault['input']!r:.80}"
 
@@ -157,7 +157,7 @@ def read_completion(answer: Any, request: CompletionRequest, vocab_size: int | N
     try:
         (choice,) = _Completions.model_validate(answer).choices
     except ValidationError as error:
-        raise Unreadable(_first_fault(error)) from None
+        raise Unreadable(first_fault(error)) from None
     if choice.finish_reason not in ("stop", "length"):
         raise Interrupted(f"the server ended a completion with {choice.finish_reason!r:.80}")
     ids, stops, read = tuple(choice.token_ids), request.sampling.stop_ids, choice.prompt_token_ids

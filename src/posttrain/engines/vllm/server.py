@@ -1,10 +1,15 @@
-"""The command line of a vLLM server, and a server that a run starts and that ends with it."""
+"""The command line of a vLLM server, the name of a model there, and a server that a run starts and that ends with it.
+
+The name has a fingerprint of the weights, so that a server that was started before a folder's weights were written
+again does not pass for one that has them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -14,17 +19,20 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import AutoConfig, PretrainedConfig
 
 from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable
-from posttrain.engines.served_names import absolute_source, served_names
 from posttrain.errors import RunFailure, UsageError
-from posttrain.models.sources import adapter_base
+from posttrain.models.config import read_object
+from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
+from posttrain.store.checkpoint_files import stated_digests
 from posttrain.untrusted import harmless
 
 Transfer = Literal["nccl", "files"]
+WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+NUM_BLOCKS, BLOCK_BYTES = 256, 4096
 MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -118,6 +126,53 @@ def server_command(
     return ServerCommand(name, (*start, *options), environment)
 
 
+def served_names(model: str) -> tuple[str, ...]:
+    """Return the names under which a server may have ``model``, the one of ``posttrain serve-command`` first.
+
+    ``tiny-grpo-step-000120-1f8a09c3``: run, checkpoint, fingerprint of the weights. A model that is only a hub name
+    has that name. The second name is the folder itself, which vLLM takes when it is given no name.
+
+    Raises:
+        UsageError: no such folder or run.
+    """
+    source = absolute_source(model)
+    folder = Path(source)
+    if not folder.is_dir():
+        return (source,)
+    label = "tiny" if folder == TINY.resolve() else folder.name
+    if folder.parent.name == "checkpoints":
+        label = f"{folder.parent.parent.name}-{label}"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"
+    return f"{label}-{fingerprint(folder)}", source
+
+
+def absolute_source(model: str) -> str:
+    """Return a folder as an absolute path, since a server may be started anywhere; or a hub name."""
+    source = resolve_model_name(model)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def fingerprint(folder: Path) -> str:
+    """Return eight hexadecimal digits of the weights in ``folder``.
+
+    A run's checkpoint has the digest of every file in its manifest. Of another folder, whose files may be tens of
+    gigabytes, size and 256 blocks of 4 KiB of each file are read: enough to tell two trainings apart.
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    known = stated_digests(folder)
+    for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        if file.name in known:
+            digest.update(known[file.name].encode())
+            continue
+        with file.open("rb") as opened:
+            for i in range(NUM_BLOCKS):
+                opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
+                digest.update(opened.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
 def config_of(source: str) -> PretrainedConfig | None:
     """Return the language model's configuration of a local model; None: it has code of its own, or is not here."""
     if not Path(source).is_dir():
@@ -129,7 +184,7 @@ def config_of(source: str) -> PretrainedConfig | None:
 
 
 def _room_for(adapter: str) -> int:
-    settings: dict[str, Any] = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_object(Path(adapter) / ADAPTER_CONFIG)
     rank = max([int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values())])
     room = next((known for known in ADAPTER_RANKS if known >= rank), None)
     if room is None:

@@ -8,31 +8,33 @@ prompts that was kept.
 
 from __future__ import annotations
 
-import base64
 import os
 import secrets
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda import nccl
 
-from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Sampling
-from posttrain.engines.conversation import Groups
-from posttrain.engines.http import HttpServer, Refused, Unanswered, Unreadable, all_of
+from posttrain.engines.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
+from posttrain.engines.http import Unreadable, all_of
 from posttrain.engines.native.engine import sampling_mode
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.client import VllmEngine
 from posttrain.engines.vllm.protocol import CompletionRequest, ServedModel, check_vocabulary
 from posttrain.engines.vllm.server import OwnServer, find_interpreter, free_port, server_command
-from posttrain.engines.weights import checkpoint_weights, save_weights, save_without_weights, untied
-from posttrain.errors import EngineMismatch, RunFailure, UsageError, first_line
+from posttrain.engines.vllm.weights import (
+    NcclGroup,
+    checkpoint_weights,
+    control,
+    save_weights,
+    save_without_weights,
+    untied,
+)
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
 from posttrain.option_types import LOOPBACK
 from posttrain.randomness import generator
 from posttrain.world import Within, World
@@ -72,7 +74,8 @@ class Trained(VllmEngine):
             )
         dtype = own.get("dtype", "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.tolerance = default_tolerance(model, dtype) if tolerance is None else tolerance
+        is_half = dtype == "bfloat16" or next(model.parameters()).dtype == torch.bfloat16
+        self.tolerance = tolerance if tolerance is not None else HALF_TOLERANCE if is_half else TOLERANCE
         self.version, self.label = -1, ""  # the server has no weights yet
         self.is_asleep = False
         self._within: Within = lambda compute: compute()
@@ -105,7 +108,7 @@ class Trained(VllmEngine):
         self.world.tell(None, "a server that waits for weights")
         self._send_weights(label)
         if self.world.is_main:
-            scores = self._session(self._scores)
+            scores = self.server.session(self._scores)
         base = self.server.base if self.world.is_main else None
         self.label, scores, base = self.world.tell((label, scores, base), "the server's scores")
         if self._server is None:
@@ -180,13 +183,13 @@ class Trained(VllmEngine):
             if not self.by_files:
                 self._start()
             return
-        self._session(self._connect)
+        self.server.session(self._connect)
         if self.is_asleep:
             torch.cuda.empty_cache()
             control(self.server, "POST", "/wake_up?tags=weights")
             return
         if self.version >= 0:
-            self._session(self._scores)  # fills a cache, which must not outlive the weights
+            self.server.session(self._scores)  # fills a cache, which must not outlive the weights
         control(self.server, "POST", "/pause?mode=abort")
 
     def _start(self) -> None:
@@ -210,7 +213,7 @@ class Trained(VllmEngine):
         self._process = OwnServer(server_command(str(self._folder), **options), url, log)
         self._process.wait()
         self._reach(url)
-        self._session(self._connect)
+        self.server.session(self._connect)
 
     def _send_weights(self, label: str) -> None:
         """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
@@ -219,7 +222,12 @@ class Trained(VllmEngine):
             return
         try:
             if self.by_files:
-                self._send_files(self._folder)
+                save_weights(self.weights(), self._folder, self.dtype)
+                if self._server is None:
+                    self._start()
+                else:
+                    body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+                    control(self.server, "POST", "/collective_rpc", body)
             else:
                 if self._group is None:
                     self._group = self.make_group()
@@ -233,17 +241,8 @@ class Trained(VllmEngine):
         except RunFailure as failure:
             self._group = None
             raise RunFailure(f"the weights could not be handed over: {failure}") from None
-
-    def _send_files(self, folder: Path) -> None:
-        try:
-            save_weights(self.weights(), folder, self.dtype)
-            if self._server is None:
-                self._start()
-            else:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                control(self.server, "POST", "/collective_rpc", body)
         finally:
-            for file in folder.glob("model-*.safetensors"):
+            for file in self._folder.glob("model-*.safetensors"):
                 file.unlink()
 
     async def _scores(self) -> list[Scores]:
@@ -269,125 +268,6 @@ class Trained(VllmEngine):
                 "was started anew, or another run hands it weights too. Continue when the run has the server for "
                 "itself"
             )
-
-
-# The routes by which a server takes weights, and the NCCL group that sends them.
-
-MAX_WORKERS = 1 << 16
-WORKERS = "/get_world_size"
-
-
-def control(
-    server: HttpServer,
-    method: Literal["GET", "POST"],
-    path: str,
-    body: Any = None,
-    *,
-    read: Callable[[Any], Any] = lambda answer: answer,
-) -> Any:
-    """Ask a route of the server once, since it changes something.
-
-    Raises:
-        RunFailure: no answer, or a refusal; the message names server and route.
-    """
-    place = f"{server.base}: {path.partition('?')[0]}"
-    try:
-        return server.call(method, path, body, read=read, retries=0)
-    except (Unanswered, Unreadable) as error:
-        raise RunFailure(f"{place}: {error}") from None
-    except Refused as error:
-        missing = "; it takes no weights: start it with the line that `posttrain serve-command --follows` prints"
-        raise RunFailure(f"{place}: HTTP {error.status}: {error}{missing if error.status == 404 else ''}") from None
-
-
-class NcclGroup:
-    """A NCCL communicator of this process (rank 0) with all workers of a server.
-
-    ``timeout_seconds``: for every step, after which a missing worker ends the transfer.
-
-    Raises:
-        RunFailure: the server has no such routes, or its workers do not join.
-    """
-
-    def __init__(self, server: HttpServer, timeout_seconds: float) -> None:
-        self.server, self.timeout_seconds = server, timeout_seconds
-        size, identifier = 1 + control(server, "GET", WORKERS, read=read_num_workers), self.make_identifier()
-        about = {"nccl_unique_id_b64": base64.b64encode(identifier).decode(), "world_size": size, "rank_offset": 1}
-        self._together(
-            partial(control, server, "POST", "/init_weight_transfer_engine", {"init_info": about}),
-            partial(self.join, size, identifier),
-        )
-
-    def make_identifier(self) -> bytes:
-        """Return the name of a new group; its workers take it from the request."""
-        self.device = torch.cuda.current_device()
-        return bytes(nccl.unique_id())
-
-    def join(self, size: int, identifier: bytes) -> None:
-        """Enter the group; workers add up one number first."""
-        torch.cuda.set_device(self.device)  # in a thread of its own
-        self.communicator = nccl.init_rank(size, identifier, 0)
-        nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[self.communicator])
-        torch.cuda.synchronize(self.device)
-
-    def broadcast(self, tensors: Iterator[Tensor]) -> None:
-        """Send the tensors; return once all workers have them."""
-        torch.cuda.set_device(self.device)
-        for tensor in tensors:
-            nccl.broadcast([tensor], 0, comms=[self.communicator])
-        torch.cuda.current_stream(self.device).synchronize()
-
-    def send(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        dtype: torch.dtype,
-        announced: Sequence[tuple[str, torch.Size]],
-    ) -> None:
-        """Replace the weights of the server, which is paused; ``announced``: their names and shapes, in order."""
-        about = {
-            "names": [name for name, _ in announced],
-            "dtype_names": [str(dtype).removeprefix("torch.")] * len(announced),
-            "shapes": [list(shape) for _, shape in announced],
-        }
-
-        def in_order() -> Iterator[Tensor]:
-            for (name, weight), expected in zip(weights, announced, strict=True):
-                assert (name, weight.shape) == expected, "weights come in the order in which they were announced"
-                yield weight.to(dtype).contiguous()
-
-        control(self.server, "POST", "/start_weight_update")
-        self._together(
-            partial(control, self.server, "POST", "/update_weights", {"update_info": about}),
-            partial(self.broadcast, in_order()),
-        )
-        control(self.server, "POST", "/finish_weight_update", {})
-
-    def _together(self, *work: Callable[[], Any]) -> None:
-        """Do the work side by side, in threads that keep no process alive: a missing worker lets them wait for ever."""
-        futures = [Future[None]() for _ in work]
-
-        def fill(future: Future[None], one: Callable[[], Any]) -> None:
-            try:
-                future.set_result(one())
-            except (RunFailure, RuntimeError, OSError, ValueError) as error:
-                future.set_exception(error)
-
-        for future, one in zip(futures, work, strict=True):
-            threading.Thread(target=fill, args=(future, one), daemon=True).start()
-        done, pending = wait(futures, self.timeout_seconds, return_when=FIRST_EXCEPTION)
-        for future in done:
-            if (error := future.exception()) is not None:
-                raise error if isinstance(error, RunFailure) else RunFailure(f"a worker was lost: {first_line(error)}")
-        if pending:
-            raise RunFailure(f"a worker did not take part within {self.timeout_seconds:g} seconds")
-
-
-def read_num_workers(answer: Any) -> int:
-    """Read the answer of ``WORKERS``."""
-    count = answer["world_size"]
-    if type(count) is not int or not 0 < count <= MAX_WORKERS:
-        raise Unreadable(f"a world_size of {count!r:.80}")
-    return count
 
 
 # A fixed batch that both sides score.
@@ -462,9 +342,3 @@ def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> 
             difference = (own[list(rows), list(columns)] - theirs).abs()
             worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
     return worst
-
-
-def default_tolerance(model: Any, dtype: str = "float32") -> float:
-    """Return the allowed difference, by the precision of the model here and of the server's."""
-    is_half = next(model.parameters()).dtype == torch.bfloat16 or dtype == "bfloat16"
-    return HALF_TOLERANCE if is_half else TOLERANCE

@@ -19,9 +19,9 @@ from posttrain.interpret.activations.shards import (
     describe_rows,
 )
 from posttrain.interpret.activations.sites import check_layers, device_of, read_rows, tokenizer_hash, weights_hash
+from posttrain.models.config import context_length
 from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer
-from posttrain.models.stated_sizes import context_length
 from posttrain.recipes.sections import EMBEDDED_MODELS, ModelSection, Word
 from posttrain.render import encode_plain, encode_prompt
 from posttrain.render.encoding import markers_of

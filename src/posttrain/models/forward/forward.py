@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import UsageError
+from posttrain.models.config import shortest_window
 from posttrain.models.forward.attention import ATTENTION_NAME, install_packed_attention, kernel_used, packed_attention
 from posttrain.models.forward.fused import FusedLayers
 from posttrain.models.forward.linear import fast_linear
 from posttrain.models.forward.packing import Packing, Reads, pack
 from posttrain.models.heads import ScalarHead, WithSlopes, score_logits
-from posttrain.models.stated_sizes import shortest_window
 from posttrain.types import Batch, Outputs
 from posttrain.world import Within
 
@@ -170,7 +170,7 @@ class Forward:
         return pack(self._as_read(batch), reads=self.reads).to(self.device) if self.packs(batch) else None
 
     def packs(self, batch: Batch) -> bool:
-        """Whether the batch is packed: not where a row is longer than a window or chunk of the model's attention."""
+        """Return True if the batch is packed: no row is longer than a window or chunk of the model's attention."""
         return self.path == "packed" and (self.window is None or self._columns(batch) <= self.window)
 
     def run(self, batch: Batch, packing: Packing | None, entropy: Entropy, with_candidates: bool = False) -> Outputs:
@@ -179,7 +179,7 @@ class Forward:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process has only a part of the weights."""
+        """True if each process has only a part of the weights."""
         return self.root is not None
 
     def _gathered(self, compute: Callable[[], T]) -> T:
@@ -388,7 +388,7 @@ class Forward:
 
     @property
     def _takes_sdpa(self) -> bool:
-        """Whether the model may take SDPA; with capped scores (which transformers 5.17 leaves out) or sinks it keeps
+        """True if the model may take SDPA; with capped scores (which transformers 5.17 leaves out) or sinks it keeps
         its own attention, padded."""
         model = causal_lm(self.model)
         is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None

@@ -26,7 +26,7 @@ ONEDNN_LEAST = 1_200_000
 
 
 def _is_faster(vendor: str | None, capability: str) -> bool:
-    """Whether oneDNN is the faster library on a CPU with this ``vendor_id`` and torch's name for its widest vectors."""
+    """Return True if oneDNN is the faster library for this ``vendor_id`` and torch's name for the widest vectors."""
     if ONEDNN_LINEAR is None:
         return False
     return not torch.backends.mkl.is_available() or (vendor != "GenuineIntel" and capability.startswith("AVX512"))
@@ -44,7 +44,7 @@ IS_FASTER = _is_faster(_cpu_vendor(), torch.backends.cpu.get_cpu_capability())
 
 
 def takes_onednn(weight: Tensor) -> bool:
-    """Whether a product with this weight goes to oneDNN: fp32 on a CPU where that is the faster library."""
+    """Return True if a product with this weight goes to oneDNN: fp32 on a CPU where that is the faster library."""
     return IS_FASTER and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 

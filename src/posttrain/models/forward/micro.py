@@ -63,7 +63,7 @@ def even_pieces(
 
 
 def _span(order: Sequence[int], costs: Sequence[int], world: World) -> list[int]:
-    """Of units in this order, those whose middle lies in this process's part of the sum of all costs."""
+    """Return the units whose middle lies in this process's part of the sum of all costs."""
     total, before, mine = sum(costs), 0, []
     for unit, cost in zip(order, costs, strict=True):
         if (2 * before + cost) * world.size // (2 * total) == world.rank:

@@ -211,7 +211,7 @@ class Packing:
         return sum(bucket.queries.numel() for bucket in self.buckets)
 
 
-def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> Packing:
+def pack(batch: Batch, reads: Reads = "before") -> Packing:
     """Plan the stream of ``batch``, best on the CPU, since the plan is made from values.
 
     With ``reads="before"`` the last token of a row, which predicts nothing, is left out. Else it is kept, and
@@ -220,7 +220,7 @@ def pack(batch: Batch, share_prefixes: bool = True, reads: Reads = "before") -> 
     device = batch.tokens.device
     tokens, mask = batch.tokens.cpu().numpy(), batch.mask.cpu().numpy()
     lengths, prefixes = batch.lengths.cpu().numpy(), batch.prefix.cpu().numpy()
-    prefix_rows, parent = _shared_prompts(batch) if share_prefixes else ([], np.full(len(lengths), -1))
+    prefix_rows, parent = _shared_prompts(batch)
     own_start = np.where(parent >= 0, prefixes, 0)
     prefix_lengths = prefixes[prefix_rows].astype(np.int64)
     unread = 1 if reads == "before" else 0

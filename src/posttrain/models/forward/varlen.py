@@ -79,7 +79,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, key_heads: 
 def is_right(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
 ) -> bool:
-    """Whether ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
+    """Return True if ``kernel`` runs here with the outputs and gradients of attention under a mask in fp32."""
     runs = (Run(0, 40), Run(40, 130, 0, 40), Run(170, 3, 0, 40), Run(173, 30))
     nothing = torch.zeros(2 * ROUND_TOKENS, dtype=torch.long, device=device)
     packing = Packing(nothing, nothing, 203, runs, nothing, None, nothing, 0, nothing)
