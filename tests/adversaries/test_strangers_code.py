@@ -76,7 +76,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "runs list": [[], ["--cells"]],
     "runs show": [["evil"], ["evil-compare"]],
     "runs compare": [["evil", "evil-sae"]],
-    "runs tag": [["evil", "+seen"]],
     "runs prune": [["evil", "--keep", "last", "--yes"]],
     "runs delete": [["evil-sae", "--yes"]],
     "runs export": [["evil", "--to", "exported"]],
