@@ -14,7 +14,7 @@ from posttrain.registry import find, register
 from posttrain.render.rows import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
-from posttrain.tasks.messages import REASONING_KEYS, add_system, read_instruction, read_variables
+from posttrain.tasks.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
 from posttrain.tasks.reader import Collected, Share, Split, answer_text, collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Turn
@@ -132,7 +132,7 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
     if solution is not None:
         parts[repr(of_solution)] = solution
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
-        messages = (*messages, *row.messages(of_response))
+        messages = (*messages, *read_messages(row, of_response))
     elif row.has(of_response):
         thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
         reasoning = next((row.text(key) for key in thoughts), None)
@@ -179,7 +179,7 @@ def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     """The messages of a row, or its prompt as messages."""
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):
-        return row.messages(of_messages)
+        return read_messages(row, of_messages)
     if of_prompt == "instruction":
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
@@ -187,7 +187,7 @@ def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     value = row.data[of_prompt]
     is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
     is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
-    return row.messages(of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
+    return read_messages(row, of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
 
 
 def _without_thinking(example: Example) -> Example:

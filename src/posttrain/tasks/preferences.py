@@ -11,7 +11,7 @@ from typing import Any, Literal
 from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
-from posttrain.tasks.messages import add_system, is_blank, read_instruction, read_variables
+from posttrain.tasks.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
 from posttrain.tasks.own_samples import paired_rows
 from posttrain.tasks.reader import Dropped, Share, Split, answer_text, collect, reads_rows, row_task
 from posttrain.tasks.reading import Row, read_file
@@ -183,7 +183,7 @@ def _read_prompt(row: Row) -> tuple[Message, ...]:
     """``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction``, as messages."""
     key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
     require(row, key)
-    return add_system(row, read_instruction(row) if key == "instruction" else row.asked(key))
+    return add_system(row, read_instruction(row) if key == "instruction" else read_prompt(row, key))
 
 
 def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
@@ -199,7 +199,7 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
         raise row.fail(f"{names} must both be text, or both lists of messages")
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]
-    conversations = {key: row.messages(key) for key in keys}
+    conversations = {key: read_messages(row, key) for key in keys}
     turns = conversations[keys[0]][:-1]
     if any(messages[:-1] != turns for messages in conversations.values()):
         raise Dropped(f"{names} part before their last message")
@@ -232,7 +232,7 @@ def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
         messages, (text,) = _read_answers(row, ["completion"])
     else:
         require(row, "messages")
-        conversation = row.messages("messages")
+        conversation = read_messages(row, "messages")
         if conversation[-1].role != "assistant":
             raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
         if len(conversation) == 1:

@@ -22,8 +22,6 @@ from typing import Any
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.registry import suggest
-from posttrain.tasks.messages import are_messages, read_messages, shown
-from posttrain.types import Message
 from posttrain.untrusted import kind_of_file
 
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
@@ -35,6 +33,13 @@ _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError
 MAX_LINE_BYTES = 1 << 28
 MAX_DIGITS = 300  # a number of more is beyond floating point
 _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
+ROLES = ("system", "user", "assistant", "tool")
+# Other names of roles, by the key of the role: of chat templates and of ShareGPT.
+OTHER_ROLES = {
+    "role": {"developer": "system"},
+    "from": {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+    | {"function_call": "assistant"},
+}
 
 
 class RowData(dict[str, Any]):
@@ -170,19 +175,21 @@ class Row:
             raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
         return list(value)
 
-    def asked(self, key: str) -> tuple[Message, ...]:
-        """The prompt under ``key``: a text is the user's."""
-        if self.is_text(key) or key not in self.data:
-            return (Message("user", self.text(key)),)
-        messages = self.messages(key)
-        if messages[-1].role == "assistant":
-            raise self.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
-        return messages
 
-    def messages(self, key: str) -> tuple[Message, ...]:
-        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``, or of ShareGPT's messages."""
-        self.need(key)
-        return read_messages(self, key)
+def are_messages(value: Any) -> bool:
+    """Say whether a value is a list of messages, each with a known role."""
+    known = {*ROLES, *OTHER_ROLES["role"], *OTHER_ROLES["from"]}
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and str(one.get("role", one.get("from"))) in known for one in value)
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for a message: at most 60 characters, and its type."""
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def read_file(path: str | Path) -> Iterator[Row]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.options import names, new_place, nonnegative_float, positive, positives, seed, share
-
-# Sections whose keys are options: --task.path, --template.preamble, --engine.url
-SECTIONS = ("task", "template", "engine")
-DEFAULT_BATCH = 256
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
-from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
+from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options import words_of
 from posttrain.engines.judging import SUFFIXES, read_pair_judge
