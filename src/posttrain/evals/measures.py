@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from posttrain.evals.items import Item, Scalar
 from posttrain.evals.ranking import best_of_n, majority_at_k
 from posttrain.evals.statistics import half_width, item_interval, pass_at_k, standard_error
 from posttrain.graders.grading import FAILURES
+from posttrain.tasks.base import Task
 from posttrain.tasks.description import percentile
 from posttrain.types import TRUNCATED
 
 MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
 LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
-# Results that are the share of episodes which ended so, where there are such.
+# Results that are the share of episodes which ended so (``Completion.finish``), where there are such.
 OF_EPISODES = {
     "out_of_turns": "out_of_turns",
     "tool_failed": "tool_failed",
-    "environment_failures": "environment_failed",
+    "environment_failed": "environment_failures",
 }
 NONE = "none"  # items that lack a key which others have
 
+ANY_TASK = Task("", "", ())
 Kinds = dict[str, dict[str, dict[str, float]]]
 
 
@@ -39,31 +42,25 @@ def default_ks(samples: int) -> tuple[int, ...]:
 
 def summarize(
     items: Sequence[Item],
+    task: Task = ANY_TASK,
     *,
     samples: int = 1,
     ks: Sequence[int] = (),
-    worked: Callable[[str], bool] | None = None,
-    own_parts: Collection[str] = ("correct",),
-    shares: Mapping[str, Sequence[float]] | None = None,
+    format_part: str | None = None,
 ) -> dict[str, float]:
-    """The results of an evaluation by name. Shares are in 0..1, lengths in tokens.
+    """Compute the results of an evaluation by name. Shares are in 0..1, lengths in tokens.
 
-    ``n``: items. ``num_graded``: those with something to grade against; accuracy is over these. Without any, the mean
-    of the reward over items has the interval (``reward_low``, ``reward_high``). ``accuracy``: the mean over items of
-    the share of right samples, with ``accuracy_low`` and ``accuracy_high``; with several samples also its clustered
-    ``standard_error``, and for each k ``pass@k``, ``majority@k`` and, where samples have scores, ``best_of@k``
-    (``unscored``: the share that has none, chosen last), each with its interval. ``format``, ``parse_failures``,
-    ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit; of turns and of a call's seconds also as
-    ``out_of_turns`` and ``tool_failed``), ``worked``: shares of all samples. ``num_tokens``, ``reward`` and every
-    further reward and fact of the grader (``part_NAME`` where the name is taken): means over the samples.
+    ``num_graded``: items with a gold answer, over which ``accuracy`` is the mean share of right samples; without any
+    the mean reward has the interval. With several samples also the clustered ``standard_error``, ``pass@k``,
+    ``majority@k`` and, of scored samples, ``best_of@k`` (``unscored``: without a score, chosen last). Shares of all
+    samples: ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit),
+    ``worked``. Means over samples: ``num_tokens``, ``reward``, and every further reward and fact of the grader
+    (``part_NAME`` where the name is taken). ``Task.shares`` have intervals, and ``NAME_n``.
 
     Args:
         items: with as many samples each as ``samples``, or none.
-        ks: what ``pass@k`` and its like are computed for, at most ``samples``.
-        worked: whether a text shows its working, where the task can tell.
-        own_parts: rewards that have a result under another name (``correct``, the template's format).
-        shares: what the task tells of its items (``Task.shares``), by name; each is a result with its interval, and
-            ``NAME_n`` is over how many; left out where that is none.
+        ks: at most ``samples``.
+        format_part: the reward that measures the template's format, which has a result under another name.
     """
     drawn = [sample for item in items for sample in item.samples]
     graded = graded_items(items)
@@ -87,22 +84,20 @@ def summarize(
         "num_tokens": statistics.fmean(lengths),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
-    for name, finish in OF_EPISODES.items():
-        if count := sum(s.finish == finish for s in drawn):
-            results[name] = count / asked
+    ends = Counter(OF_EPISODES[s.finish] for s in drawn if s.finish in OF_EPISODES)
+    results |= {name: ends[name] / asked for name in OF_EPISODES.values() if ends[name]}
     results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
-    if worked is not None:
-        results["worked"] = sum(worked(s.text) for s in drawn) / asked
-    for name, values in (shares or {}).items():
+    if task.worked is not None:
+        results["worked"] = sum(task.worked(s.text) for s in drawn) / asked
+    for name, values in (task.shares(items) if task.shares is not None else {}).items():
         if values:
             results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
     if has_scores(items):
         results["unscored"] = sum(s.score is None for s in drawn) / asked
     parts: dict[str, list[float]] = {}
-    for sample in drawn:
-        for name, value in sample.parts.items():
-            if name not in own_parts:
-                parts.setdefault(f"part_{name}" if name in results else name, []).append(value)
+    for name, value in (pair for sample in drawn for pair in sample.parts.items()):
+        if name not in ("correct", format_part):
+            parts.setdefault(f"part_{name}" if name in results else name, []).append(value)
     return results | {name: statistics.fmean(values) for name, values in parts.items()}
 
 
