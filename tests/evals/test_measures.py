@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from made_up_items import make_item, make_items, make_sample
-from posttrain.evals.items import Item
-from posttrain.evals.measures import break_down, summarize
+from posttrain.evals.items import Item, break_down, summarize
 from posttrain.evals.statistics import wilson_interval
 from posttrain.tasks.base import Task
 

@@ -12,7 +12,7 @@ from given_rows import write_rows
 
 from made_up_items import make_item
 from posttrain.errors import DataError
-from posttrain.evals.measures import summarize
+from posttrain.evals.items import summarize
 from posttrain.evals.statistics import wilson_interval
 from posttrain.evals.tables import Row, results_table
 from posttrain.graders.grading import Submission, grade

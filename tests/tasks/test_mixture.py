@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from made_up_items import make_item
 from posttrain.errors import DataError, UsageError
-from posttrain.evals.measures import break_down, summarize
+from posttrain.evals.items import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task, choose_task, held_out_task, num_repeated

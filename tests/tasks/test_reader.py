@@ -26,7 +26,7 @@ from posttrain.tasks.reader import (
     prompt_hash,
 )
 from posttrain.tasks.reading import Row
-from posttrain.tasks.verifiable.mathematics import gsm8k
+from posttrain.tasks.verifiable.suites import gsm8k
 from posttrain.types import Example, Message
 
 MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says

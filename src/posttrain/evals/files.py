@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
-from posttrain.evals.items import Item, item_line, parse_item, read_items, write_items
-from posttrain.evals.measures import Kinds
+from posttrain.evals.items import Item, Kinds, item_line, parse_item, read_items, write_items
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
 from posttrain.store.metrics import MAX_BYTES

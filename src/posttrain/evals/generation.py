@@ -10,8 +10,7 @@ from typing import Protocol
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
-from posttrain.evals.items import Item, ItemSample, item_of, sample_of
-from posttrain.evals.measures import Kinds, break_down, graded_items, summarize
+from posttrain.evals.items import Item, ItemSample, Kinds, break_down, graded_items, item_of, sample_of, summarize
 from posttrain.randomness import permutation
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Rollout

@@ -11,8 +11,7 @@ from typing import Any
 
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished
-from posttrain.evals.items import Item
-from posttrain.evals.measures import graded_items, item_values, measure_names
+from posttrain.evals.items import Item, graded_items, item_values, measure_names
 from posttrain.evals.statistics import Difference, mcnemar_p, paired_bootstrap
 from posttrain.evals.tables import TextTable
 from posttrain.store.durable import replace_file, storage_errors

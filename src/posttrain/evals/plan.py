@@ -38,8 +38,7 @@ from posttrain.evals.files import (
     weights_mark,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
-from posttrain.evals.items import digest_of
-from posttrain.evals.measures import default_ks
+from posttrain.evals.items import default_ks, digest_of
 from posttrain.evals.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import TURN_DEFAULTS, Word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.evals.measures import Kinds
+from posttrain.evals.items import Kinds
 from posttrain.untrusted import plain
 
 NOTHING = "–"  # what was not measured

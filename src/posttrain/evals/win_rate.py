@@ -19,9 +19,9 @@ from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evals.generation import task_label
-from posttrain.evals.measures import mean_interval, with_interval
+from posttrain.evals.items import mean_interval, with_interval
 from posttrain.evals.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
-from posttrain.evals.ranking import pair_wins
+from posttrain.evals.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word

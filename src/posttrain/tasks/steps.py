@@ -13,8 +13,7 @@ from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import is_blank
-from posttrain.tasks.own_samples import RESPONSE_IDS, judged_rows
-from posttrain.tasks.preferences import CLASSES, NumClasses, read_verdict, require, stepwise
+from posttrain.tasks.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
 from posttrain.tasks.reader import (
     Collected,
     Dropped,
