@@ -191,9 +191,9 @@ def _openings(text: str, choices: Sequence[str]) -> Iterator[tuple[int, int, str
 def _stands(letter: str, tail: str, choices: Sequence[str]) -> bool:
     """Return whether what follows a statement leaves it standing."""
     line = _plain(re.sub(r"^[\s.):,;\]]*(?:[-–—]\s+)?", "", tail.partition("\n")[0]))
-    texts = {_plain(choice): own for own, choice in zip(LETTERS, choices, strict=False)}
-    if line in texts:
-        if texts[line] != letter:
+    owners = [own for own, choice in zip(LETTERS, choices, strict=False) if _plain(choice) == line]
+    if owners:
+        if letter not in owners:
             return False  # the label of one choice with the text of another
         tail = "\n" + tail.partition("\n")[2]
     if tail[:1] in ("?", "？"):
