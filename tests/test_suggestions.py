@@ -52,7 +52,6 @@ def test_each_of_the_usual_slips_leads_to_what_was_meant() -> None:
         ("abcd", ["abxd", "abdc"], "abdc"),  # one change each, and that one has the same letters
         ("abcdef", ["xycdef"], "xycdef"),  # two changes of six letters
         ("abcdef", ["xyzdef"], None),  # three are more than a third
-        ("abcxyz", ["abcdef"], "abcdef"),  # one more where half is alike
         ("abc", ["xbc", "axc"], "axc"),  # three letters say little, but the first
         ("abc", ["xbc"], None),
         ("norm", ["orm", "normalized"], "normalized"),  # the begin of a name

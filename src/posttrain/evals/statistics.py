@@ -1,8 +1,8 @@
-"""Uncertainty of held-out numbers: intervals of shares, several samples per item, two models on the same items, seeds.
+"""Statistics of held-out numbers: intervals, several samples per item, paired tests, voting, ranking by score.
 
-Pure functions of numbers. An item is the unit of chance everywhere: samples of one item hang together, so an
-interval counts items, never answers. Averages over all ways to take k of an item's samples are computed in
-closed form, without drawing.
+Pure functions of numbers. An item is the unit of chance: samples of one item depend on one another, so an interval
+counts items, never answers. Averages over all ways to take k of an item's samples are exact, without drawing. A tie
+counts one half, or is shared by those who are tied; an answer without a score has −inf and is chosen last.
 """
 
 from __future__ import annotations
@@ -44,23 +44,18 @@ def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float,
 
 
 def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, float]:
-    """The interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
+    """Compute the 95 % interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
 
     Wilson's interval with the effective number of observations ``n* = p (1 − p) / SE²``, where
-    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean. Where every value is 0 or 1 that is n, and
-    the interval is Wilson's. With several samples per item it grows with what they add, up to ``n · draws``.
-    It never leaves 0..1 and is never empty, as an interval from means and a standard error may be.
+    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean; n where every value is 0 or 1. With several
+    samples per item it grows with what they add, up to ``n · draws``.
 
     Args:
-        values: per item, the share of its samples that were right (or its pass@k, ...).
-        draws: how many independent draws an item's value can at most stand for: samples per item, or the
-            number of disjoint groups of k in them.
+        draws: how many independent draws an item's value can at most stand for: samples per item, or the number of
+            disjoint groups of k in them.
 
-    Source: Korn & Graubard (1998), "Confidence intervals for proportions with small expected number of
-    positive counts estimated from survey data", with Wilson's interval in place of Clopper and Pearson's, as
-    compared by Franco et al. (2019). Departure: no Student factor for the degrees of freedom, for which a
-    held-out set has items enough. Over items whose chances differ it covers the truth at least as often as a
-    Student t interval over item means does, and is narrower (``tests/evals/test_statistics.py``).
+    Source: Korn & Graubard (1998), with Wilson's interval in place of Clopper and Pearson's (Franco et al. 2019).
+    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evals``).
 
     Raises:
         ValueError: no value.
@@ -126,17 +121,13 @@ class Difference:
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Difference:
-    """The difference of two means over the same items, by resampling items with what both got on them.
+    """Compare two means over the same items, by resampling items with what both got on them.
 
-    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of
-    resamples on either side of 0 (0 itself counts on both; one is added to each count and to the number of
-    resamples), at most 1. Deterministic, and the same for any order of the items.
+    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of resamples on
+    either side of 0 (one is added to each count), at most 1. It is deterministic, for any order of the items. Where all
+    items differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
 
-    Where all items differ by the same amount, every resample is the sample: the interval is a point (``is_constant``),
-    and ``p`` is at least that of the exact sign test, 2 · 2⁻ⁿ, which so few items allow.
-
-    Source: Efron & Tibshirani (1993), "An Introduction to the Bootstrap", chapters 13 and 15.3; pairing as in
-    Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation".
+    Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as in Koehn (2004).
 
     Raises:
         ValueError: no item.
@@ -192,11 +183,10 @@ class Summary:
 
 
 def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
-    """P(|T| > |t|) of Student's t, entry by entry, to 12 digits at any number of degrees of freedom from 1 on.
+    """Compute P(|T| > |t|) of Student's t entry by entry, to 12 digits for 1 and more degrees of freedom.
 
-    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, "Handbook of
-    Mathematical Functions", 26.5.2 and 26.7.1). The tail is computed itself, not as what is missing from 1, so that
-    a p of 1e-30 is right as well.
+    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1),
+    computed as the tail itself, so that a p of 1e-30 is right too.
     """
     size, nu = np.broadcast_arrays(np.abs(np.asarray(t, dtype=np.float64)), np.asarray(freedom, dtype=np.float64))
     assert bool(np.all(nu >= 1)), "an interval needs two values"
@@ -282,16 +272,9 @@ def sigmoid(logit: float) -> float:
     return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1.0 + math.exp(logit))
 
 
-# Majority voting: which answers count as the same, and what a vote among k samples is worth.
-# Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
-
-
 def vote_key(answer: str) -> str:
-    """Return what an answer votes for: equal keys are the same vote.
-
-    Numbers vote for their value, exactly (``1/2``, ``0.5`` and ``.50`` alike), whatever unit or % sign stands
-    behind it; a unit of one letter may be a variable and stays (``5x`` is not ``5``). Anything else votes for its
-    text, cleaned as by ``graders.answers.same_text``. The gold answer plays no part: a vote does not know it.
+    """Return what an answer votes for: its exact value if it is a number (without % and unit, but for a unit of one
+    letter, which may be a variable), else its cleaned text.
     """
     quantity = parse_quantity(answer)
     if quantity is not None:
@@ -304,12 +287,12 @@ def vote_key(answer: str) -> str:
 
 
 def majority_at_k(answers: Sequence[str | None], is_right: Sequence[bool], k: int) -> float:
-    """The chance that the most frequent answer among k of an item's samples is right.
+    """Compute the chance that the most frequent answer among k of an item's samples is right, over all subsets.
 
-    The average over all subsets of size k, exactly. Answers are counted by ``vote_key``; a sample without an
-    answer has no vote, and where nobody votes the outcome is wrong. A tie counts as the mean over the tied
-    answers, as if one were drawn. Samples that vote alike but were graded apart (``5`` and ``5 kg`` where the
-    unit matters) make their answer worth the share of them that was right.
+    Votes are counted by ``vote_key``; a sample without an answer has none. A tie counts as the mean over the tied
+    answers; samples that vote alike but were graded apart make their answer worth the share that was right.
+
+    Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
     """
     n = len(answers)
     assert len(is_right) == n, "one verdict per sample"
@@ -375,21 +358,16 @@ def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> fl
 
 
 def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
-    """Return how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of the n answers.
+    """Compute how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of n answers.
 
-    A subset's best answers are those of the highest score in it; where several are tied, each is chosen equally
-    often. With the answers in falling order of score, the tied group g of m_g answers, behind b_g better ones, is
-    the top of ``C(n − b_g, k) − C(n − b_g − m_g, k)`` subsets, and by symmetry its mean correctness is what is
-    gained there. Unbiased for k fresh answers, as pass@k is (Chen et al. 2021); for k = n it is the correctness
-    of the top-scored answer, for k = 1 the mean.
+    With the answers in falling order of score, a group of m tied ones behind b better ones is the top of
+    ``C(n − b, k) − C(n − b − m, k)`` subsets and gains its mean correctness there. Unbiased for k fresh answers.
 
     Args:
-        scores: of n answers to one problem.
-        right: their worth, 1 or 0 (or any number whose mean is wanted).
-        k: 1 to n.
+        right: their worth, 1 or 0, or any number whose mean is wanted.
 
     Raises:
-        ValueError: ``k`` out of range, or unequal lengths.
+        ValueError: ``k`` is not in 1..n, or unequal lengths.
     """
     n = len(scores)
     if not 1 <= k <= n:
@@ -414,8 +392,7 @@ def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | N
     """Rate how well the first wrong step of solutions is found; None says that a solution has no error.
 
     ``accuracy_erroneous`` over those with an error (its place must be hit), ``accuracy_correct`` over those without;
-    ``error_f1``, their harmonic mean: neither calling every solution wrong nor none pays. Zheng et al. (2024),
-    "ProcessBench". A rate over no solution is left out.
+    ``error_f1`` is their harmonic mean. A rate over no solution is left out. Zheng et al. (2024), "ProcessBench".
 
     Raises:
         ValueError: no solution.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.errors import RecipeError, UsageError
 from posttrain.evals.generation import held_out_indices
@@ -20,8 +20,6 @@ from posttrain.reward_models.scoring import RewardModel, load_reward_model
 from posttrain.tasks.base import build_task
 from posttrain.types import Example
 from posttrain.untrusted import STORED_RECIPE
-
-Bits = Literal[4, 8]
 
 NUM_CALIBRATED = 256
 
@@ -37,11 +35,11 @@ class Scale:
         return (score - self.mean) / self.std
 
 
-def prepare(*, run: str, normalize: bool = False, bits: Bits | None = None, **_: Any) -> None:
+def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
     """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
-    open_run(run, bits)
+    open_run(run)
     if normalize:
-        held_out_scale(run, bits)
+        held_out_scale(run)
 
 
 @register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
@@ -52,7 +50,6 @@ def reward_model(
     *,
     run: str,
     normalize: bool = False,
-    bits: Bits | None = None,
 ) -> list[Measured]:
     """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
 
@@ -66,25 +63,24 @@ def reward_model(
         normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
             in its own held-out data (at most 256 examples), computed once: scores of preference models have no
             zero of their own.
-        bits: score with the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
 
     Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
 
     Raises:
         UsageError: no such run, or it trained no reward model.
     """
-    scale = held_out_scale(run, bits) if normalize else Scale()
-    scores = open_run(run, bits).score(example, text, finish)
+    scale = held_out_scale(run) if normalize else Scale()
+    scores = open_run(run).score(example, text, finish)
     lowest = min((score for score in scores if score is not None), default=0.0)
     return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
 
 
 @cache
-def open_run(run: str, bits: Bits | None = None) -> RewardModel:
-    """The reward model of a run's folder, or its quantized copy, loaded once in a process.
+def open_run(run: str) -> RewardModel:
+    """The reward model of a run's folder, loaded once in a process.
 
     Raises:
-        UsageError: no such run, it trained no reward model, or it has no copy in so many bits.
+        UsageError: no such run, or it trained no reward model.
         CheckpointError: its checkpoint does not verify.
     """
     folder = Path(run)
@@ -94,11 +90,11 @@ def open_run(run: str, bits: Bits | None = None) -> RewardModel:
             "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
         )
     recipe = _recipe_of(folder)
-    return load_reward_model(recipe, folder / "checkpoints", label=folder.name, bits=bits)
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
 
 
 @cache
-def held_out_scale(run: str, bits: Bits | None = None) -> Scale:
+def held_out_scale(run: str) -> Scale:
     """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
 
     Of at most 256 examples, which are those that every evaluation of that size uses.
@@ -106,7 +102,7 @@ def held_out_scale(run: str, bits: Bits | None = None) -> Scale:
     Raises:
         RecipeError: fewer than two answers there, or all have the same score.
     """
-    model = open_run(run, bits)
+    model = open_run(run)
     recipe = _recipe_of(Path(run))
 
     def held_out(word: Word) -> Word:

@@ -68,16 +68,11 @@ class RewardModel:
         return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
 
     def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
-        """One number for each text as the answer to its example's messages; higher is better.
+        """Score each text as the answer to its example's messages; higher is better.
 
-        ``texts`` are what a policy wrote, with or without what the prompt has opened (``Rollout.text`` has it); they
-        are encoded as the answers that were trained on. A process model is asked about the reasoning alone, cut into
-        steps (``split_steps``). None for a text that cannot be scored: longer than ``max_tokens``, without any step, or
-        cut off before any token.
-
-        Args:
-            finishes: how each text ended; one with ``length`` was cut off, gets no end token and is scored where it
-                stops.
+        ``texts`` are what a policy wrote, with or without what the prompt has opened. A process model is asked about
+        the reasoning alone, cut into steps. None: longer than ``max_tokens``, without any step, or cut off before any
+        token. One that ``finishes`` with ``length`` gets no end token and is scored where it stops.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
@@ -103,8 +98,8 @@ class RewardModel:
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
         """Return for each solution, given as its steps, the probability that each step is good.
 
-        With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
-        error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
+        ``σ(s)``; of three classes one less the probability of the negative one (Lightman et al. 2023). None:
+        longer than ``max_tokens``, no steps, or an empty one.
         """
         assert self.kind == "process", "a model of steps alone has probabilities of steps"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
@@ -118,10 +113,8 @@ class RewardModel:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
-        """The head's scores at the step ends of each row, or at its last token where it has none: fp32 ``[N]``, or
-        ``[N, C]`` for C classes; None for a row that is too long, or is none.
-
-        Rows with the same prompt share its computation. What else is in a batch changes a score by rounding only.
+        """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
+        classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
 
         Raises:
             RunFailure: a score that is no finite number.

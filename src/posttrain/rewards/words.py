@@ -26,15 +26,13 @@ def correct(
     mode: str | dict[str, Any] = "auto",
     tolerance: Annotated[float, Field(ge=0)] = 0.0,
 ) -> list[Verdict]:
-    """1 if the answer equals the gold answer, else 0.
+    """1 if the answer equals the gold answer, else 0; also 0 without an answer or gold, or if grading was stopped.
 
-    ``r = 1[grader(completion, gold) = right]``. No answer, a grader that had to be stopped, and an example
-    without gold give 0.
+    ``r = 1[grader(completion, gold) = right]``.
 
     Args:
-        mode: the grader: ``auto`` is the one that the task names (``numeric`` for GSM8K, ``math`` for MATH, ...);
-            or a grader's name; or a mapping with its ``name`` and options, such as
-            ``{name: multiple_choice}``. `posttrain explain grader` lists them.
+        mode: ``auto`` is the grader that the task names; or a grader's name, or a mapping with ``name`` and options
+            (``{name: multiple_choice}``). `posttrain explain grader` lists them.
         tolerance: for graders of numbers, the largest absolute difference that still counts as equal.
 
     Source: the accuracy reward of DeepSeek-R1 (Guo et al. 2025), section 2.2.2.
@@ -116,9 +114,8 @@ def xml_soft(text: str, tags: tuple[str, ...]) -> float:
 def xml_count(text: str, tags: tuple[str, ...], *, trailing: Annotated[float, Field(ge=0)] = 0.002) -> float:
     """A quarter for each of the four marks that stands exactly once, less a little per trailing character.
 
-    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)`` where n is the number of characters after the answer
-    block, white space at the end not counted. Partial credit while the format is being learnt. It never looks at what
-    stands between the marks: an empty answer loses nothing.
+    ``r = max(0, (1/4) Σ 1[mark stands once] − trailing · n)``, n characters after the answer block but for white space
+    at the end. It never looks at what stands between the marks: an empty answer loses nothing.
 
     Args:
         trailing: the deduction per character behind ``</answer>``.

@@ -16,7 +16,6 @@ from posttrain.tasks.reader import (
     Dropped,
     Share,
     Split,
-    answer_text,
     choose_split,
     collect,
     prompt_hash,
@@ -69,6 +68,8 @@ def hh_rlhf(
             prompts that begin as a held-out dialogue does are left out. Both are counted.
         half: only the dialogues of one half, by a hash of their first human turn, for a second reward model. The
             others are counted.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that
+            holds nothing else, is dropped and counted.
 
     Raises:
         UsageError: ``test_share`` with a local file and no ``test_path``.
@@ -200,3 +201,29 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
             changed = replace(example, responses=()) if name == "test" else example
             kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
     return kept
+
+
+def answer_text(text: str, *, strip_thinking: bool) -> str:
+    """Return a given answer as it stands, or without its thinking and the white space around what is left.
+
+    Blocks of thinking go with the blocks inside them. A ``</think>`` that closes nothing ends thinking that the prompt
+    opened: all before it goes as well.
+
+    Raises:
+        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+    """
+    if not strip_thinking:
+        return text
+    kept, depth = "", 0
+    for part in re.split(r"(</?think>)", text):
+        if part == "<think>":
+            depth += 1
+        elif part == "</think>":
+            kept, depth = (kept, depth - 1) if depth else ("", 0)
+        elif depth == 0:
+            kept += part
+    if depth:
+        raise Dropped("a <think> that never closes")
+    if not kept.strip():
+        raise Dropped("an answer of nothing but thinking")
+    return kept.strip()

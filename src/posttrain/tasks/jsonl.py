@@ -15,7 +15,7 @@ from posttrain.render.rows import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
-from posttrain.tasks.reader import Collected, Share, Split, answer_text, collect, reads_rows
+from posttrain.tasks.reader import Collected, Share, Split, collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Turn
 
@@ -50,7 +50,6 @@ def jsonl(
     ignore_keys: list[str] | None = None,
     grader: str | None = None,
     validation_share: Share = 0.05,
-    strip_thinking: bool = False,
     correct_only: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
@@ -84,7 +83,7 @@ def jsonl(
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    read = partial(read_example, keys=keys, strip_thinking=strip_thinking)
+    read = partial(read_example, keys=keys)
     collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
     chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
@@ -115,7 +114,7 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
     return "numeric", (line,) if golds else ()
 
 
-def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = False) -> Example:
+def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     """One row as an example; ``keys`` are the options' names of its parts.
 
     Raises:
@@ -161,7 +160,7 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
     working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
     if working.strip() and result.strip():
         answer, solution = result.strip(), solution if parts else working.strip()
-    example = Example(
+    return Example(
         "",
         messages,
         answer=answer,
@@ -172,7 +171,6 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
         variables=read_variables(row),
         meta=row.meta(),
     )
-    return _without_thinking(example) if strip_thinking else example
 
 
 def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
@@ -188,19 +186,6 @@ def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
     is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
     return read_messages(row, of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
-
-
-def _without_thinking(example: Example) -> Example:
-    solution, response = (
-        text and answer_text(text, strip_thinking=True) for text in (example.solution, example.demonstration)
-    )
-    conversation = tuple(
-        replace(one, content=one.content and answer_text(one.content, strip_thinking=True), reasoning=None)
-        if one.role == "assistant"
-        else one
-        for one in example.conversation
-    )
-    return replace(example, solution=solution, demonstration=response, conversation=conversation)
 
 
 def _keep_correct(collected: Collected, grader: str, place: str) -> None:

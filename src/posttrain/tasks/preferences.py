@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
-from posttrain.tasks.reader import Dropped, Share, Split, answer_text, collect, reads_rows, row_task
+from posttrain.tasks.reader import Dropped, Share, Split, collect, reads_rows, row_task
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
 
@@ -128,7 +127,6 @@ def preferences(
     validation_share: Share = 0.05,
     num_classes: NumClasses = 2,
     step_separator: str = "\n",
-    strip_thinking: bool = False,
     ignore_keys: list[str] | None = None,
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
@@ -161,15 +159,12 @@ def preferences(
         validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
-
-    Raises:
-        UsageError: ``strip_thinking`` with steps.
     """
     first: list[tuple[Callable[[Row], Parts], bool]] = []  # the first row decides for all
 
     def read(row: Row) -> Example:
         if not first:
-            reader = _reader_of(row, CLASSES[num_classes], step_separator, strip_thinking=strip_thinking)
+            reader = _reader_of(row, CLASSES[num_classes], step_separator)
             first.append((reader, row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
@@ -185,7 +180,7 @@ def preferences(
 
 @register("task", held_out="validation")
 @row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
-def ultrafeedback(row: Row, *, strip_thinking: bool = False) -> Example:
+def ultrafeedback(row: Row) -> Example:
     """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by a model.
 
     Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation as a list of messages);
@@ -198,27 +193,23 @@ def ultrafeedback(row: Row, *, strip_thinking: bool = False) -> Example:
     """
     for key in SCORE_KEYS[0]:
         require(row, key)
-    messages, responses = _read_pair(row, SCORE_KEYS[0], strip_thinking=strip_thinking)
+    messages, responses = _read_pair(row, SCORE_KEYS[0])
     return Example("", messages, responses=responses)
 
 
-def _reader_of(
-    first: Row, classes: Mapping[int, int], separator: str, *, strip_thinking: bool
-) -> Callable[[Row], Parts]:
+def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], Parts]:
     """The reader of all rows of a file that begins with ``first``."""
     layout, label = _detect_layout(first), _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
-    if layout == "steps" and strip_thinking:
-        raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
     known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
 
     def read(row: Row) -> Parts:
         if known.isdisjoint(row.data):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
-            return _read_pair(row, scores, strip_thinking=strip_thinking)
+            return _read_pair(row, scores)
         if layout == "judged":
-            return _read_judged(row, label, strip_thinking=strip_thinking)
+            return _read_judged(row, label)
         return _read_steps(row, classes, separator)
 
     return read
@@ -239,7 +230,7 @@ def _detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def _read_pair(row: Row, scores: tuple[str, str] | None, *, strip_thinking: bool) -> Parts:
+def _read_pair(row: Row, scores: tuple[str, str] | None) -> Parts:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
     unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
@@ -248,7 +239,7 @@ def _read_pair(row: Row, scores: tuple[str, str] | None, *, strip_thinking: bool
             f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
             "row, or name it in task.ignore_keys"
         )
-    chosen, rejected = (answer_text(text, strip_thinking=strip_thinking) for text in answers)
+    chosen, rejected = answers
     if chosen == rejected:
         raise Dropped("'chosen' and 'rejected' are the same")
     better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
@@ -305,7 +296,7 @@ def _label_key(row: Row) -> str:
     return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
 
 
-def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
+def _read_judged(row: Row, key: str) -> Parts:
     """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
     if row.has("completion") or not row.has("messages"):
         messages, (text,) = _read_answers(row, ["completion"])
@@ -320,7 +311,7 @@ def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
     if not row.has(key) and row.has(_label_key(row)):
         raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
     score = read_verdict(row, key) if key == "label" else read_score(row, key)
-    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), score),)
+    return messages, (Response(text, score),)
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:

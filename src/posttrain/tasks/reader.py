@@ -43,10 +43,6 @@ _ABOUT = {
         "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
     ),
     "validation_share": "share of the prompts that is held out.",
-    "strip_thinking": (
-        "leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that holds nothing\n"
-        "        else, is dropped and counted."
-    ),
     "ignore_keys": "keys of rows and messages that are left out.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
@@ -369,29 +365,3 @@ def choose_split(
 def strip_calculations(text: str) -> str:
     """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
     return re.sub(r"<<[^<>]*>>", "", text)
-
-
-def answer_text(text: str, *, strip_thinking: bool) -> str:
-    """A given answer as it stands, or without its thinking and the white space around what is left.
-
-    Every block of thinking goes, with the blocks inside it. A ``</think>`` that closes nothing ends thinking that was
-    opened in the prompt, as the chat templates of some models do: all before it goes as well.
-
-    Raises:
-        Dropped: a ``<think>`` that never closes, or nothing but thinking.
-    """
-    if not strip_thinking:
-        return text
-    kept, depth = "", 0
-    for part in re.split(r"(</?think>)", text):
-        if part == "<think>":
-            depth += 1
-        elif part == "</think>":
-            kept, depth = (kept, depth - 1) if depth else ("", 0)
-        elif depth == 0:
-            kept += part
-    if depth:
-        raise Dropped("a <think> that never closes")
-    if not kept.strip():
-        raise Dropped("an answer of nothing but thinking")
-    return kept.strip()

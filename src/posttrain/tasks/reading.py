@@ -279,41 +279,22 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """The objects of a list, by their number; a file of one object to a line is read by lines."""
+    """Read the objects of a list, by their number; a file of one object to a line is read by lines."""
     text = _whole_text(path)
-    at, number = _skip(text, 0), 0
-    if text[at : at + 1] != "[":
-        with suppress(ValueError, RecursionError):
-            value, end = _JSON.raw_decode(text, at)
-            if not text[end:].strip():
-                what = f"the file is one {type(value).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
-                raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
-        yield from _read_lines(path)
-        return
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != "]":
-        number += 1
-        try:
-            value, at = _JSON.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            what = f"row {number} is not usable JSON: {error}; write a list of objects"
-            raise DataError(path, what, number) from None
+    try:
+        values = _JSON.decode(text)
+    except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith("["):
+            yield from _read_lines(path)
+            return
+        raise DataError(path, f"not usable JSON: {error}; write a list of objects") from None
+    if not isinstance(values, list):
+        what = f"the file is one {type(values).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
+        raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
+    for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
             raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
         yield Row(str(path), number, value)
-        at = _skip(text, at)
-        if text[at : at + 1] not in (",", "]"):
-            raise DataError(path, f"not JSON: a comma or the end of the list must follow row {number}", number)
-        at = _skip(text, at + 1) if text[at] == "," else at
-    if text[at + 1 :].strip():
-        raise DataError(path, "not JSON: something follows the list of rows; leave it out", number)
-
-
-def _skip(text: str, at: int) -> int:
-    """The place behind white space."""
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        at += 1
-    return at
 
 
 def _whole_text(path: Path) -> str:

@@ -19,7 +19,6 @@ from posttrain.tasks.reader import (
     Dropped,
     Share,
     Split,
-    answer_text,
     reads_rows,
     row_task,
     strip_calculations,
@@ -46,7 +45,6 @@ def judged_solutions(
     problem_key: str = "question",
     solution_key: str = "response",
     verdict_key: str = "is_correct",
-    strip_thinking: bool = False,
 ) -> Task:
     """A file with one row per solution: the problem, the solution, and whether it is right.
 
@@ -70,11 +68,10 @@ def judged_solutions(
         try:
             require(row, problem_key)
             require(row, solution_key)
-            text = answer_text(row.text(solution_key), strip_thinking=strip_thinking)
             ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
             if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
                 raise row.fail(f"{RESPONSE_IDS!r} must be a list of token ids")
-            response = Response(text, read_verdict(row, verdict_key), ids=tuple(ids))
+            response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=tuple(ids))
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
             continue
