@@ -89,7 +89,7 @@ def test_the_page_of_one_evaluation() -> None:
     assert "- template: name boxed, preamble x" in page
     assert "ks:" not in page
     assert "- timing: " in page
-    assert "- versions: python 3.11\n" in page
+    assert "- versions: python 3.11" in page
     assert "````\nLong | one\nwith ``` in it\n````" in page  # no text of the data ends its block
     assert "The prompt does not fit" in page
 

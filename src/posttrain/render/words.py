@@ -44,12 +44,9 @@ Variables = Mapping[str, Any] | None
 
 
 def tagged_answer(text: str, reasoning: str) -> str | None:
-    """The first complete ``<answer>`` after the reasoning closes.
+    """Return the first complete ``<answer>`` after the reasoning closes, of nested ones the innermost.
 
-    Without a ``</reasoning>`` there is no answer. Answer tags inside the
-    reasoning, reversed tags and an answer that never closes do not count. Of nested answers it
-    is the innermost. White space around is dropped, a blank answer is none, and text after the
-    closing tag is no part of it.
+    None without a ``</reasoning>``, and of a blank answer; tags inside the reasoning do not count.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
     return _first_complete(rest) if closed else None
@@ -97,11 +94,11 @@ def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | N
 
 
 def split_response(text: str) -> tuple[str, str | None]:
-    """(reasoning, answer) of a whole response, however it marks the two; the answer is None where it marks none.
+    """Split a whole response into (reasoning, answer), however it marks the two; the answer is None where it does not.
 
-    Behind the thinking it is the first complete ``<answer>``, else the last box, else everything. Without thinking
-    it is the ``<answer>`` that follows the reasoning, the last box (which stays in the reasoning), or what the last
-    line gives as the answer (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
+    After the thinking the answer is the first complete ``<answer>``, else the last box, else everything. Without
+    thinking it is an ``<answer>``, the last box (which stays in the reasoning), or what the last line states
+    (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
     """
     opening, closing = _OPENING.match(text), _CLOSING.search(text)
     if closing is not None:  # the opening tag may be missing, where it ends the prompt
@@ -122,15 +119,9 @@ def split_response(text: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Conversations as plain text, for models without turn markers: one paragraph for each message.
+    """Conversations as plain text, one paragraph for each message, for models without turn markers.
 
-    The marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
-    look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with
-    ``From``. Quoting can be undone exactly (tests/render/test_dialogue.py).
-
-    Attributes:
-        user, assistant: their names.
-        separator: stands between two turns (it ends a line).
+    A line of a message that looks like the start of a turn is quoted with ``>``, which can be undone exactly.
     """
 
     user: str

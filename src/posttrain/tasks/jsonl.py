@@ -54,26 +54,24 @@ def jsonl(
 ) -> Task:
     """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
 
-    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response. A response
-    is a whole text to imitate, and so is the assistant's message at the end of messages; such a row needs no answer.
-    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may
-    use tools (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with
-    ``weight: 0`` or ``train: false`` is not trained. The template decides how the response is written: ``r1_zero``
-    puts reasoning and answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands. Every other
-    key is carried along in ``meta``; one that would change what is trained is refused.
+    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
+    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. ``system`` and
+    ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools
+    (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or
+    ``train: false`` is not trained. The template decides how the response is written. Every other key is carried along
+    in ``meta``; one that would change what is trained is refused.
 
     Args:
-        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
-            that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
+        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message;
+            ``test`` is the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
         messages_key: of the conversation; else ``conversations``.
         answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
-        grader: decides whether an answer is right (``posttrain explain grader``). By default ``math`` where a gold
-            answer is a formula, else ``numeric``, which compares words as text; a run says which, and why.
-        correct_only: keep only the demonstrations that the grader finds right by the row's gold answer; the others
-            are counted by their reason.
+        grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
+            ``numeric``, which compares words as text; a run says which, and why.
+        correct_only: keep only the demonstrations that the grader finds right; the others are counted.
 
     Raises:
         UnknownWord: no such grader.

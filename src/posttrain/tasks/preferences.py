@@ -131,31 +131,27 @@ def preferences(
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
-    The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
-    ``instruction`` with or without ``input`` (Alpaca).
+    The prompt is ``prompt`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with ``input``
+    (Alpaca).
 
-    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
-    their first turns need no prompt: those turns are the prompt. Scores may come with them
-    (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
-    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0. A
-    ``margin`` of a row is taken in place of the difference, and every row must then have one.
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
+    turns need no prompt. Scores may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``,
+    ``chosen_rating``, ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's
+    margin. Without scores these are 1 and 0.
 
-    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
-    or 1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
+    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true or
+    1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
 
-    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
-    are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
-    1 positive (class 2); true and false are then the outer two.
+    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each): with two classes true and 1 are
+    good, false and 0 bad; with three −1 is negative, 0 neutral and 1 positive (true and false are the outer two).
 
     ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
-    part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its ``meta`` and
-    all other keys are carried along: results are broken down by them.
-
-    In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
+    part that is missing or blank, or that could teach nothing, is dropped and counted. All other keys are carried along
+    in ``meta``. In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair.
 
     Args:
-        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
-            ``train`` is the rest, so that conversations that begin alike stand on one side; ``test`` is the whole file.
+        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, so that
+            conversations that begin alike stand on one side; ``test`` is the whole file.
         validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
@@ -181,15 +177,13 @@ def preferences(
 @register("task", held_out="validation")
 @row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
 def ultrafeedback(row: Row) -> Example:
-    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by a model.
+    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by GPT-4.
 
-    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation as a list of messages);
-    ``score_chosen`` and ``score_rejected``, from 1 to 10, of which the difference is the pair's margin.
+    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation); ``score_chosen`` and
+    ``score_rejected``, from 1 to 10, of which the difference is the margin. Dropped and counted: equal scores (about
+    one pair in ten), equal answers, and whatever is blank or missing.
 
-    Dropped and counted: equal scores (about one pair in ten), equal answers, and whatever is blank or missing.
-
-    Source: Cui et al. 2023 (arXiv 2310.01377). GPT-4 gave the scores: the chosen answer is the best of four, the
-    rejected one of the others.
+    Source: Cui et al. 2023 (arXiv 2310.01377).
     """
     for key in SCORE_KEYS[0]:
         require(row, key)
