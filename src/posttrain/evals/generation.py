@@ -44,8 +44,8 @@ class Advance:
 class Evaluation:
     """The outcome of an evaluation.
 
-    ``results`` by name (``measures.summarize``; ``seconds``: wall time), ``rollouts`` (none where items are recorded on
-    the way), ``items`` with their answers, ``kinds``: accuracy by kind of item, ``timing`` of this call.
+    ``results`` by name (``summarize``; ``seconds``: wall time), ``rollouts``, ``items`` with their answers, ``kinds``:
+    accuracy by kind of item, ``timing``.
     """
 
     name: str
@@ -93,21 +93,17 @@ def evaluate(
     sampler: Sampler,
     asked: Questions,
     *,
-    known: Mapping[int, Item] | None = None,
     scorer: Scorer | None = None,
-    record: Callable[[Sequence[Item]], None] | None = None,
     observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
     """Sample the answers to some questions and grade them.
 
     A prompt without room in the model's context counts as wrong (``prompts_too_long``), so that models with different
     contexts are measured on the same items. The answers to an item are a function of (seed, task, its place, number of
-    the sample): neither of ``batch`` nor of what was known.
+    the sample), and not of ``batch``.
 
     Args:
-        known: by index, items that an interrupted evaluation has answered already.
         scorer: a reward model that scores every answer.
-        record: takes the items of each batch once they are graded; the rollouts are not kept then.
         observe: called with the progress after each batch.
 
     Raises:
@@ -117,9 +113,6 @@ def evaluate(
     examples, prompts = _read_questions(sampler, asked)
     num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
     items = [item_of(example, i) for i, example in enumerate(examples)]
-    for i, item in (known or {}).items():
-        if i < len(items) and items[i].id == item.id and len(item.samples) == samples:
-            items[i] = item
     timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
@@ -127,17 +120,13 @@ def evaluate(
         num_right = sum(item.share for item in graded) if graded else None
         observe(Advance(phase, num_done, len(items), num_right, int(timing["generated_tokens"])))
 
-    left = [slot for slot in prompts if not items[slot].samples]
-    size = len(left) if asked.batch is None else max(1, asked.batch // samples)
-    for start in range(0, len(left), max(1, size)):
-        slots = left[start : start + size]
+    size = len(prompts) if asked.batch is None else max(1, asked.batch // samples)
+    for start in range(0, len(prompts), size):
+        slots = list(prompts)[start : start + size]
         groups = _ask(sampler, asked, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
             items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
-        if record is None:
-            rollouts += [rollout for group in groups for rollout in group]
-        else:
-            record([items[slot] for slot in slots])
+        rollouts += [rollout for group in groups for rollout in group]
         tell("sampling", sum(bool(item.samples) for item in items) + num_too_long)
     if scorer is not None:
         before = time.perf_counter()

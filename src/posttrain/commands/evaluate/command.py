@@ -20,7 +20,7 @@ is one better than the other? two models, or two folders that an evaluation has 
 an answer chosen by a reward model, and how far one model is from another:
   posttrain evaluate runs/tiny-sft --samples 8 --best-of runs/tiny-rm
   posttrain evaluate runs/tiny-grpo --against runs/tiny-sft --judge runs/tiny-rm
-the same command goes on where it was interrupted.
+the same command goes on with the evaluations of a table that were not finished.
 """
 
 
