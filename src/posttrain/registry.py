@@ -48,7 +48,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging": "judge",
-        "posttrain.reward_models.reward": "reward_model",
+        "posttrain.reward_models.scoring": "reward_model",
     },
     "grader": {
         "posttrain.graders.numeric": "exact numeric",

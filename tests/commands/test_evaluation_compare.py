@@ -13,8 +13,8 @@ import pytest
 from posttrain.cli import main
 from posttrain.engines.models import ModelSource
 from posttrain.evals.items import Item, ItemSample
-from posttrain.evals.paired import compare_items, differences_table
 from posttrain.evals.plan import EvaluationRequest, choose_common_task, choose_drawing, make_plan
+from posttrain.evals.tables import compare_items, differences_table
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 

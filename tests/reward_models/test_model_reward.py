@@ -10,7 +10,7 @@ import pytest
 from posttrain import registry
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import load_recipe
-from posttrain.reward_models import reward as module
+from posttrain.reward_models import scoring as module
 from posttrain.reward_models.scoring import load_reward_model
 from posttrain.rewards.calling import bind_reward
 from posttrain.types import Example, Message

@@ -7,13 +7,13 @@ name is their schema (``registry``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.errors import RecipeError
 from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -89,16 +89,12 @@ class Part(Options):
 
 
 def parts_of(word: Word) -> list[Part]:
-    """The parts of a mixture; of any other task none.
-
-    Raises:
-        RecipeError: they are not stated as they should be; see ``broken_parts``.
-    """
+    """Return the parts of a mixture; of any other task none."""
     return read_parts(word.options.get("parts"), "task") if word.name == MIXTURE else []
 
 
 def task_words(word: Word) -> list[Word]:
-    """The words of a mixture's parts; of any other task the word itself."""
+    """Return the tasks of a mixture's parts; of any other task the word itself."""
     return [part.task for part in parts_of(word)] or [word]
 
 
@@ -112,43 +108,33 @@ def map_tasks(word: Word, change: Callable[[Word], Word]) -> Word:
 
 
 def read_parts(stated: Any, where: str) -> list[Part]:
-    """The parts that stand in the key ``parts`` of ``where``.
+    """Read the parts that stand in the key ``parts`` of ``where``.
 
     Raises:
-        RecipeError: the first thing that is wrong with them.
+        RecipeError: the first thing that is wrong with them, behind its dotted key.
     """
-    for key, says in broken_parts(stated, where):
-        raise RecipeError(f"{key}{says}")
-    return [Part.model_validate(part) for part in stated]
-
-
-def broken_parts(stated: Any, where: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with the parts of a mixture: the dotted key, and what goes on behind it."""
     if not isinstance(stated, list) or not stated:
-        yield f"{where}.parts", ": give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
-        return
-    first_of: dict[str, int] = {}
+        form = "give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
+        raise RecipeError(f"{where}.parts: {form}")
+    parts: dict[str, Part] = {}
     for number, entry in enumerate(stated):
         key = f"{where}.parts.{number}"
         try:
             part = Part.model_validate(entry)
         except ValidationError as error:
-            place, colon, says = explain_validation(error, Part.model_fields, key, "a part").partition(":")
-            yield place, colon + says
-            continue
-        name = part.task.name
-        if name == MIXTURE:
-            yield f"{key}.task", ": a part is no mixture itself; write its parts beside the others"
-        elif ":" not in name and name not in registry.names("task"):
-            try:
-                registry.find("task", name)
-            except UnknownWord as error:
-                yield f"{key}.task", f": {error}"
+            raise RecipeError(explain_validation(error, Part.model_fields, key, "a part")) from None
+        if part.task.name == MIXTURE:
+            raise RecipeError(f"{key}.task: a part is no mixture itself; write its parts beside the others")
+        if ":" not in part.task.name and part.task.name not in registry.names("task"):
+            registry.find("task", part.task.name, f"{key}.task")
         if not _PART_NAME.fullmatch(part.name):
-            yield f"{key}.name", f": a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
-        if first_of.setdefault(part.name, number) != number:
-            other = f"{where}.parts.{first_of[part.name]}"
-            yield f"{key}.name", f": {other} is called {part.name!r}, too; give one of them another 'name'"
+            form = f"a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
+            raise RecipeError(f"{key}.name: {form}")
+        if part.name in parts:
+            other = f"{where}.parts.{list(parts).index(part.name)}"
+            raise RecipeError(f"{key}.name: {other} is called {part.name!r}, too; give one of them another 'name'")
+        parts[part.name] = part
+    return list(parts.values())
 
 
 class TokenizerSection(Section):
