@@ -15,7 +15,7 @@ from posttrain.errors import RewardFailure
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, encode_prompt, stop_ids
-from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.words import bind_reward
 from posttrain.types import Completion, Example, Message
 from posttrain.untrusted import declare_code
 

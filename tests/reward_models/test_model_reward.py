@@ -12,7 +12,7 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.reward_models import scoring as module
 from posttrain.reward_models.scoring import load_reward_model
-from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.words import bind_reward
 from posttrain.types import Example, Message
 from small_runs import make_recipe, run, steps_of
 

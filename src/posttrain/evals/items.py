@@ -28,8 +28,7 @@ from posttrain.store.durable import replace_file
 from posttrain.store.metrics import MAX_BYTES
 from posttrain.store.reading import read_record
 from posttrain.store.rollouts import prompt_text, show_turns
-from posttrain.tasks.base import Task
-from posttrain.tasks.description import percentile
+from posttrain.tasks.base import Task, percentile
 from posttrain.types import TRUNCATED, Example, Rollout
 from posttrain.untrusted import first_fault
 

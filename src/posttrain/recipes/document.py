@@ -83,7 +83,7 @@ class Document(Generic[T]):
     """Plain data on the way to a ``model``, and where each of its keys stands.
 
     ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
-    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``untrusted``).
+    ``overridden``: keys of the command line. ``is_own``: a file of the user's may name code.
     """
 
     model: type[T]
