@@ -49,11 +49,11 @@ def behind_prompt(
     prompt: Sequence[int] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[Piece]:
-    """The pieces of an assistant's text as they stand behind a prompt.
+    """Return the pieces of an assistant's text as they stand behind a prompt.
 
-    A block of thinking that the prompt has opened is not opened twice. An answer that does not think closes it first,
-    and gets what the chat template writes before an answer (the name of a channel). Of untrusted pieces the tags of
-    an assistant become trusted.
+    A block of thinking that the prompt has opened is not opened twice; an answer that does not think closes it first,
+    and gets what the chat template writes before an answer. Of untrusted pieces the tags of an assistant become
+    trusted.
 
     Args:
         prompt: its ids; none where the text stands alone.

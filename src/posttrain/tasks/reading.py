@@ -193,13 +193,12 @@ def shown(value: Any) -> str:
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
-    """The rows of a file with one of ``SUFFIXES``, in order.
+    """Read the rows of a file with one of ``SUFFIXES``, in order.
 
     Blank lines of a jsonl file are no rows. A json file is a list of rows (or has one to a line); a csv or tsv file has
-    the keys in its first line, and an empty cell is a key that the row does not have. A relative path that is not
-    there is looked for in the folder POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``)
-    and ``#N``, is a data set on the hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no
-    more is downloaded. ``hf:NAME/FILE`` is one file of it, which is downloaded once.
+    the keys in its first line, and an empty cell is a missing key. A relative path that is not there is looked for in
+    the folder POSTTRAIN_DATA. ``hf:NAME[:CONFIG][@SPLIT]`` is a data set on the hub or a local folder of one; with
+    ``#N`` its first N rows are streamed. ``hf:NAME/FILE`` is one file of it.
 
     Raises:
         DataNotThere: no such file or data set.

@@ -107,9 +107,9 @@ _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 class Bounds:
     """Limits of a program with all processes that it starts.
 
-    ``memory_bytes`` is divided by ``processes`` (threads count too): each may use so much address space, so that the
-    sum holds on every machine. ``cpu_seconds`` is per process, ``file_bytes`` per file, ``open_files`` per process;
-    ``disk_bytes`` of all files holds in bubblewrap alone. Output beyond ``output_bytes`` is read and thrown away.
+    ``memory_bytes`` is divided by ``processes`` (threads count too). ``cpu_seconds`` and ``open_files`` are per
+    process, ``file_bytes`` per file; ``disk_bytes`` of all files holds in bubblewrap alone. Further output is thrown
+    away.
     """
 
     cpu_seconds: int = 10
