@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.graders.answers import tagged_response
-from posttrain.graders.grading import Submission, Verdict, is_blank, only_seen
+from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.registry import Entry, explain_validation, register, suggest
 from posttrain.tasks.base import Task
 from posttrain.tasks.reader import Dropped, TestSplit, collect, reads_rows
@@ -460,6 +461,21 @@ def ifeval(submission: Submission) -> Verdict:
         "prompt_loose": float(all(loose)),
     }
     return Verdict("right" if all(strict) else "wrong", response.strip(), facts)
+
+
+# Without ink: Hangul fillers, the Braille cell without dots, a note without a head, stand-ins for objects and bytes.
+FILLERS = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
+
+
+def only_seen(text: str) -> str:
+    """Return the text without zero-width characters, soft hyphens and controls; fillers become spaces.
+
+    So what is counted in it is what a reader sees: "wo\\u200brd" is one word.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    kept = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+    return "".join(" " if c in FILLERS else c for c in kept)
 
 
 def follow(

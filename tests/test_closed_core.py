@@ -19,7 +19,6 @@ NAMED = {
     "graders.answers",
     "graders.grading",
     "graders.numeric",
-    "rewards.calling",
     "rewards.words",
     "tasks.base",
     "tasks.stories.families",

@@ -162,7 +162,7 @@ except UnknownWord as error:
 assert not any(m.startswith("posttrain.tasks") for m in sys.modules)
 registry.find("task", "gsm8k")
 assert "posttrain.tasks.stories" not in sys.modules
-assert "posttrain.tasks.verifiable.mmlu" not in sys.modules
+assert "posttrain.tasks.preferences" not in sys.modules
 print(*registry.names("advantage"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -73,7 +73,8 @@ def measure(folder: Path) -> tuple[dict[str, Size], list[tuple[int, str]]]:
     """Return the sizes by package, and (lines, path) of every file."""
     sizes: dict[str, Size] = {}
     files: list[tuple[int, str]] = []
-    paths = sorted(p for p in folder.rglob("*") if p.suffix in COUNTED and not {"tiny", "tiny-sft"} & {*p.relative_to(folder).parts})
+    embedded = {"tiny", "tiny-sft"}
+    paths = sorted(p for p in folder.rglob("*") if p.suffix in COUNTED and not embedded & set(p.parts))
     for path in paths:
         parts, place = path.relative_to(folder).parts, str(path.relative_to(ROOT))
         size = sizes.setdefault(parts[0] if len(parts) > 1 else "ground", Size())

@@ -14,7 +14,8 @@ from posttrain.errors import UsageError
 from posttrain.randomness import derive_key, permutation
 from posttrain.render import Template, decode_response, encode_prompt
 from posttrain.render.encoding import markers_of
-from posttrain.tasks.reader import Dropped, answer_text
+from posttrain.tasks.hh_rlhf import answer_text
+from posttrain.tasks.reader import Dropped
 from posttrain.types import Example, Message
 
 TOO_LONG = "the prompt does not fit into the model's context"

@@ -31,11 +31,13 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 INTERRUPTED = 130  # the exit code after Ctrl-C
-MOST_LETTERS = 100  # of a name that is compared with others, for the time of it grows with the square
+MOST_LETTERS = 100  # of a name that is compared with others
+MOST_LETTERS_OF_SHORT, LEAST_LETTERS_OF_PART, LEAST_LIKENESS = 4, 3, 0.65
 # Names that are no more, with what to use instead. Commands and their options are named with ``posttrain``.
 GONE = {
     "knights_and_knaves": "the task reasoning_gym with dataset: knights_knaves, and its grader scored",
@@ -116,6 +118,8 @@ GONE = {
     "task.hub_split": "task.path: hf:NAME@SPLIT",
     "prm800k.step_separator": "the defaults: a new line stands between two steps",
     "math_shepherd.step_separator": "the defaults: a new line stands between two steps",
+    "task.strip_thinking": "rows without the thinking, or hh_rlhf, which has this option",
+    "reward_model.bits": "the weights as they were trained; `posttrain evaluate` measures a quantized copy",
     "jsonl.meta_keys": "the defaults: all keys of a row are in meta",
     "mmlu.shots": "contrib/lm_eval_harness.py, or a file of such prompts (jsonl)",
     "mmlu.dev_path": "contrib/lm_eval_harness.py, or a file of such prompts (jsonl)",
@@ -193,47 +197,34 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Which known name was meant: the one that takes the fewest slips, if these are few; None if none is near.
+    """Return the known name that was probably meant, or None.
 
-    A slip is a letter that is wrong, too many or missing, or two that are swapped (Levenshtein's distance with
-    neighbours swapped); case and the kind of separator are none. A third of the letters may be wrong, and one more
-    where the names begin alike. The begin of a name, or some of its words, are less than a slip away from it.
+    Names are compared by the share of common letters (``difflib``), without case and kind of separators. Swapped
+    letters, the begin of a name and some of its words count more; short names must begin alike.
     """
-    measured = ((_slips(name, other), other) for other in known)
-    return min(((slips, other) for slips, other in measured if slips is not None), default=(None, None))[1]
+    found, closest = None, LEAST_LIKENESS
+    wanted = _spelled(name)
+    for other in sorted(known):
+        text = _spelled(other)
+        if not wanted or not text or max(len(name), len(other)) > MOST_LETTERS:
+            continue
+        words, others = set(wanted.split("_")), set(text.split("_"))
+        likeness = SequenceMatcher(None, wanted, text, autojunk=False).ratio()
+        if sorted(wanted) == sorted(text):
+            likeness = max(likeness, 0.9) + 0.05
+        elif len(wanted) <= MOST_LETTERS_OF_SHORT and wanted[0] != text[0]:
+            likeness = 0.0
+        is_part = text.startswith(wanted) or words <= others
+        is_whole = (wanted.startswith(text) and 2 * len(text) >= len(wanted)) or others <= words
+        if min(len(wanted), len(text)) >= LEAST_LETTERS_OF_PART and (is_part or is_whole):
+            likeness = max(likeness, 0.88 if is_part else 0.86)
+        if likeness > closest:
+            found, closest = other, likeness
+    return found
 
 
-def _slips(name: str, other: str) -> tuple[float, int, int] | None:
-    """How far the names are apart: slips, and what decides between equals: letters begun alike (negative), lengths."""
-    a, b = (_SEPARATORS.sub("_", text[: MOST_LETTERS + 1].lower()).strip("_") for text in (name, other))
-    longest, shortest = max(len(a), len(b)), min(len(a), len(b))
-    if not 0 < shortest <= longest <= MOST_LETTERS:
-        return None
-    alike = next((i for i, (mine, theirs) in enumerate(zip(a, b, strict=False)) if mine != theirs), shortest)
-    is_swapped = sorted(a) == sorted(b)  # the commonest slip
-    allowed = max(1, longest // 3 + (2 * alike >= longest)) if longest > 3 or a[0] == b[0] or is_swapped else 0
-    words, others = (sorted(text.split("_")) for text in (a, b))
-    ways: list[float] = [_changes(a, b) - is_swapped / 2, _changes("_".join(words), "_".join(others)) + 0.5]
-    ways = [way for way in ways if way <= allowed]
-    if shortest >= 3 and (b.startswith(a) or {*words} <= {*others}):
-        ways.append(0.5)
-    if shortest >= 3 and ((a.startswith(b) and 2 * len(b) >= len(a)) or {*others} <= {*words}):
-        ways.append(1.5)
-    return (min(ways), -alike, longest - shortest) if ways else None
-
-
-def _changes(a: str, b: str) -> int:
-    """Letters to change, to add, to leave out, and neighbours to swap, from one text to the other."""
-    before: list[int] = []
-    last = list(range(len(b) + 1))
-    for i, letter in enumerate(a):
-        row = [i + 1]
-        for j, other in enumerate(b):
-            row.append(min(last[j + 1] + 1, row[j] + 1, last[j] + (letter != other)))
-            if i and j and (letter, a[i - 1]) == (b[j - 1], other):
-                row[-1] = min(row[-1], before[j - 1] + 1)
-        before, last = last, row
-    return last[-1]
+def _spelled(name: str) -> str:
+    return _SEPARATORS.sub("_", name[: MOST_LETTERS + 1].lower()).strip("_")
 
 
 class PosttrainError(Exception):
@@ -303,7 +294,7 @@ class MissingExtra(UsageError):
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra to this installation: from its checkout, or from where it was installed."""
+    """Return the command that adds an extra to this installation: from its checkout, or from where it was installed."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").is_file():
         place = "." if checkout == Path.cwd() else str(checkout)

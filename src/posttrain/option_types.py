@@ -222,13 +222,13 @@ def server_address(
 
 
 def key_for(url: str, where: str, variable: str) -> str | None:
-    """The key in the environment ``variable``, if the server at ``url`` may have it: it is on this machine, or named.
+    """Return the key in the environment ``variable``, if the server at ``url`` may have it.
 
-    A recipe may be a stranger's, and names its own server: that alone sends no key there. The environment says where
-    one may go, beside it: ``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, a host or several with commas between them.
+    A recipe may be from anyone and names its own server: a key goes to this machine, or to the hosts that the
+    environment names beside it (``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, commas between them).
 
     Raises:
-        UsageError: there is a key, and it is not said that it may go there.
+        UsageError: there is a key, and it may not go there.
     """
     key, host = os.environ.get(variable), server_address(url, where, variable)[1]
     allowed = f"{variable.removesuffix('_KEY')}_HOST"

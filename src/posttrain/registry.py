@@ -48,7 +48,7 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
         "posttrain.engines.judging": "judge",
-        "posttrain.reward_models.reward": "reward_model",
+        "posttrain.reward_models.scoring": "reward_model",
     },
     "grader": {
         "posttrain.graders.numeric": "exact numeric",
@@ -62,11 +62,9 @@ HOMES: dict[str, dict[str, str]] = {
     "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
         "posttrain.tasks.stories.task": "stories",
-        "posttrain.tasks.verifiable.mathematics": (
-            "aime24 aime25 amc gsm8k math math500 minerva_math olympiad_bench svamp"
+        "posttrain.tasks.verifiable.suites": (
+            "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench svamp"
         ),
-        "posttrain.tasks.verifiable.mmlu": "mmlu",
-        "posttrain.tasks.verifiable.programs": "humaneval mbpp",
         "posttrain.tasks.jsonl": "jsonl",
         "posttrain.tasks.preferences": "preferences ultrafeedback",
         "posttrain.tasks.hh_rlhf": "hh_rlhf",

@@ -28,10 +28,10 @@ TRUNCATED: tuple[Finish, ...] = ("length", "out_of_turns", "tool_failed")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+    """One message of a conversation. ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
 
-    ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools, whose results are the
-    messages of the role ``tool`` that follow. ``is_trained``: False where a row says so of a message.
+    ``reasoning``: the thinking before the content, where a row has it apart. ``calls``: of tools; the messages of the
+    role ``tool`` that follow are their results. ``is_trained``: False where a row says so.
     """
 
     role: str
@@ -51,11 +51,9 @@ class Message:
 class Response:
     """A given answer to an example's messages, with what is known about its worth.
 
-    ``score``: higher is better; of a preference pair the chosen one has the higher score, of a
-    judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (one class index per
-    step, None where a step has no label) are for process supervision; ``text`` is then the steps joined. With an
-    ``answer``, ``text`` is the reasoning alone, and the template writes both as it writes a demonstration.
-    ``ids``: the sampled tokens, where the text encodes to others; used where they decode to the text.
+    ``score``: higher is better; of a judged answer 1 is desirable and 0 is not. ``steps`` and ``step_labels`` (a class
+    each, None without a label) are for process supervision; ``text`` is then the steps joined. With an ``answer``,
+    ``text`` is the reasoning alone. ``ids``: the sampled tokens, used where they decode to the text.
     """
 
     text: str
@@ -68,19 +66,19 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One item of a task; serves SFT, preferences, reinforcement learning and evaluation alike.
+    """One item of a task, for SFT, preferences, reinforcement learning and evaluation.
 
-    ``id`` is unique and stable within its task (``stories/train/17``). ``answer`` is the gold
-    answer as text; ``solution`` the worked reasoning that leads to it, without the answer line
-    (None: no working known; a demonstration then answers at once). ``demonstration`` is a whole response to imitate, in
-    place of both: with its answer, and maybe with tags. ``turns`` come before the answer in a demonstration that uses
-    tools: in each what is written, the calls that follow it (their arguments as a JSON object), and what they returned.
-    ``responses`` are given answers
-    with their worth: a pair's chosen and rejected, a judged answer, labelled solutions. ``grader``: the word
-    that says whether an answer is right (``posttrain explain grader``). ``conversation``: of a row of messages that
-    ends with the assistant's, all of them; ``messages``, ``turns`` and ``demonstration`` are then its parts.
-    ``variables``: what the row passes to the chat template, such as its ``tools``. ``margin``: of a pair, where the row
-    states one; otherwise it is the difference of the scores.
+    Attributes:
+        id: unique and stable within its task (``stories/train/17``).
+        answer: the gold answer; ``solution``: the worked reasoning that leads to it, without the answer line.
+        responses: given answers with their worth: a pair, judged answers, labelled solutions.
+        grader: the component that says whether an answer is right.
+        demonstration: a whole response to imitate, in place of answer and solution.
+        turns: before the answer in a demonstration that uses tools.
+        conversation: all messages of a row that ends with the assistant's; ``messages``, ``turns`` and
+            ``demonstration`` are then its parts.
+        variables: what the row passes to the chat template, such as its ``tools``.
+        margin: of a pair whose row states it; otherwise the difference of the scores.
     """
 
     id: str
@@ -99,12 +97,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for one prompt.
+    """The sampled answer to one prompt.
 
-    ``ids`` includes the end token when ``finish`` is ``stop``; ``logprobs`` (fp32 values, one per
-    id) are taken at the sampling temperature, over the distribution before truncation by top-k
-    or top-p. ``version``: how many updates the weights that drew the tokens had had. ``own``: of several turns, which
-    ids the model wrote; the others are what an environment said between them, with log-probability 0. None: all.
+    ``ids`` include the end token when ``finish`` is ``stop``. ``logprobs`` (fp32, one per id) are taken at the sampling
+    temperature, before truncation by top-k or top-p. ``version``: number of updates of the weights that drew them.
+    ``own``: of several turns, which ids the model wrote; the environment's have log-probability 0. None: all.
     """
 
     ids: tuple[int, ...]
@@ -159,12 +156,10 @@ class Turn:
 class Rollout:
     """A completion with its text, its reward parts (unweighted) and their weighted sum.
 
-    ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) followed by the
-    decoded completion without its end token. ``extracted`` is the answer that was graded (None: none was
-    found) and ``outcome`` what the grader said (``right``, ``wrong``, ``no_answer``, ``ungraded``, ``timeout``,
-    ``crash``). ``turns``: with an environment, all that were taken (``text`` is the last). ``failures``: why the
-    environment failed, each time that it did; one that failed to the end (finish ``environment_failed``) is no sample
-    of anything.
+    ``text`` is what graders see: the template's opening (``<think>`` for r1_zero) and the decoded completion without
+    its end token. ``extracted``: the answer that was graded. ``outcome``: the grader's verdict (``right``, ``wrong``,
+    ``no_answer``, ``ungraded``, ``timeout``, ``crash``). ``turns``: with an environment, all of them (``text`` is the
+    last). ``failures``: of the environment; one that failed to the end is no sample of anything.
     """
 
     example: Example
@@ -209,11 +204,10 @@ class Sample:
 class Batch:
     """Rows of equal padded length T.
 
-    tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix
-    ``int64 [B]``; streams: ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the
-    aggregation over the whole optimizer batch): ``float32 [B, T]`` for token objectives, ``[U]``
-    for unit ones. ``rows_per_unit``: 1, or 2 where rows come in pairs, chosen (even rows) then
-    rejected (odd rows); the rows of a unit always stay together and in order.
+    tokens ``int64 [B, T]``; lengths ``int64 [B]``; mask ``bool [B, T]``; group, prefix ``int64 [B]``; streams:
+    ``float32 [B, T]``, ``[B]`` or ``[B, T, K]``; weights (set by the aggregation over the whole optimizer batch):
+    ``float32 [B, T]`` for token objectives, ``[U]`` for unit ones. ``rows_per_unit``: 1, or 2 where rows are pairs,
+    chosen then rejected; the rows of a unit stay together and in order.
     """
 
     tokens: Tensor
@@ -294,14 +288,12 @@ def _moved(x: Tensor, device: Any) -> Tensor:
 
 @dataclass(slots=True)
 class Outputs:
-    """What the forward pass gives an objective.
+    """The forward pass's results for an objective.
 
-    logprobs ``float32 [B, T]``, zero where the mask is False (everywhere, where the model is only a
-    scorer); entropy ``float32 [B, T]`` of the distribution that each token was drawn from (no
-    gradient unless the objective asks for it). scores ``float32 [B, T]`` (``[B, T, C]`` for C
-    classes), zero where the mask is False: of a value head, the value of the state *before* token
-    t; of a reward head, the score read *at* token t. candidate_logprobs ``float32 [B, T, K]``:
-    log-probabilities of the tokens in the stream ``teacher_ids`` at each position.
+    logprobs ``float32 [B, T]``, zero where the mask is False; entropy ``float32 [B, T]`` of the distribution of each
+    token (no gradient unless the objective asks for it). scores ``float32 [B, T]`` (``[B, T, C]`` for C classes): of a
+    value head, the value of the state *before* token t; of a reward head, the score read *at* token t.
+    candidate_logprobs ``float32 [B, T, K]`` of the tokens in the stream ``teacher_ids``.
     """
 
     logprobs: Tensor
@@ -312,11 +304,9 @@ class Outputs:
 
 @dataclass(slots=True)
 class Loss:
-    """What an objective returns: it never reduces.
+    """The values of an objective, which never reduces: ``[B, T]`` for token objectives, ``[U]`` for rows and pairs.
 
-    values: ``[B, T]`` for token objectives, ``[U]`` for row (U = B) and pair (U = B / 2) objectives.
-    metrics: tensors of the shape of ``values`` (averaged by the loop over all trained tokens or
-    units of the optimizer batch, in float64, over all micro-batches).
+    metrics: tensors of the same shape, averaged over all trained tokens or units of the optimizer batch in float64.
     """
 
     values: Tensor

@@ -1,16 +1,11 @@
 """Untrusted text and code: what a model wrote, and what a run, a recipe or a data file says.
 
-Text: a control character could move the cursor, write the clipboard or answer in the user's name; one that turns the
-reading direction or has no width could hide text. ``harmless`` writes such characters out (``\\x1b``); ``guard_output``
-puts it between ``print`` and the standard streams. In Markdown, text is never markup, HTML or a link (``plain``,
-``paragraph``, ``bullets``, ``code``).
+Text: control characters and those that turn the reading direction or have no width are written out (``harmless``),
+also on the standard streams (``guard_output``). In Markdown it is never markup, HTML or a link.
 
-Code: a run may come from anywhere, so opening one imports nothing. A name of the form ``module:function`` is imported
-only if it was allowed: by the command line (``--objective mine:surprised``, ``--allow-code mine:surprised``; looked for
-in the working directory), or by a recipe file that the user trains (looked for next to that file first). The Python of
-a model (``trust_remote_code``) runs only with ``--trust-remote-code``.
-
-``kind_of_file`` is called before a path is opened: a pipe never ends, and a name may be too long.
+Code: opening a run imports nothing. A ``module:function`` is imported only if the command line allowed it
+(``--objective mine:surprised``, ``--allow-code mine:surprised``), or a recipe file that the user trains. The Python of
+a model runs only with ``--trust-remote-code``.
 """
 
 from __future__ import annotations

@@ -108,28 +108,6 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ScriptedE
     return after
 
 
-def test_an_interrupted_evaluation_goes_on(
-    evaluate: Callable[..., int],
-    interrupt: Callable[[int], list[ScriptedEngine]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ("--template", "plain", "--samples", "2", "--batch", "4")
-    texts = ("It is 3.", "It is 2.", "No idea.")
-    assert evaluate(*arguments, "--out", str(tmp_path / "whole"), texts=texts) == 0
-    interrupt(2)
-    assert evaluate(*arguments, texts=texts) == 130
-    assert "continue with the same command" in capsys.readouterr().err
-    out = tmp_path / "out"
-    assert not (out / "results.json").exists()
-    assert len((out / "unfinished.jsonl").read_text().splitlines()) == 1 + 4
-    used = interrupt(-1)
-    assert evaluate(*arguments, texts=texts) == 0
-    assert "goes on after 4 items" in capsys.readouterr().out
-    assert [len(prompts) for prompts, _, _ in used[-1].calls] == [2]  # the last two items alone
-    assert (out / "items.jsonl").read_text() == (tmp_path / "whole" / "items.jsonl").read_text()
-
-
 def test_what_was_asked_otherwise_is_kept_beside_it(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

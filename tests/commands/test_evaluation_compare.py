@@ -79,13 +79,10 @@ def test_what_cannot_be_compared(
     assert evaluate("tiny", "--out", "a") == 0
     assert evaluate("tiny", "--out", "short", "--max-tokens", "3") == 0
     assert evaluate("tiny", "--out", "few", "--n", "5") == 0
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "unfinished.jsonl").write_text("{}")
     for arguments, message in (
         (["a", "short"], "not measured alike (max_tokens: 256 and 3)"),
         (["a", "few"], "7 are in A alone and 0 in B alone"),
         (["a", "tiny"], "a is the folder of an evaluation, tiny is not"),
-        (["a", "unfinished"], "unfinished/results.json: no evaluation was finished here"),
         (["a", "short", "few"], "not 3"),
         (["tiny", "nowhere/at/all", "--task", "stories"], "'nowhere/at/all': no such run or folder"),
     ):

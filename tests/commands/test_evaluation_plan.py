@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main, parse
-from posttrain.commands.evaluate.command import SECTIONS
+from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.options import words_of
 from posttrain.errors import UsageError

@@ -61,8 +61,12 @@ def is_grading(run: Path, processes: list[psutil.Process]) -> bool:
 
 
 def is_sampling(run: Path, processes: list[psutil.Process]) -> bool:
-    """Return whether the last trial, an evaluation, has opened its records."""
-    return any(run.glob("chosen/*/unfinished.jsonl"))
+    """Return whether the last trial, an evaluation, is at work."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if "evaluate" in process.cmdline():
+                return True
+    return False
 
 
 def start(folder: Path, content: dict[str, Any]) -> subprocess.Popen[bytes]:

@@ -12,13 +12,13 @@ import pytest
 from made_up_items import make_item, make_items
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.files import (
-    EvaluationStore,
     finished_before,
     folder_of_its_own,
     read_finished,
     refuse_other,
     settings_replaced,
     weights_mark,
+    write_evaluation,
 )
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.items import Item, write_items
@@ -26,45 +26,14 @@ from posttrain.evals.items import Item, write_items
 SETTINGS = {"model": "tiny", "samples": 2, "ks": (1, 2)}
 
 
-def recorded(folder: Path, *batches: list[Item], settings: dict[str, Any] = SETTINGS) -> EvaluationStore:
-    """An interrupted evaluation."""
-    store = EvaluationStore(folder, settings)
-    for batch in batches:
-        store.record(batch)
-    return store
-
-
-def test_an_interrupted_evaluation_knows_its_whole_lines(tmp_path: Path) -> None:
-    items = make_items(["rw", "rr", "wn"])
-    recorded(tmp_path, items[:2], items[2:])
-    assert EvaluationStore(tmp_path, SETTINGS).known == dict(enumerate(items))
-    path = tmp_path / "unfinished.jsonl"
-    content = path.read_bytes()
-    path.write_bytes(content[:-5])  # a kill has torn the last line
-    again = EvaluationStore(tmp_path, SETTINGS)
-    assert again.known == dict(enumerate(items[:2]))
-    again.record(items[2:])
-    assert path.read_bytes() == content
-    path.write_bytes(content[:20])
-    assert EvaluationStore(tmp_path, SETTINGS).known == {}
-    path.write_bytes(content.replace(b'"index"', b'"indexx"'))
-    assert EvaluationStore(tmp_path, SETTINGS).known == {}
-
-
-def test_other_settings_or_a_finished_evaluation_begin_anew(tmp_path: Path) -> None:
-    recorded(tmp_path, make_items(["rw"]))
-    assert EvaluationStore(tmp_path, SETTINGS | {"samples": 3}).known == {}
-    recorded(tmp_path, make_items(["rw"]))
-    for name in ("results.json", "summary.md", "items.jsonl"):
-        (tmp_path / name).write_text("{}")
-    assert EvaluationStore(tmp_path, SETTINGS).known == {}
-    assert [path.name for path in tmp_path.iterdir()] == ["unfinished.jsonl"]  # no old figures beside new answers
+def write(folder: Path, items: list[Item], settings: dict[str, Any] = SETTINGS) -> None:
+    evaluation = Evaluation("sums/test", {"n": 2.0}, [], items, {"level": {}}, {"sampling_seconds": 0.5})
+    write_evaluation(folder, settings, evaluation, lambda one, settings, environment: f"{one.name} {settings['ks']}")
 
 
 def test_a_finished_evaluation_leaves_three_files(tmp_path: Path) -> None:
     items = make_items(["rw", "rr"])
-    evaluation = Evaluation("sums/test", {"n": 2.0}, [], items, {"level": {}}, {"sampling_seconds": 0.5})
-    recorded(tmp_path, items[:1]).finish(evaluation, lambda one, settings, environment: f"{one.name} {settings['ks']}")
+    write(tmp_path, items)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["items.jsonl", "results.json", "summary.md"]
     assert (tmp_path / "summary.md").read_text() == "sums/test (1, 2)"
     finished = read_finished(tmp_path)
@@ -102,16 +71,14 @@ def test_the_place_of_a_server_does_not_decide_about_answers(tmp_path: Path) -> 
         SETTINGS | {"engine": {"name": "vllm", "url": url, "checkpoint": model}}
         for url, model in (("http://a:1", "m"), ("http://b:2", "m"), ("http://a:1", "n"))
     )
-    recorded(tmp_path, make_items(["rw"]), settings=here)
+    write(tmp_path, make_items(["rw"]), settings=here)
     assert settings_replaced(tmp_path, there) == []
     assert settings_replaced(tmp_path, other) == ["engine"]
-    assert len(EvaluationStore(tmp_path, there).known) == 1
-    assert EvaluationStore(tmp_path, other).known == {}
 
 
 def test_what_is_replaced_is_named(tmp_path: Path) -> None:
     assert settings_replaced(tmp_path / "nothing", SETTINGS) == []
-    recorded(tmp_path, make_items(["rw"]))
+    write(tmp_path, make_items(["rw"]))
     assert settings_replaced(tmp_path, SETTINGS) == []
     assert settings_replaced(tmp_path, {"model": "tiny", "samples": 3, "ks": (1, 3)}) == ["samples", "ks"]
     finished = '{"evaluation": "sums/test", "results": {"n": 1.0}, "settings": {"samples": 2, "ks": [1, 3]}}'

@@ -136,29 +136,11 @@ def test_answers_do_not_depend_on_batches_nor_on_what_else_is_asked(tokenizer, g
     assert [[s.text for s in item.samples] for item in fewer.items] == [row[:2] for row in texts]
 
 
-def test_what_is_known_is_not_asked_again(tokenizer, grader) -> None:
-    task = make_task(6)
-    whole, _ = drawn(tokenizer, grader, task, CHOICES, samples=2)
-    known = {i: whole.items[i] for i in (0, 3)}
-    rest, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=known)
-    assert len(engine.calls[0][0]) == 4
-    assert rest.items == whole.items
-    assert rest.results["accuracy"] == whole.results["accuracy"]
-    assert rest.timing["generated_tokens"] < whole.timing["generated_tokens"]  # of this call alone
-    other = {0: whole.items[1], 2: replace(whole.items[2], samples=whole.items[2].samples[:1]), 99: whole.items[0]}
-    assert drawn(tokenizer, grader, task, CHOICES, samples=2, known=other)[0].items == whole.items  # none is used
-    done, engine = drawn(tokenizer, grader, task, CHOICES, samples=2, known=dict(enumerate(whole.items)))
-    assert engine.calls == []
-    assert done.items == whole.items
-
-
-def test_batches_are_recorded_and_told_as_they_come(tokenizer, grader) -> None:
-    recorded, told = [], []
-    evaluation, _ = drawn(
-        tokenizer, grader, make_task(5, long=(4,)), CHOICES, batch=2, record=recorded.append, observe=told.append
-    )
-    assert [[item.index for item in batch] for batch in recorded] == [[0, 1], [2, 3]]
-    assert evaluation.rollouts == []  # they are not kept as well
+def test_batches_are_told_as_they_come(tokenizer, grader) -> None:
+    told = []
+    task = make_task(5, long=(4,))
+    evaluation, _ = drawn(tokenizer, grader, task, CHOICES, batch=2, observe=told.append)
+    assert len(evaluation.rollouts) == 4
     assert [(a.phase, a.num_done, a.num_items) for a in told] == [("sampling", 3, 5), ("sampling", 5, 5)]
     assert told[-1].num_right == sum(item.share for item in evaluation.items)
     assert told[-1].num_tokens == sum(s.num_tokens for item in evaluation.items for s in item.samples)

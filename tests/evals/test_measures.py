@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from made_up_items import make_item, make_items, make_sample
-from posttrain.evals.items import Item
-from posttrain.evals.measures import break_down, summarize
+from posttrain.evals.items import Item, break_down, summarize
 from posttrain.evals.statistics import wilson_interval
+from posttrain.tasks.base import Task
 
 FOUR = ["rrrr", "rrww", "rwwn", "wwww"]  # 4, 2, 1, 0 of 4 right
 
@@ -106,7 +106,7 @@ def test_lengths_outcomes_and_facts() -> None:
         for sample in samples
     ]
     items = [Item(f"made/{i}", i, "?", "1", {}, (s,)) for i, s in enumerate(samples)]
-    results = summarize(items, worked=lambda text: text == "", own_parts=("correct", "xml"))
+    results = summarize(items, Task("made", "test", (), worked=lambda text: text == ""), format_part="xml")
     assert (results["truncated"], results["grading_failures"], results["accuracy"]) == (0.1, 0.1, 0.9)
     assert (results["num_tokens_p50"], results["num_tokens_p90"], results["num_tokens_max"]) == (5.0, 9.0, 40.0)
     assert results["num_tokens"] == 8.5

@@ -9,7 +9,7 @@ import pytest
 from made_up_items import make_items
 from posttrain.errors import UsageError
 from posttrain.evals.items import Item
-from posttrain.evals.paired import compare_items, pair_items, settings_apart
+from posttrain.evals.tables import compare_items, pair_items, settings_apart
 
 A = ["r"] * 4 + ["r"] * 1 + ["w"] * 3 + ["n"] * 2  # 5 of 10
 B = ["r"] * 4 + ["w"] * 1 + ["r"] * 3 + ["w"] * 2  # 7 of 10

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.evals.ranking import (
+from posttrain.evals.statistics import (
     area_under_curve,
     best_of_n,
     first_error,

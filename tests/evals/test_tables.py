@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from made_up_items import make_items
 from posttrain.evals.generation import Evaluation
-from posttrain.evals.items import Item
-from posttrain.evals.measures import break_down, summarize
+from posttrain.evals.items import Item, break_down, summarize
 from posttrain.evals.tables import Row, kind_tables, notes_on, results_table, to_markdown
 from posttrain.reports.evaluation import write_page
 

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from posttrain.evals.ranking import majority_at_k, vote_key
+from posttrain.evals.statistics import majority_at_k, vote_key
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from posttrain.graders.numeric import exact, is_number, numeric
 from posttrain.graders.scored import task_score
 from posttrain.recipes.recipe import load_recipe
 from posttrain.render.words import plain
-from posttrain.rewards.calling import bind_reward
-from posttrain.rewards.words import correct, overlong
+from posttrain.rewards.words import bind_reward, correct, overlong
 
 
 def outcome(extracted: str | None, answer: str | None, **options: float) -> str:

@@ -12,9 +12,8 @@ from model_templates import tokenizer_of
 from posttrain.environments.calls import read_calls
 from posttrain.environments.tools import make_tool
 from posttrain.recipes.sections import Word
-from posttrain.render.assistant import decode_response, encode_answer
+from posttrain.render.assistant import decode_response, encode_answer, encode_turn
 from posttrain.render.calls import TAGGED
-from posttrain.render.replies import encode_turn
 from posttrain.render.template import build_template, encode_prompt
 from posttrain.render.template_calls import call_form
 from posttrain.types import Call, Message, Turn

@@ -50,11 +50,11 @@ def test_json_with_one_object_to_a_line_is_read_by_lines(tmp_path: Path) -> None
     [
         ('{"data": [1]}', r"x\.json: the file is one dict, and a \.json file is a list of rows.*Take the list out"),
         ('[{"a": 1}, 7]', r"x\.json:2: row 2 must be one JSON object; got 7 \(int\)"),
-        ('[{"a": 1} {"a": 2}]', r"x\.json:1: not JSON: a comma or the end of the list must follow row 1"),
-        ('[{"a": 1}, {"a": ', r"x\.json:2: row 2 is not usable JSON"),
-        ('[{"a": 1, "a": 2}]', r"x\.json:1: .*the key 'a' stands twice"),
-        ('[{"a": 1}] x', "something follows the list of rows"),
-        ('[{"a": 1}', "a comma or the end of the list must follow row 1"),
+        ('[{"a": 1} {"a": 2}]', "not usable JSON: Expecting ',' delimiter"),
+        ('[{"a": 1}, {"a": ', "not usable JSON: Expecting value"),
+        ('[{"a": 1, "a": 2}]', "the key 'a' stands twice"),
+        ('[{"a": 1}] x', "not usable JSON: Extra data"),
+        ('[{"a": 1}', "not usable JSON: Expecting ',' delimiter"),
         ("[" * 100_000, "not usable JSON"),
     ],
 )

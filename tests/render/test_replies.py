@@ -9,7 +9,7 @@ import pytest
 from posttrain import registry
 from posttrain.errors import UsageError
 from posttrain.render import Template, encode_plain, encode_prompt
-from posttrain.render.replies import reply_frame
+from posttrain.render.assistant import reply_frame
 from posttrain.types import Message
 
 # Chat templates of the common kinds, written anew: what differs between them is how turns and results are marked.

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from posttrain import registry
-from posttrain.cli import main
 from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import load_recipe
-from posttrain.reward_models import reward as module
+from posttrain.reward_models import scoring as module
 from posttrain.reward_models.scoring import load_reward_model
-from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.words import bind_reward
 from posttrain.types import Example, Message
 from small_runs import make_recipe, run, steps_of
 
@@ -67,18 +66,6 @@ def test_normalized_scores_of_the_held_out_answers_have_mean_0_and_deviation_1(j
     assert statistics.stdev(map(scale, scores)) == pytest.approx(1.0, abs=1e-5)
     plain, normal = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], normalize=True)
     assert normal == pytest.approx([(s - scale.mean) / scale.std for s in plain])
-
-
-def test_the_quantized_copy_scores_almost_alike(judge: str, capsys: pytest.CaptureFixture) -> None:
-    pytest.importorskip("bitsandbytes")
-    with pytest.raises(UsageError, match="no copy in 8 bits beside the weights of step 3"):
-        values(judge, TEXTS[:2], bits=8)
-    assert main(["quantize", judge, "--bits", "8", "--task", "small_runs:judged_sums"]) == 0, capsys.readouterr().err
-    plain, coarse = values(judge, TEXTS[:2]), values(judge, TEXTS[:2], bits=8)
-    assert coarse != plain
-    assert coarse == pytest.approx(plain, abs=0.05)
-    with pytest.raises(UsageError, match="bits"):
-        word(judge, bits=3)
 
 
 def test_a_turn_that_the_policy_ended_has_its_end_token_however_the_episode_ended(judge: str) -> None:

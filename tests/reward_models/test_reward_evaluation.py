@@ -12,12 +12,16 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.errors import UsageError
-from posttrain.evals.ranking import area_under_curve
-from posttrain.evals.statistics import paired_bootstrap, sigmoid, wilson_interval
+from posttrain.evals.statistics import area_under_curve, paired_bootstrap, sigmoid, wilson_interval
 from posttrain.models.sources import TINY
 from posttrain.reports.reward_model import difference_tables, shared_verdicts
-from posttrain.reward_models.evaluation import evaluate_reward_model
-from posttrain.reward_models.measures import RewardEvaluation, add_share, break_down, effective_number
+from posttrain.reward_models.evaluation import (
+    RewardEvaluation,
+    add_share,
+    break_down,
+    effective_number,
+    evaluate_reward_model,
+)
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Message, Response
 

@@ -14,7 +14,7 @@ import torch
 
 from posttrain import registry
 from posttrain.errors import RewardFailure, UnknownWord, UsageError
-from posttrain.rewards.calling import BoundReward, bind_reward
+from posttrain.rewards.words import BoundReward, bind_reward
 from posttrain.untrusted import declare_code
 
 GIVEN: dict[str, Any] = {

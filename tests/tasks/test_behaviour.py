@@ -12,10 +12,11 @@ from given_rows import write_rows
 
 from made_up_items import make_item
 from posttrain.errors import DataError
-from posttrain.evals.measures import summarize
+from posttrain.evals.items import summarize
 from posttrain.evals.statistics import wilson_interval
 from posttrain.evals.tables import Row, results_table
 from posttrain.graders.grading import Submission, grade
+from posttrain.tasks.base import Task
 from posttrain.tasks.behaviour import refusals
 from posttrain.types import Example
 
@@ -45,7 +46,7 @@ def test_refusal_and_over_refusal_are_shares_of_each_kind() -> None:
     assert task.shares is not None
     shares = task.shares([*items, SimpleNamespace(id="x", meta={"kind": "benign"}, samples=[])])
     assert shares == {"refusal": [1.0] * 15 + [0.0] * 5, "over_refusal": [0.5] * 2 + [0.0] * 18}
-    results = summarize([make_item(0, "r")], shares=shares)
+    results = summarize([make_item(0, "r")], Task("made", "test", (), shares=lambda items: shares))
     assert (results["refusal"], results["over_refusal"], results["over_refusal_n"]) == (0.75, 0.05, 20.0)
     assert (results["refusal_low"], results["refusal_high"]) == wilson_interval(15, 20)
     table = results_table([Row("m", None, "refusals", results)])

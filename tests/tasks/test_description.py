@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from posttrain.tasks.base import Task
-from posttrain.tasks.description import describe_task, percentile
+from posttrain.tasks.base import Task, describe_task, percentile
 from posttrain.types import Example, Message, Response
 
 

@@ -11,7 +11,7 @@ from given_rows import fake_hub, needs_data, real_file, write_rows
 
 from posttrain import registry
 from posttrain.errors import DataError, RecipeError, UsageError
-from posttrain.tasks.hh_rlhf import hh_rlhf, merge_turns, parse_turns
+from posttrain.tasks.hh_rlhf import answer_text, hh_rlhf, merge_turns, parse_turns
 from posttrain.tasks.reader import Dropped, prompt_hash
 from posttrain.types import Example, Message, Response
 
@@ -259,3 +259,30 @@ def test_turns_of_one_role_become_one_message() -> None:
     assert merge_turns(said(("H", ""), ("H", "a"))) == said(("H", "a"))
     with pytest.raises(Dropped, match=r"^a blank turn$"):
         merge_turns(said(("H", "a"), ("A", ""), ("A", ""), ("H", "b")))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("It is 5.", "It is 5."),
+        ("  It is 5.\n", "It is 5."),
+        ("<think>2 + 3</think>It is 5.", "It is 5."),
+        ("<think>\n2 + 3\n</think>\n\nIt is 5.\n", "It is 5."),
+        ("<think></think>5", "5"),
+        ("<think>a <think>b</think> c</think>5", "5"),  # what stands behind an inner block is thinking as well
+        ("2 + 3 it is</think>5", "5"),  # opened in the prompt
+        ("a</think>b <think>c</think>5", "b 5"),
+        ("<think>all of it</think>", ""),
+        ("<think>cut off", None),
+        ("<think>a<think>b</think>5", None),
+        ("<thinking>a</thinking>5", "<thinking>a</thinking>5"),
+    ],
+)
+def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: str | None) -> None:
+    assert answer_text(f"{text} ", strip_thinking=False) == f"{text} "
+    if answer:
+        assert answer_text(text, strip_thinking=True) == answer
+        return
+    reason = "a <think> that never closes" if answer is None else "an answer of nothing but thinking"
+    with pytest.raises(Dropped, match=f"^{reason}$"):
+        answer_text(text, strip_thinking=True)

@@ -36,13 +36,11 @@ def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1?", "response": "One and one: \\boxed{2}", "answer": 2},
         {"prompt": "1+1?", "response": "Two."},
-        {"prompt": "1+1?", "response": "<think>hm</think>Two."},
     ]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    examples = jsonl(path=path, split="test", strip_thinking=True).examples
+    examples = jsonl(path=path, split="test").examples
     assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
         ("2", None, "One and one: \\boxed{2}"),
-        (None, None, "Two."),
         (None, None, "Two."),
     ]
     renamed = write_rows(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])

@@ -38,16 +38,15 @@ def test_other_keys_and_what_is_dropped(tmp_path: Path) -> None:
         row | {"text": ""},
         row | {"ok": None},
         row | {"prompt": None},
-        row | {"text": "<think>b</think>a"},
-        row | {"text": "<think>b"},
+        row | {"text": "b"},
     ]
     keys = {"problem_key": "prompt", "solution_key": "text", "verdict_key": "ok"}
     path = write_rows(tmp_path / "x.jsonl", rows)
-    task = judged_solutions(path=path, split="test", strip_thinking=True, **keys)  # type: ignore[arg-type]
-    assert task.examples[0].responses == (Response("a", 1.0), Response("a", 1.0))
-    expected = {"'text' is blank": 1, "'ok' is missing": 1, "'prompt' is missing": 1, "a <think> that never closes": 1}
+    task = judged_solutions(path=path, split="test", **keys)  # type: ignore[arg-type]
+    assert task.examples[0].responses == (Response("a", 1.0), Response("b", 1.0))
+    expected = {"'text' is blank": 1, "'ok' is missing": 1, "'prompt' is missing": 1}
     assert task.dropped == expected
-    with pytest.raises(DataError, match=r"x\.jsonl: no row can be used: 6 × 'question' is missing"):
+    with pytest.raises(DataError, match=r"x\.jsonl: no row can be used: 5 × 'question' is missing"):
         judged_solutions(path=path)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from made_up_items import make_item
 from posttrain.errors import DataError, UsageError
-from posttrain.evals.measures import break_down, summarize
+from posttrain.evals.items import break_down, summarize
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.tasks.base import Task, build_task, choose_task, held_out_task, num_repeated
@@ -136,7 +136,7 @@ def test_accuracy_is_told_by_part_beside_the_whole() -> None:
     items = [make_item(0, "r", part="easy"), make_item(1, "r", part="easy"), make_item(2, "w", part="easy")]
     items += [make_item(3, "w", part="hard"), make_item(4, "u", part="hard"), make_item(5, "", part="hard")]
     assert task.shares is not None
-    results = summarize(items, shares=task.shares(items))
+    results = summarize(items, task)
     assert results["accuracy"] == pytest.approx(2 / 5), "but the ungraded; a prompt that did not fit is wrong"
     assert (results["easy:accuracy"], results["easy:accuracy_n"]) == (pytest.approx(2 / 3), 3)
     assert (results["hard:accuracy"], results["hard:accuracy_n"]) == (0.0, 2)

@@ -11,7 +11,7 @@ from given_rows import needs_data, real_file, write_rows
 from posttrain.errors import DataError
 from posttrain.graders.choice import multiple_choice
 from posttrain.graders.grading import Submission
-from posttrain.tasks.verifiable.mmlu import mmlu
+from posttrain.tasks.verifiable.suites import mmlu
 
 
 def row(question: str = "1 + 1?", answer: Any = "B", subject: str = "abstract_algebra") -> dict[str, Any]:

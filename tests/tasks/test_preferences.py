@@ -11,7 +11,7 @@ import pytest
 from given_rows import needs_data, real_file, write_rows
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError, UsageError
+from posttrain.errors import DataError, RecipeError
 from posttrain.tasks.base import Task
 from posttrain.tasks.preferences import preferences, ultrafeedback
 from posttrain.types import Message, Response
@@ -204,25 +204,6 @@ def test_alpaca_prompts(read: Read, given: dict[str, Any], prompt: str) -> None:
     for row in (PAIR, JUDGED, STEPS):
         (example,) = read([{key: value for key, value in row.items() if key != "prompt"} | given]).examples
         assert example.messages == (Message("user", prompt),)
-
-
-def test_thinking_can_be_left_out(read: Read) -> None:
-    rows = [
-        PAIR | {"chosen": "<think>1 and 1</think>\n2"},
-        PAIR | {"chosen": "<think>hm</think>2", "rejected": "<think>so</think>2"},
-        PAIR | {"rejected": "<think>3"},
-    ]
-    assert [r.text for r in read(rows).examples[0].responses] == ["<think>1 and 1</think>\n2", "3"]
-    task = read(rows, strip_thinking=True)
-    assert [[r.text for r in e.responses] for e in task.examples] == [["2", "3"]]
-    assert task.dropped == {"'chosen' and 'rejected' are the same": 1, "a <think> that never closes": 1}
-    task = read(
-        [JUDGED | {"completion": "<think>x</think>2"}, JUDGED | {"completion": "<think>x</think>"}], strip_thinking=True
-    )
-    assert [e.responses for e in task.examples] == [(Response("2", 1.0),)]
-    assert task.dropped == {"an answer of nothing but thinking": 1}
-    with pytest.raises(UsageError, match="strip_thinking is for pairs and judged answers"):
-        read([STEPS], strip_thinking=True)
 
 
 # --- judged answers ---

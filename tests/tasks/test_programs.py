@@ -13,7 +13,7 @@ from given_rows import needs_data, write_rows
 from posttrain.errors import DataError
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.sandbox.sandbox import refusal
-from posttrain.tasks.verifiable.programs import humaneval, mbpp
+from posttrain.tasks.verifiable.suites import humaneval, mbpp
 from posttrain.types import Example
 
 KIND = "process" if refusal("bubblewrap") else "bubblewrap"

@@ -20,13 +20,12 @@ from posttrain.tasks.reader import (
     Collected,
     Dropped,
     _places,
-    answer_text,
     choose_split,
     collect,
     prompt_hash,
 )
 from posttrain.tasks.reading import Row
-from posttrain.tasks.verifiable.mathematics import gsm8k
+from posttrain.tasks.verifiable.suites import gsm8k
 from posttrain.types import Example, Message
 
 MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says
@@ -243,30 +242,3 @@ def test_the_opening_is_all_up_to_the_first_user_message() -> None:
 
 
 # --- thinking is removed whole, or the answer is left out ---
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("It is 5.", "It is 5."),
-        ("  It is 5.\n", "It is 5."),
-        ("<think>2 + 3</think>It is 5.", "It is 5."),
-        ("<think>\n2 + 3\n</think>\n\nIt is 5.\n", "It is 5."),
-        ("<think></think>5", "5"),
-        ("<think>a <think>b</think> c</think>5", "5"),  # what stands behind an inner block is thinking as well
-        ("2 + 3 it is</think>5", "5"),  # opened in the prompt
-        ("a</think>b <think>c</think>5", "b 5"),
-        ("<think>all of it</think>", ""),
-        ("<think>cut off", None),
-        ("<think>a<think>b</think>5", None),
-        ("<thinking>a</thinking>5", "<thinking>a</thinking>5"),
-    ],
-)
-def test_thinking_is_removed_whole_or_the_answer_is_left_out(text: str, answer: str | None) -> None:
-    assert answer_text(f"{text} ", strip_thinking=False) == f"{text} "
-    if answer:
-        assert answer_text(text, strip_thinking=True) == answer
-        return
-    reason = "a <think> that never closes" if answer is None else "an answer of nothing but thinking"
-    with pytest.raises(Dropped, match=f"^{reason}$"):
-        answer_text(text, strip_thinking=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
+from posttrain.tasks.messages import read_messages
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Message
 
@@ -107,12 +108,12 @@ def test_messages_of_sharegpt_and_single_messages() -> None:
     row = Row(
         "f", 1, {"list": said, "one": {"role": "user", "content": "q"}, "mixed": [{"role": "human", "content": "q"}]}
     )
-    assert row.messages("list") == (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
-    assert row.messages("one") == (Message("user", "q"),)
+    assert read_messages(row, "list") == (Message("system", "s"), Message("user", "q"), Message("assistant", "a"))
+    assert read_messages(row, "one") == (Message("user", "q"),)
     with pytest.raises(DataError, match="'mixed', message 1: unknown role 'human'"):  # that name is ShareGPT's alone
-        row.messages("mixed")
+        read_messages(row, "mixed")
     with pytest.raises(DataError, match="'half', message 1: needs the keys 'role' and 'content'"):
-        Row("f", 1, {"half": [{"role": "user", "value": "q"}]}).messages("half")
+        read_messages(Row("f", 1, {"half": [{"role": "user", "value": "q"}]}), "half")
 
 
 def test_a_file_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

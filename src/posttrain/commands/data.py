@@ -17,8 +17,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.render import encode_plain
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
-from posttrain.tasks.base import Task, build_task
-from posttrain.tasks.description import PERCENTILES, Description, describe_task, percentile, random_examples
+from posttrain.tasks.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 

@@ -24,7 +24,7 @@ from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, write_summary
 from posttrain.engines.models import ModelSource, open_model
 from posttrain.errors import INTERRUPTED
-from posttrain.evals.files import EvaluationStore
+from posttrain.evals.files import write_evaluation
 from posttrain.evals.generation import Evaluation
 from posttrain.evals.plan import Drawing, measure
 from posttrain.evals.tables import Row, results_table
@@ -246,7 +246,7 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
         settings: dict[str, Any] = {"model": model.label, "label": label, "split": task.split}
         settings |= {"temperature": 0.0, "max_tokens": max_tokens}
         folder = source.run / "evaluation" / f"{task.name}-{task.split}"
-        EvaluationStore(folder, settings).finish(evaluation, write_page)
+        write_evaluation(folder, settings, evaluation, write_page)
     return evaluation
 
 

@@ -96,7 +96,6 @@ def _result_lines(results: dict[str, float]) -> list[str]:
             f"change: {interval('change')}, {same}",
         ]
     return [
-        f"KL from the original per generated token: {interval('kl_per_token')} nats, at most {results['kl_max']:.4g}",
-        f"same likeliest token: {interval('top1_agreement')}",
+        f"KL from the original per answer: {interval('kl')} nats, {results['kl_per_token']:.4g} per generated token",
         f"{results['num_tokens']:.0f} tokens in {results['num_answers']:.0f} answers of the original at temperature 1",
     ]

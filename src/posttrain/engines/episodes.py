@@ -15,8 +15,8 @@ from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.registry import suggest
 from posttrain.render import Template, decode_response, encode_prompt
+from posttrain.render.assistant import ReplyFrame, reply_frame
 from posttrain.render.calls import CallForm
-from posttrain.render.replies import ReplyFrame, reply_frame
 from posttrain.render.template_calls import call_form
 from posttrain.types import Call, Completion, Example, Finish, Message, Turn
 from posttrain.world import ONE, World

@@ -16,7 +16,7 @@ from posttrain.graders.grading import Measured, Verdict
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import RewardWord
 from posttrain.render import Template, decode_response, encode_prompt, stop_ids
-from posttrain.rewards.calling import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
+from posttrain.rewards.words import BoundReward, Result, bind_reward, check_size, format_part, reward_parts
 from posttrain.types import Completion, Example, Rollout, Turn
 from posttrain.world import ONE, World
 

@@ -27,16 +27,12 @@ MAX_TOKENS = 2048
 def measure_drift(
     sampler: Sampler, asked: Questions, *, policy: Forward, start: Reference, tokens_per_micro: int
 ) -> dict[str, float]:
-    """One sampled answer to each of the fixed held-out prompts, read by both models.
+    """Sample one answer to each of the fixed held-out prompts, and read it with both models.
 
-    ``kl_from_start``: KL(π‖π_start) of a whole answer in nats, the mean over answers of the sum, over their
-    tokens, of the KL between the two distributions of that token. It is exact at each state (beyond the
-    1,024 likeliest tokens the rest counts as one, which can only make it smaller) and so varies far less
-    than an estimate from the sampled tokens: one token that the start finds a thousand times likelier
-    would make such an estimate explode.
+    ``kl_from_start``: KL(π‖π_start) of a whole answer in nats: per token exact over the two distributions (beyond the
+    1,024 likeliest tokens the rest counts as one), which varies far less than an estimate from sampled tokens.
     ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_num_tokens``,
-    ``sampled_reward`` and ``sampled_<part>`` for every other part of the reward (and fact of its graders): means over
-    these answers, so that reward and KL are of the same policy at the same temperature.
+    ``sampled_reward`` and ``sampled_<part>`` for every other part of the reward: means over these answers.
     """
     task, limit = asked.task, sampler.context_tokens - 1
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]

@@ -1,14 +1,9 @@
-"""The folder of an evaluation.
-
-``unfinished.jsonl`` is written batch by batch: the settings, then a line for each answered item. When all is done it
-is replaced by ``items.jsonl``, ``summary.md`` and, last, ``results.json``.
-"""
+"""The folder of an evaluation: ``items.jsonl``, ``summary.md`` and, written last, ``results.json``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +13,13 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 
 from posttrain.errors import DataError, UsageError
 from posttrain.evals.generation import Evaluation
-from posttrain.evals.items import Item, item_line, parse_item, read_items, write_items
-from posttrain.evals.measures import Kinds
+from posttrain.evals.items import Item, Kinds, read_items, write_items
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
-from posttrain.store.metrics import MAX_BYTES
 from posttrain.store.reading import read_record
 from posttrain.untrusted import first_fault, harmless
 
-ITEMS, RESULTS, SUMMARY, UNFINISHED = "items.jsonl", "results.json", "summary.md", "unfinished.jsonl"
+ITEMS, RESULTS, SUMMARY = "items.jsonl", "results.json", "summary.md"
 # Settings that say which weights were asked and how they were named.
 _OF_WEIGHTS = {"model", "checkpoint", "weights", "best_of_weights", "step", "a", "b"}
 
@@ -88,50 +81,19 @@ class _Written(_Strict):
     timing: dict[str, float] = {}
 
 
-class EvaluationStore:
-    """The recorder of one evaluation. ``known``: by index, the items that an interrupted one has answered.
-
-    Args:
-        folder: made if missing; the files of a finished evaluation, or of one with other settings, are replaced.
-        settings: all that decides about the answers.
-
-    Raises:
-        StorageError: the disk is full or not writable.
-    """
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder, self.settings = folder, settings
-        refuse_links(folder)
-        before, items = _read_unfinished(folder) if not (folder / RESULTS).exists() else (None, [])
-        is_same = before is not None and _deciding(before) == _deciding(settings)
-        self.known = {item.index: item for item in items} if is_same else {}
-        with storage_errors("evaluation", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in (RESULTS, SUMMARY, ITEMS):
-                (folder / left).unlink(missing_ok=True)
-        head = json.dumps({"settings": dict(settings)}, default=str).encode() + b"\n"
-        replace_file(folder / UNFINISHED, head + b"".join(map(item_line, self.known.values())))
-
-    def record(self, items: Sequence[Item]) -> None:
-        """Write a batch; it is on the disk when this returns."""
-        path = self.folder / UNFINISHED
-        with storage_errors("evaluation", path), open(path, "ab") as file:
-            file.write(b"".join(map(item_line, items)))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def finish(self, evaluation: Evaluation, write_page: WritePage) -> None:
-        """Write the items, the page and the results."""
-        environment = describe_environment()
-        content = {
-            "evaluation": evaluation.name,
-            "results": evaluation.results,
-            "settings": dict(self.settings),
-            "kinds": evaluation.kinds,
-            "timing": evaluation.timing,
-            "environment": environment,
-        }
-        write_records(self.folder, evaluation.items, write_page(evaluation, self.settings, environment), content)
+def write_evaluation(folder: Path, settings: Mapping[str, Any], evaluation: Evaluation, write_page: WritePage) -> None:
+    """Write the items, the page and the results; ``settings`` are all that decides about the answers."""
+    refuse_links(folder)
+    environment = describe_environment()
+    content = {
+        "evaluation": evaluation.name,
+        "results": evaluation.results,
+        "settings": dict(settings),
+        "kinds": evaluation.kinds,
+        "timing": evaluation.timing,
+        "environment": environment,
+    }
+    write_records(folder, evaluation.items, write_page(evaluation, settings, environment), content)
 
 
 def write_records(
@@ -147,9 +109,7 @@ def write_records(
         (folder / RESULTS).unlink(missing_ok=True)
     write_items(items, folder / ITEMS)
     replace_file(folder / SUMMARY, harmless(page).encode())
-    replace_file(folder / RESULTS, json.dumps(content, indent=1).encode() + b"\n")
-    with storage_errors("evaluation", folder):
-        (folder / UNFINISHED).unlink(missing_ok=True)
+    replace_file(folder / RESULTS, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 
 def read_finished(folder: str | Path) -> Finished:
@@ -180,20 +140,10 @@ def read_finished(folder: str | Path) -> Finished:
     return Finished(Path(folder), checked.evaluation, results, content["settings"], checked.kinds, checked.timing)
 
 
-def _read_unfinished(folder: Path) -> tuple[dict[str, Any] | None, list[Item]]:
-    """The settings and the items of an interrupted evaluation; None where there is none, or its file is damaged."""
-    try:
-        head, *lines = read_record(folder / UNFINISHED, MAX_BYTES).split(b"\n")
-        return dict(json.loads(head)["settings"]), [parse_item(line) for line in lines[:-1]]  # the last may be torn
-    except (FileNotFoundError, DataError, ValueError, KeyError, TypeError, RecursionError):
-        return None, []
-
-
 def is_evaluation(folder: str | Path) -> bool:
-    """Return whether a folder is of an evaluation, finished or not, and not of a model or a run."""
+    """Return whether a folder is of an evaluation, and not of a model or a run."""
     path = Path(folder)
-    is_other = (path / "recipe.yaml").is_file() or (path / "config.json").is_file()
-    return not is_other and any((path / name).is_file() for name in (RESULTS, UNFINISHED))
+    return (path / RESULTS).is_file() and not ((path / "recipe.yaml").is_file() or (path / "config.json").is_file())
 
 
 def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | None:
@@ -205,20 +155,13 @@ def finished_before(folder: Path, settings: Mapping[str, Any]) -> Finished | Non
 
 
 def settings_replaced(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """The settings in which an evaluation in ``folder``, finished or interrupted, differs from this one.
-
-    Empty where there is none, where its settings cannot be read, and where none differs.
-    """
+    """Return the settings in which an evaluation in ``folder`` differs from this one; none where they are not read."""
     try:
-        before = json.loads(read_record(folder / RESULTS))["settings"]
-    except FileNotFoundError:
-        before, _ = _read_unfinished(folder)
-    except (DataError, ValueError, KeyError, TypeError, RecursionError):
+        before = _deciding(dict(json.loads(read_record(folder / RESULTS))["settings"]))
+    except (FileNotFoundError, DataError, ValueError, KeyError, TypeError, RecursionError):
         return []
-    if not isinstance(before, dict):
-        return []
-    one, other = _deciding(before), _deciding(settings)
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    now = _deciding(settings)
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> Path:
@@ -237,7 +180,7 @@ def folder_of_its_own(wanted: Path, asked: Mapping[str, Mapping[str, Any]]) -> P
 
 
 def _deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that must be the same for an evaluation to go on, as JSON has them.
+    """Return the settings that must be the same for an evaluation to count as the same, as JSON has them.
 
     Without the address of a server: the same model answers the same wherever it is served.
     """

@@ -10,8 +10,7 @@ from typing import Protocol
 from posttrain.engines.base import Sampling
 from posttrain.engines.rollout import RolloutRequest, Sampler, collect, encode_prompts
 from posttrain.errors import UsageError
-from posttrain.evals.items import Item, ItemSample, item_of, sample_of
-from posttrain.evals.measures import Kinds, break_down, graded_items, summarize
+from posttrain.evals.items import Item, ItemSample, Kinds, break_down, graded_items, item_of, sample_of, summarize
 from posttrain.randomness import permutation
 from posttrain.tasks.base import Task
 from posttrain.types import Example, Rollout
@@ -45,9 +44,8 @@ class Advance:
 class Evaluation:
     """The outcome of an evaluation.
 
-    ``results`` by name (``measures.summarize``; ``seconds`` is the wall time), ``rollouts`` the graded rollouts
-    (empty where items are recorded on the way), ``items`` every item with its answers, ``kinds`` accuracy by
-    kind of item, ``timing`` where the time went and the throughput: of this call, without what was known before.
+    ``results`` by name (``summarize``; ``seconds``: wall time), ``rollouts``, ``items`` with their answers, ``kinds``:
+    accuracy by kind of item, ``timing``.
     """
 
     name: str
@@ -75,15 +73,10 @@ def task_label(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The questions of an evaluation: ``samples`` completions for each of ``n`` fixed held-out items of a task.
+    """The questions of an evaluation: ``samples`` completions for each of at most ``n`` fixed held-out items of a task.
 
-    Args:
-        task, sampling: the task; how answers are drawn.
-        n: items at most.
-        samples: completions per item.
-        ks: the k of pass@k, majority@k and best_of@k.
-        seed, step: of the random numbers; under which step rollouts are recorded.
-        batch: completions that the engine samples at a time (whole items, at least one); None: all.
+    ``ks``: of pass@k and its like. ``seed``: of the random numbers. ``step``: under which rollouts are recorded.
+    ``batch``: completions that are sampled at a time (whole items); None: all.
     """
 
     task: Task
@@ -100,53 +93,40 @@ def evaluate(
     sampler: Sampler,
     asked: Questions,
     *,
-    known: Mapping[int, Item] | None = None,
     scorer: Scorer | None = None,
-    record: Callable[[Sequence[Item]], None] | None = None,
-    observe: Callable[[Advance], None] | None = None,
+    observe: Callable[[Advance], None] = lambda advance: None,
 ) -> Evaluation:
-    """The answers to some questions, graded.
+    """Sample the answers to some questions and grade them.
 
-    A prompt without room in the model's context counts as wrong (``prompts_too_long`` says how many), so that
-    models with different contexts are measured on the same items. The answers to an item are a function of
-    (seed, task, its place among the items, number of the sample): neither of ``batch`` nor of what was known.
+    A prompt without room in the model's context counts as wrong (``prompts_too_long``), so that models with different
+    contexts are measured on the same items. The answers to an item are a function of (seed, task, its place, number of
+    the sample), and not of ``batch``.
 
     Args:
-        sampler, asked: the model with its grader; the questions.
-        known: by index, items that an interrupted evaluation has answered already.
         scorer: a reward model that scores every answer.
-        record: takes the items of each batch once they are graded; the rollouts are not kept then.
         observe: called with the progress after each batch.
 
     Raises:
         UsageError: the task is empty, or no prompt fits.
     """
-    started, task = time.perf_counter(), asked.task
+    started, task, samples = time.perf_counter(), asked.task, asked.samples
     examples, prompts = _read_questions(sampler, asked)
     num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
     items = [item_of(example, i) for i, example in enumerate(examples)]
-    for i, item in (known or {}).items():
-        if i < len(items) and items[i].id == item.id and len(item.samples) == asked.samples:
-            items[i] = item
     timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
-        if observe is not None:
-            graded = graded_items(items)
-            num_right = sum(item.share for item in graded) if graded else None
-            observe(Advance(phase, num_done, len(items), num_right, int(timing["generated_tokens"])))
+        graded = graded_items(items)
+        num_right = sum(item.share for item in graded) if graded else None
+        observe(Advance(phase, num_done, len(items), num_right, int(timing["generated_tokens"])))
 
-    left = [slot for slot in prompts if not items[slot].samples]
-    size = len(left) if asked.batch is None else max(1, asked.batch // asked.samples)
-    for start in range(0, len(left), max(1, size)):
-        slots = left[start : start + size]
+    size = len(prompts) if asked.batch is None else max(1, asked.batch // samples)
+    for start in range(0, len(prompts), size):
+        slots = list(prompts)[start : start + size]
         groups = _ask(sampler, asked, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
         for slot, group in zip(slots, groups, strict=True):
             items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
-        if record is None:
-            rollouts += [rollout for group in groups for rollout in group]
-        else:
-            record([items[slot] for slot in slots])
+        rollouts += [rollout for group in groups for rollout in group]
         tell("sampling", sum(bool(item.samples) for item in items) + num_too_long)
     if scorer is not None:
         before = time.perf_counter()
@@ -154,9 +134,7 @@ def evaluate(
         timing["scoring_seconds"] = time.perf_counter() - before
     if timing["sampling_seconds"] > 0:
         timing["generated_tokens_per_second"] = timing["generated_tokens"] / timing["sampling_seconds"]
-    shares = task.shares(items) if task.shares is not None else None
-    own_parts, samples = ("correct", sampler.grader.format_part or ""), asked.samples
-    results = summarize(items, samples=samples, ks=asked.ks, worked=task.worked, own_parts=own_parts, shares=shares)
+    results = summarize(items, task, samples=samples, ks=asked.ks, format_part=sampler.grader.format_part)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
 

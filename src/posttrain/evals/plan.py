@@ -27,7 +27,6 @@ from posttrain.engines.models import (
 from posttrain.errors import UsageError
 from posttrain.evals.files import (
     SUMMARY,
-    EvaluationStore,
     Finished,
     WritePage,
     finished_before,
@@ -36,10 +35,10 @@ from posttrain.evals.files import (
     refuse_other,
     settings_replaced,
     weights_mark,
+    write_evaluation,
 )
 from posttrain.evals.generation import Advance, Evaluation, Questions, Scorer, evaluate, held_out_indices, task_label
-from posttrain.evals.items import digest_of
-from posttrain.evals.measures import default_ks
+from posttrain.evals.items import default_ks, digest_of
 from posttrain.evals.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import TURN_DEFAULTS, Word
@@ -262,8 +261,8 @@ class EvaluationProgress:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def begin(self, title: str, num_known: int = 0) -> None:
-        """A cell begins; ``num_known`` of its items were answered before it was interrupted."""
+    def begin(self, title: str) -> None:
+        """A cell begins."""
 
     def observe(self, advance: Advance) -> None:
         """See ``evals.generation.evaluate``."""
@@ -330,9 +329,9 @@ def _run_cells(
         if names := settings_replaced(cell.folder, settings):
             other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
             progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
-        store = EvaluationStore(cell.folder, settings)
         drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
-        store.finish(measure(own, cell.task, drawing, store=store, scorer=scorer, progress=progress), write_page)
+        evaluation = measure(own, cell.task, drawing, scorer=scorer, progress=progress)
+        write_evaluation(cell.folder, settings, evaluation, write_page)
         finished[cell.folder] = read_finished(cell.folder)
     return finished
 
@@ -342,14 +341,12 @@ def measure(
     task: Task,
     drawing: Drawing,
     *,
-    store: EvaluationStore | None = None,
     scorer: Scorer | None = None,
     progress: EvaluationProgress | None = None,
 ) -> Evaluation:
-    """Evaluate a model on a task (``evals/generation.py``); with a store, on the items that it does not know yet."""
+    """Evaluate a model on a task (``evals/generation.py``)."""
     progress = progress or EvaluationProgress()
-    known = store.known if store is not None else {}
-    progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}", len(known))
+    progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}")
     max_tokens = drawing.max_tokens or model.source.max_tokens
     asked = Questions(
         task,
@@ -360,8 +357,7 @@ def measure(
         seed=drawing.seed,
         batch=drawing.batch,
     )
-    record = store.record if store is not None else None
-    return evaluate(model, asked, known=known, scorer=scorer, record=record, observe=progress.observe)
+    return evaluate(model, asked, scorer=scorer, observe=progress.observe)
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:

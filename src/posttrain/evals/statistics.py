@@ -1,21 +1,25 @@
-"""Uncertainty of held-out numbers: intervals of shares, several samples per item, two models on the same items, seeds.
+"""Statistics of held-out numbers: intervals, several samples per item, paired tests, voting, ranking by score.
 
-Pure functions of numbers. An item is the unit of chance everywhere: samples of one item hang together, so an
-interval counts items, never answers. Averages over all ways to take k of an item's samples are computed in
-closed form, without drawing.
+Pure functions of numbers. An item is the unit of chance: samples of one item depend on one another, so an interval
+counts items, never answers. Averages over all ways to take k of an item's samples are exact, without drawing. A tie
+counts one half, or is shared by those who are tied; an answer without a score has −inf and is chosen last.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from posttrain.graders.answers import clean_answer, parse_quantity
 from posttrain.randomness import generator
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
@@ -40,23 +44,18 @@ def wilson_interval(successes: float, n: float, z: float = Z_95) -> tuple[float,
 
 
 def item_interval(values: Sequence[float], draws: float = 1.0) -> tuple[float, float]:
-    """The interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
+    """Compute the 95 % interval of the mean of ``values``, one share in 0..1 per item; the items are the clusters.
 
     Wilson's interval with the effective number of observations ``n* = p (1 − p) / SE²``, where
-    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean. Where every value is 0 or 1 that is n, and
-    the interval is Wilson's. With several samples per item it grows with what they add, up to ``n · draws``.
-    It never leaves 0..1 and is never empty, as an interval from means and a standard error may be.
+    ``SE² = Σ (x_i − p)² / n²`` is the clustered variance of the mean; n where every value is 0 or 1. With several
+    samples per item it grows with what they add, up to ``n · draws``.
 
     Args:
-        values: per item, the share of its samples that were right (or its pass@k, ...).
-        draws: how many independent draws an item's value can at most stand for: samples per item, or the
-            number of disjoint groups of k in them.
+        draws: how many independent draws an item's value can at most stand for: samples per item, or the number of
+            disjoint groups of k in them.
 
-    Source: Korn & Graubard (1998), "Confidence intervals for proportions with small expected number of
-    positive counts estimated from survey data", with Wilson's interval in place of Clopper and Pearson's, as
-    compared by Franco et al. (2019). Departure: no Student factor for the degrees of freedom, for which a
-    held-out set has items enough. Over items whose chances differ it covers the truth at least as often as a
-    Student t interval over item means does, and is narrower (``tests/evals/test_statistics.py``).
+    Source: Korn & Graubard (1998), with Wilson's interval in place of Clopper and Pearson's (Franco et al. 2019).
+    Departure: no Student factor; it covers the truth as often as a t interval does (``tests/evals``).
 
     Raises:
         ValueError: no value.
@@ -122,17 +121,13 @@ class Difference:
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Difference:
-    """The difference of two means over the same items, by resampling items with what both got on them.
+    """Compare two means over the same items, by resampling items with what both got on them.
 
-    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of
-    resamples on either side of 0 (0 itself counts on both; one is added to each count and to the number of
-    resamples), at most 1. Deterministic, and the same for any order of the items.
+    The interval holds the middle 95 % of the resampled differences. ``p`` is twice the smaller share of resamples on
+    either side of 0 (one is added to each count), at most 1. It is deterministic, for any order of the items. Where all
+    items differ by the same amount the interval is a point (``is_constant``), and ``p`` at least 2 · 2⁻ⁿ.
 
-    Where all items differ by the same amount, every resample is the sample: the interval is a point (``is_constant``),
-    and ``p`` is at least that of the exact sign test, 2 · 2⁻ⁿ, which so few items allow.
-
-    Source: Efron & Tibshirani (1993), "An Introduction to the Bootstrap", chapters 13 and 15.3; pairing as in
-    Koehn (2004), "Statistical Significance Tests for Machine Translation Evaluation".
+    Source: Efron & Tibshirani (1993), chapters 13 and 15.3; pairing as in Koehn (2004).
 
     Raises:
         ValueError: no item.
@@ -188,11 +183,10 @@ class Summary:
 
 
 def student_t_tail(t: ArrayLike, freedom: ArrayLike) -> NDArray[np.float64]:
-    """P(|T| > |t|) of Student's t, entry by entry, to 12 digits at any number of degrees of freedom from 1 on.
+    """Compute P(|T| > |t|) of Student's t entry by entry, to 12 digits for 1 and more degrees of freedom.
 
-    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, "Handbook of
-    Mathematical Functions", 26.5.2 and 26.7.1). The tail is computed itself, not as what is missing from 1, so that
-    a p of 1e-30 is right as well.
+    ``I_x(ν/2, 1/2)`` with x = ν/(ν + t²), the incomplete beta function (Abramowitz and Stegun, 26.5.2 and 26.7.1),
+    computed as the tail itself, so that a p of 1e-30 is right too.
     """
     size, nu = np.broadcast_arrays(np.abs(np.asarray(t, dtype=np.float64)), np.asarray(freedom, dtype=np.float64))
     assert bool(np.all(nu >= 1)), "an interval needs two values"
@@ -276,3 +270,144 @@ def summarize_seeds(values: Sequence[float]) -> Summary | None:
 def sigmoid(logit: float) -> float:
     """``1 / (1 + e^(−x))``, without overflow."""
     return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1.0 + math.exp(logit))
+
+
+def vote_key(answer: str) -> str:
+    """Return what an answer votes for: its exact value if it is a number (without % and unit, but for a unit of one
+    letter, which may be a variable), else its cleaned text.
+    """
+    quantity = parse_quantity(answer)
+    if quantity is not None:
+        variable = quantity.unit if len(quantity.unit) == 1 and quantity.unit != "°" else ""
+        return f"{quantity.value}{variable}"
+    text = clean_answer(answer)
+    letters = "".join(text.split())
+    is_words = len(letters) > 1 and letters.isalpha()
+    return " ".join(text.casefold().split()) if is_words else letters
+
+
+def majority_at_k(answers: Sequence[str | None], is_right: Sequence[bool], k: int) -> float:
+    """Compute the chance that the most frequent answer among k of an item's samples is right, over all subsets.
+
+    Votes are counted by ``vote_key``; a sample without an answer has none. A tie counts as the mean over the tied
+    answers; samples that vote alike but were graded apart make their answer worth the share that was right.
+
+    Source: Wang et al. (2023), "Self-Consistency Improves Chain of Thought Reasoning in Language Models".
+    """
+    n = len(answers)
+    assert len(is_right) == n, "one verdict per sample"
+    assert 1 <= k <= n, "k samples are taken out of n"
+    verdicts: dict[str, list[bool]] = {}
+    for answer, right in zip(answers, is_right, strict=True):
+        if answer is not None:
+            verdicts.setdefault(vote_key(answer), []).append(right)
+    votes = [(len(own), Fraction(sum(own), len(own))) for own in verdicts.values()]  # count, share that was right
+    if not any(worth for _, worth in votes):
+        return 0.0
+    top, silent = max(count for count, _ in votes), n - sum(count for count, _ in votes)
+    if k == n:
+        tied = [worth for count, worth in votes if count == top]
+        return float(sum(tied) / len(tied))
+    total = Fraction(0)
+    for most in range(1, min(k, top) + 1):
+        for (taken, num_tied), worth in _worth_by_top(votes, most, k).items():
+            if num_tied:
+                total += worth * math.comb(silent, k - taken) / num_tied
+    return float(total / math.comb(n, k))
+
+
+def _worth_by_top(votes: Sequence[tuple[int, Fraction]], most: int, k: int) -> dict[tuple[int, int], Fraction]:
+    """Over the ways to take at most k samples so that no answer stands more than ``most`` times.
+
+    By (samples taken, answers that stand exactly ``most`` times): the summed worth of these answers, over all ways.
+    """
+    state = {(0, 0): (1, Fraction(0))}  # ways, summed worth
+    for count, share in votes:
+        following: dict[tuple[int, int], tuple[int, Fraction]] = {}
+        for (taken, tied), (ways, worth) in state.items():
+            for i in range(min(count, most, k - taken) + 1):
+                combinations, is_top = math.comb(count, i), i == most
+                gained = worth + share * ways if is_top else worth
+                before_ways, before_worth = following.get((taken + i, tied + is_top), (0, Fraction(0)))
+                following[taken + i, tied + is_top] = (
+                    before_ways + ways * combinations,
+                    before_worth + gained * combinations,
+                )
+        state = following
+    return {key: worth for key, (_, worth) in state.items()}
+
+
+def pair_wins(chosen: Sequence[float], rejected: Sequence[float]) -> list[float]:
+    """For each pair 1 where the chosen answer has the higher score, 1/2 at a tie, else 0."""
+    return [0.5 + 0.5 * ((c > r) - (c < r)) for c, r in zip(chosen, rejected, strict=True)]
+
+
+def area_under_curve(positive: Sequence[float], negative: Sequence[float]) -> float:
+    """The area under the ROC curve: the share of all positive-negative pairs in the right order, ties one half.
+
+    The Mann-Whitney statistic over n·m (Hanley and McNeil 1982), counted in whole numbers. O((n + m) log m).
+
+    Raises:
+        ValueError: no positive or no negative score.
+    """
+    if not positive or not negative:
+        raise ValueError("an area under the curve needs positive and negative scores")
+    ordered = sorted(negative)
+    halves = sum(bisect_left(ordered, score) + bisect_right(ordered, score) for score in positive)
+    return halves / (2 * len(positive) * len(negative))
+
+
+def best_of_n(scores: Sequence[float], right: Sequence[float], k: int) -> float:
+    """Compute how often the top-scored of ``k`` answers is right: the exact mean over all subsets of k of n answers.
+
+    With the answers in falling order of score, a group of m tied ones behind b better ones is the top of
+    ``C(n − b, k) − C(n − b − m, k)`` subsets and gains its mean correctness there. Unbiased for k fresh answers.
+
+    Args:
+        right: their worth, 1 or 0, or any number whose mean is wanted.
+
+    Raises:
+        ValueError: ``k`` is not in 1..n, or unequal lengths.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"best of {k} needs 1 to {n} answers to choose from")
+    ordered = sorted(zip(scores, right, strict=True), key=lambda pair: -pair[0])
+    remaining, total = n, 0.0
+    subsets = math.comb(n, k)
+    for _, tied in groupby(ordered, key=lambda pair: pair[0]):
+        worths = [worth for _, worth in tied]
+        topped = math.comb(remaining, k) - math.comb(remaining - len(worths), k)
+        total += topped / subsets * statistics.fmean(worths)
+        remaining -= len(worths)
+    return total
+
+
+def first_error(probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
+    """The first step (from 0) whose probability of being good is below ``threshold``; None where there is none."""
+    return next((index for index, p in enumerate(probabilities) if p < threshold), None)
+
+
+def score_first_errors(predicted: Sequence[int | None], actual: Sequence[int | None]) -> dict[str, float]:
+    """Rate how well the first wrong step of solutions is found; None says that a solution has no error.
+
+    ``accuracy_erroneous`` over those with an error (its place must be hit), ``accuracy_correct`` over those without;
+    ``error_f1`` is their harmonic mean. A rate over no solution is left out. Zheng et al. (2024), "ProcessBench".
+
+    Raises:
+        ValueError: no solution.
+    """
+    if not actual:
+        raise ValueError("no solution to find errors in")
+    hits = [float(p == a) for p, a in zip(predicted, actual, strict=True)]
+    erroneous = [hit for hit, a in zip(hits, actual, strict=True) if a is not None]
+    correct = [hit for hit, a in zip(hits, actual, strict=True) if a is None]
+    rates: dict[str, float] = {}
+    if erroneous:
+        rates["accuracy_erroneous"] = statistics.fmean(erroneous)
+    if correct:
+        rates["accuracy_correct"] = statistics.fmean(correct)
+    if erroneous and correct:
+        left, right = rates["accuracy_erroneous"], rates["accuracy_correct"]
+        rates["error_f1"] = 2.0 * left * right / (left + right) if left + right else 0.0
+    return rates

@@ -19,9 +19,9 @@ from posttrain.errors import UsageError
 from posttrain.evals.drift import MAX_TOKENS, answers_as_batch, kl_of_states
 from posttrain.evals.files import folder_of_its_own, refuse_other, write_records
 from posttrain.evals.generation import task_label
-from posttrain.evals.measures import mean_interval, with_interval
+from posttrain.evals.items import mean_interval, with_interval
 from posttrain.evals.plan import Drawing, EvaluationProgress, EvaluationRequest, measure, place_of
-from posttrain.evals.ranking import pair_wins
+from posttrain.evals.statistics import pair_wins
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.recipes.sections import Word
@@ -78,14 +78,11 @@ def judge_by_grade(rollouts: Sequence[Rollout]) -> list[float]:
 def measure_wins(contests: Sequence[Contest], judge: Judge) -> WinRate:
     """Measure how often an answer of A is judged better than one of B; a tie counts one half.
 
-    Within an item every answer of A meets every answer of B; the mean of these is one number per item, and the
-    intervals count items. An answer that the judge cannot score loses against one that it can (``unscored`` counts
-    them).
-
-    ``win_rate``, with its parts ``wins``, ``ties``, ``losses``. ``characters_a``, ``characters_b``: mean lengths.
-    Judges like long answers, therefore also ``win_rate_similar``: over meetings of answers whose lengths differ by
-    at most 10 % of the longer, in the ``n_similar`` items that have some. A judge that compares adds its own biases
-    (``PairJudge.meet``).
+    Within an item every answer of A meets every answer of B; the mean is one number per item, and the intervals count
+    items. An answer without a score loses against one that has it (``unscored``). ``win_rate`` has the parts ``wins``,
+    ``ties``, ``losses``. Judges like long answers, so there is also ``win_rate_similar``, over meetings of answers
+    whose lengths differ by at most 10 % (in ``n_similar`` items), and ``characters_a``, ``characters_b``. A judge that
+    compares adds its own biases (``PairJudge.meet``).
 
     Raises:
         ValueError: no item.
@@ -153,10 +150,8 @@ def _item(contest: Contest, scores: Sequence[Sequence[float | None]], worths: Se
 def measure_kl(
     answers: Sequence[Rollout], own: Forward, other: Forward, *, max_tokens: int = MAX_TOKENS
 ) -> list[float]:
-    """KL(own‖other) of each answer that ``own`` sampled, in nats: the sum over its tokens of the exact KL between the
-    two next-token distributions (``evals/drift.py``), both at their ``Forward.temperature``.
-
-    The mean over answers estimates the KL of the two distributions over whole answers.
+    """Measure KL(own‖other) of each answer that ``own`` sampled, in nats: the exact KL of the two next-token
+    distributions (``evals/drift.py``), summed over its tokens.
 
     Raises:
         UsageError: the other model's vocabulary lacks a likely token.

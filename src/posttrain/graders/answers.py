@@ -231,11 +231,11 @@ class Quantity:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    """The quantity that ``text`` states, or None when it states anything else.
+    """Return the quantity that the whole ``text`` states, or None.
 
-    Understood: a sign, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed numbers
-    (``1 1/2``), exponents and powers of ten (up to 400), ``%`` or ``percent``, scale words (``3 million``), a unit
-    in words with maybe a power, a trailing period, enclosing ``$…$`` or ``\\boxed{…}``. The whole text must be used.
+    Understood: a sign, ``$ € £``, thousands separators, decimals, ``a/b``, ``\\frac{a}{b}``, mixed numbers, exponents
+    and powers of ten (up to 400), ``%``, scale words (``3 million``), a unit in words with maybe a power, a trailing
+    period, enclosing ``$…$`` or ``\\boxed{…}``.
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
@@ -466,11 +466,10 @@ def tagged_response(text: str) -> str | None:
 
 
 def answer_region(submission: Submission) -> tuple[str, bool] | None:
-    """The text in which the answer stands, and whether it is marked: nothing but the answer should be in it.
+    """Return the text in which the answer stands, and whether it is marked: nothing but the answer should be in it.
 
-    Marked are the answer tags and the last box of the final response, and what the prompt template found by
-    a rule of its own (its last number is no such rule: it may be any number of the explanation). Otherwise it is the
-    whole final response. None where the thinking never ends or nothing was written.
+    Marked are the answer tags, the last box, and what the prompt template found by a rule of its own (its last number
+    is no such rule). Otherwise it is the whole final response. None where nothing was written or thinking never ends.
     """
     response = final_response(submission.text)
     if response is None:

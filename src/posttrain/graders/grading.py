@@ -1,9 +1,7 @@
 """Input and output of graders.
 
-A grader is a function of a ``Submission``, registered under its name in the kind ``grader``; its keyword-only
-parameters are its options. One that is registered with ``batched=True`` takes a sequence of submissions and
-gives as many verdicts, in order. Each example names the grader of its task (``Example.grader``), and the
-reward ``correct`` asks it.
+A grader is a function of a ``Submission``; its keyword-only parameters are its options. One that is registered with
+``batched=True`` takes a sequence and gives as many verdicts, in order. Each example names the grader of its task.
 """
 
 from __future__ import annotations
@@ -97,20 +95,6 @@ _WITHOUT_INK = frozenset("\u115f\u1160\u3164\uffa0\u2800\U0001d159\ufffc\ufffd")
 def is_blank(text: str) -> bool:
     """Return whether nothing in the text can be seen: no characters, or only spaces, controls, marks and fillers."""
     return all(letter in _WITHOUT_INK or unicodedata.category(letter) in _UNSEEN for letter in text)
-
-
-def only_seen(text: str) -> str:
-    """The text without zero-width characters, soft hyphens and controls; fillers become spaces.
-
-    So what is counted in it is what a reader sees: "wo\\u200brd" is one word.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        " " if letter in _WITHOUT_INK else letter
-        for letter in text
-        if letter.isspace() or unicodedata.category(letter) not in ("Cc", "Cf", "Cs")
-    )
 
 
 @register("grader", batched=True)

@@ -83,7 +83,7 @@ class Document(Generic[T]):
     """Plain data on the way to a ``model``, and where each of its keys stands.
 
     ``place`` begins the messages about keys that stand nowhere; ``places`` are ``file:line`` by dotted key;
-    ``overridden`` the keys of the command line. ``is_own``: a file of the user's may name code (``untrusted``).
+    ``overridden``: keys of the command line. ``is_own``: a file of the user's may name code.
     """
 
     model: type[T]
@@ -110,10 +110,10 @@ class Document(Generic[T]):
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
     def extend(self, above: Sequence[str] = ()) -> Document[T]:
-        """Laid over the recipe that its key ``extends`` names, which is looked for beside this file, then from here.
+        """Lay it over the recipe that its key ``extends`` names, looked for beside this file, then from here.
 
-        Sections are merged key by key; a word replaces the word below it with all its options; ``null`` takes a word
-        or section away. A description is not inherited.
+        Sections are merged key by key; a component replaces the one below with all its options; ``null`` takes one
+        away. A description is not inherited.
 
         Raises:
             RecipeError: no such recipe, or recipes that extend one another in a circle.
@@ -370,8 +370,8 @@ def _word_name(word: Any) -> Any:
 def apply_override(data: dict[str, Any], key: str, value: str) -> str:
     """Set a dotted key (``train.lr``, ``rewards.0.weight`` or ``rewards.correct.weight``) in plain data, in place.
 
-    ``value`` is read as YAML: what stands in quotes is text. Setting a whole word by name (``objective reinforce``)
-    replaces the word and its options; ``objective.name`` changes the name alone. Returns the key with numbers.
+    ``value`` is read as YAML. A name for a whole component (``objective reinforce``) replaces its options too;
+    ``objective.name`` changes the name alone. Returns the key with numbers.
 
     Raises:
         RecipeError: the path runs through something that is not a section.

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnallowedCode
+from posttrain.errors import RecipeError, UnallowedCode, UnknownWord
 from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import (
     MIXTURE,
@@ -34,7 +34,7 @@ from posttrain.recipes.sections import (
     Word,
     Words,
     as_list,
-    broken_parts,
+    read_parts,
 )
 from posttrain.untrusted import declare_code, is_declared, without_remote_code
 
@@ -113,7 +113,11 @@ class Recipe(Content):
         tasks = {"task": self.task, **{f"eval.tasks.{i}": task for i, task in enumerate(self.eval.tasks)}}
         for where, word in tasks.items():
             if word.name == MIXTURE:
-                yield from ((True, key, says) for key, says in broken_parts(word.options.get("parts"), where))
+                try:
+                    read_parts(word.options.get("parts"), where)
+                except (RecipeError, UnknownWord) as error:
+                    key, colon, says = str(error).partition(":")
+                    yield True, key, colon + says
         one = ": give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"
         yield (rollout is None) == (data is None), "rollout" if data is None else "data", one
         for key in ("advantage", "kl_in_reward", "correction"):

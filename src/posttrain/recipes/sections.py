@@ -7,13 +7,13 @@ name is their schema (``registry``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from posttrain import registry
-from posttrain.errors import RecipeError, UnknownWord
+from posttrain.errors import RecipeError
 from posttrain.option_types import Few, Options, Seed, Tokens
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
@@ -92,16 +92,12 @@ class Part(Options):
 
 
 def parts_of(word: Word) -> list[Part]:
-    """The parts of a mixture; of any other task none.
-
-    Raises:
-        RecipeError: they are not stated as they should be; see ``broken_parts``.
-    """
+    """Return the parts of a mixture; of any other task none."""
     return read_parts(word.options.get("parts"), "task") if word.name == MIXTURE else []
 
 
 def task_words(word: Word) -> list[Word]:
-    """The words of a mixture's parts; of any other task the word itself."""
+    """Return the tasks of a mixture's parts; of any other task the word itself."""
     return [part.task for part in parts_of(word)] or [word]
 
 
@@ -115,43 +111,33 @@ def map_tasks(word: Word, change: Callable[[Word], Word]) -> Word:
 
 
 def read_parts(stated: Any, where: str) -> list[Part]:
-    """The parts that stand in the key ``parts`` of ``where``.
+    """Read the parts that stand in the key ``parts`` of ``where``.
 
     Raises:
-        RecipeError: the first thing that is wrong with them.
+        RecipeError: the first thing that is wrong with them, behind its dotted key.
     """
-    for key, says in broken_parts(stated, where):
-        raise RecipeError(f"{key}{says}")
-    return [Part.model_validate(part) for part in stated]
-
-
-def broken_parts(stated: Any, where: str) -> Iterator[tuple[str, str]]:
-    """What is wrong with the parts of a mixture: the dotted key, and what goes on behind it."""
     if not isinstance(stated, list) or not stated:
-        yield f"{where}.parts", ": give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
-        return
-    first_of: dict[str, int] = {}
+        form = "give a list of parts, each with a task, such as [{task: gsm8k, weight: 2}]"
+        raise RecipeError(f"{where}.parts: {form}")
+    parts: dict[str, Part] = {}
     for number, entry in enumerate(stated):
         key = f"{where}.parts.{number}"
         try:
             part = Part.model_validate(entry)
         except ValidationError as error:
-            place, colon, says = explain_validation(error, Part.model_fields, key, "a part").partition(":")
-            yield place, colon + says
-            continue
-        name = part.task.name
-        if name == MIXTURE:
-            yield f"{key}.task", ": a part is no mixture itself; write its parts beside the others"
-        elif ":" not in name and name not in registry.names("task"):
-            try:
-                registry.find("task", name)
-            except UnknownWord as error:
-                yield f"{key}.task", f": {error}"
+            raise RecipeError(explain_validation(error, Part.model_fields, key, "a part")) from None
+        if part.task.name == MIXTURE:
+            raise RecipeError(f"{key}.task: a part is no mixture itself; write its parts beside the others")
+        if ":" not in part.task.name and part.task.name not in registry.names("task"):
+            registry.find("task", part.task.name, f"{key}.task")
         if not _PART_NAME.fullmatch(part.name):
-            yield f"{key}.name", f": a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
-        if first_of.setdefault(part.name, number) != number:
-            other = f"{where}.parts.{first_of[part.name]}"
-            yield f"{key}.name", f": {other} is called {part.name!r}, too; give one of them another 'name'"
+            form = f"a part's name is made of letters, digits and _ . + -; got {part.name[:80]!r}"
+            raise RecipeError(f"{key}.name: {form}")
+        if part.name in parts:
+            other = f"{where}.parts.{list(parts).index(part.name)}"
+            raise RecipeError(f"{key}.name: {other} is called {part.name!r}, too; give one of them another 'name'")
+        parts[part.name] = part
+    return list(parts.values())
 
 
 class TokenizerSection(Section):
@@ -176,10 +162,9 @@ class InitSection(Section):
 class AdapterSection(Section):
     """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1; with ``use_rslora`` its root).
 
-    ``targets``: linear layers by the end of their names. ``target_parameters``: matrices that are no linear layer's, as
-    those of fused experts (``experts.gate_up_proj``), which ``all-linear`` leaves out. ``use_dora`` (Liu et al. 2024),
-    ``use_rslora`` (Kalajdzievski 2023) and ``init_lora_weights`` are peft's: ``default`` has B = 0 and a uniform A,
-    ``gaussian`` a normal one, ``orthogonal`` orthogonal factors.
+    ``targets``: linear layers by the end of their names. ``target_parameters``: matrices that are no linear layer's
+    (``experts.gate_up_proj``). ``use_dora`` (Liu et al. 2024), ``use_rslora`` (Kalajdzievski 2023) and
+    ``init_lora_weights`` (``default``: B = 0, uniform A) are peft's.
     """
 
     kind: Literal["lora"] = "lora"
@@ -199,15 +184,11 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 class ModelSection(Section):
     """``name``: ``tiny``, a directory, a run directory, or a hub name.
 
-    ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with
-    double quantization). Such weights stay as they are, so it needs an ``adapter``, which is trained in
-    fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for comparing computations, on CPUs: slow, and exact.
-
-    ``device``: ``auto`` is a GPU of NVIDIA's where there is one, else the CPU; ``mps`` is a Mac's GPU, for one process.
-
-    ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends: on a GPU
-    in 16 bits by variable-length flash attention, else under masks. With another one batches are padded, and a
-    difference from ``sdpa`` on a small batch is refused.
+    ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with double
+    quantization); it needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for
+    comparing computations on CPUs. ``device``: ``auto`` is an NVIDIA GPU where there is one, else the CPU; ``mps`` a
+    Mac's. ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends;
+    with another one they are padded, and a difference from ``sdpa`` on a small batch is refused.
     """
 
     name: str = "tiny"
@@ -243,12 +224,11 @@ class ModelSection(Section):
 
 
 class RegularizeSection(Section):
-    """What is added to the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
+    """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
 
-    ``kl``: β; 0 loads no reference. ``kl_estimator``: of KL(π‖π_ref) from the sampled tokens, differentiated as it
-    stands. On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as GRPO was
-    published) that of KL(π_ref‖π), and of k1 zero, so that k1 regularizes nothing here (Tang & Munos 2025, section 3);
-    k1 is right in the reward (``kl_in_reward``). ``entropy_bonus``: c_H, in nats.
+    ``kl``: β; 0 loads no reference. ``kl_estimator``: from the sampled tokens, differentiated as it stands. On the
+    policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of KL(π_ref‖π), of
+    k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). ``entropy_bonus``: c_H.
     """
 
     kl: float = Field(default=0.0, ge=0)
@@ -266,27 +246,18 @@ class PromptSection(Section):
 class RolloutSection(Section):
     """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
 
-    ``max_total_tokens``: of a prompt and its answer together, in training and in its held-out evaluations, beside
-    the limits of each; a prompt that leaves no room is dropped and counted.
-    ``drop_uniform_groups`` (DAPO's dynamic sampling) draws further prompts until every group of
-    the batch has both higher and lower rewards, at most ``max_rounds`` times; ``uniform_by`` names the part
-    of the reward that is looked at instead (``correct``), for partial credit makes any two answers differ.
-    ``temperature``: of sampling, and of the log-probabilities of objectives that follow the sampler; likelihoods
-    (``cross_entropy``, preferences) of own samples are taken at 1.
-    ``old_logprobs``: the behaviour policy's log-probabilities are the sampler's own, or computed
-    again by the trainer. ``select`` says which completions are trained on and in what units (a word;
-    by default every one, or the best and the worst of each prompt for an objective over pairs); with
-    it, ``drop_uniform_groups`` draws until every group gives something.
-    ``mask_truncated`` masks completions that a limit cut off (of tokens, turns or a call's seconds) out of the loss and
-    of all that it is divided by (DAPO's overlong filtering); their rewards still count in the baseline of their group,
-    and a pair with such a one is left out. A completion whose reward is
-    above ``label_above`` counts as desirable for objectives that read labels.
-    ``staleness``: S. Rollout batch b (from 0) is sampled with the weights that max(0, b − S) batches have trained; a
-    vLLM server samples while the trainer works. 0 samples with the newest weights.
-    With an ``environment`` or ``tools`` a completion has at most ``max_turns`` turns (8), each of at most
-    ``max_turn_tokens``; ``max_tokens`` are then those of all its turns and replies. A call has ``tool_seconds`` (30).
-    An episode whose environment fails is played again from the same seed, ``retries`` times (2), before it is left out.
-    ``show_tools``: the prompt says which tools there are (true).
+    ``max_total_tokens``: of a prompt and its answer together; a prompt that leaves no room is dropped and counted.
+    ``temperature``: of sampling, and of the log-probabilities of objectives that follow the sampler.
+    ``drop_uniform_groups`` (DAPO's dynamic sampling): draw further prompts, at most ``max_rounds`` times, until every
+    group has higher and lower rewards; ``uniform_by`` names the part of the reward that counts (``correct``).
+    ``old_logprobs``: the sampler's own, or computed again by the trainer.
+    ``select``: which completions are trained on, in what units; by default every one, or the best and the worst of
+    each prompt for an objective over pairs.
+    ``mask_truncated``: leave completions that a limit cut off out of the loss (DAPO's overlong filtering); their
+    rewards count in the baseline. ``label_above``: the reward above which a completion is desirable.
+    ``staleness``: S. Batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
+    With an ``environment`` or ``tools``: at most ``max_turns`` turns (8) of ``max_turn_tokens`` each, ``tool_seconds``
+    (30) for a call, ``retries`` (2) of a failed episode from the same seed; ``show_tools`` (true) in the prompt.
     """
 
     engine: Word = Word(name="native")
@@ -382,19 +353,12 @@ class DataSection(Section):
 class TrainSection(Section):
     """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
 
-    ``passes`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through; it
-    comes to a number of steps, rounded up, when the data are read. Whichever is said last takes the other's place.
-
-    ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``, which the update after the last would have.
-    ``gradient_checkpointing`` computes the layers' activations again in the backward pass: less memory, about
-    a third more time for an update.
-
+    ``passes`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through.
+    ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``. ``gradient_checkpointing`` computes
+    activations again in the backward pass: less memory, a third more time.
     ``precision``: of the products in the model while it is trained; weights, optimizer state, log-probabilities and the
-    LM head's products are fp32 always (``tf32``, and the LM head beside ``bf16`` on a GPU: TF32). The native engine
-    samples in the weights' own type.
-
-    ``deterministic``: a GPU takes kernels that add up in one order, so that a resumed run equals the undisturbed one
-    bit for bit there too; they are slower. A CPU's always do.
+    LM head are fp32 (TF32 with ``tf32`` and, on a GPU, ``bf16``). The native engine samples in the weights' own type.
+    ``deterministic``: a GPU adds up in one order, so that a resumed run equals the undisturbed one bit for bit.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -434,16 +398,11 @@ class TrainSection(Section):
 class ScaleSection(Section):
     """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
 
-    Results are those of one process but for the order of sums, so nothing here decides them. ``processes``: how many.
-    ``launcher``: ``local`` starts them on this machine, one for each GPU where there are GPUs, else on the CPUs;
-    ``torchrun`` waits for none but those that torchrun or srun has started (they are recognised under ``local``, too:
-    by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment); ``ray`` lets the Ray cluster that
-    RAY_ADDRESS names place all of them, one GPU each where it has GPUs, else one CPU. ``sharding``: ``none`` keeps the
-    whole model in every process; ``fsdp2`` a part of it (Zhao et al. 2023), beside a whole model where the trainer
-    samples. ``checkpoint``: ``sharded`` has every process write its share of a checkpoint (with ``fsdp2``, into a
-    folder that all see); ``whole`` gathers it in rank 0. ``timeout_seconds``: how long one process waits for the others
-    before it says who is missing; a process that ended is noticed at once. ``restarts``: how often, under ``ray``, all
-    processes are started again from the last checkpoint after one was killed or its machine lost (3).
+    Results are those of one process but for the order of sums. ``launcher``: ``local`` starts them on this machine (or
+    uses those of torchrun or srun); ``torchrun`` waits for such; ``ray`` has the cluster at RAY_ADDRESS place them.
+    ``sharding``: ``none``, or ``fsdp2`` (Zhao et al. 2023), beside a whole model where the trainer samples.
+    ``checkpoint``: every process writes its share (``sharded``), or rank 0 the ``whole``. ``timeout_seconds``: how long
+    a process waits for the others. ``restarts``: how often, under ``ray``, lost processes are started again (3).
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
@@ -461,19 +420,15 @@ class ScaleSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out evaluation, before the first step, every ``every`` steps and at the end.
+    """Held-out evaluation, before the first step, every ``every`` steps (0 or -1: never) and at the end.
 
-    ``every: 0`` (or -1) switches it off. ``tasks`` defaults to the training task's validation split.
-    ``n``: examples of each task, the same at every evaluation: a ``sample`` of its held-out examples (``items_seed``
-    draws another), or the ``first``.
-    ``samples``: answers to each example, at a ``temperature`` above 0, cut by ``top_k`` and ``top_p``.
-    ``drift_prompts``: with so many of the prompts, one answer each is sampled at the temperature at
-    which the objective sees the policy, to measure entropy and the KL from the model that the run started with; by
-    default with 64 where a reward model pays, and with none elsewhere.
-    ``best``: the held-out result that the run is told and ranked by, and of which ``checkpoints/best`` are the weights;
-    by default right answers, or what there is where nothing has a gold answer (``store/headline.py``).
-    ``loss``: measure the loss on held-out demonstrations; by default where these have no gold answer.
-    ``engine``: what answers; by default what samples rollouts, in a supervised run the native one.
+    ``tasks``: by default the validation split of the training task. ``n``: examples of each, always the same ``sample``
+    (``items_seed`` draws another) or the ``first``. ``samples``: answers to each, at a ``temperature`` above 0.
+    ``drift_prompts``: so many prompts are answered at the temperature of training, for entropy and the KL from the
+    start; by default 64 where a reward model pays, else none.
+    ``best``: the result that ranks the run and chooses ``checkpoints/best``; by default right answers, or what there
+    is where nothing has a gold answer. ``loss``: also of held-out demonstrations; by default where these have no gold
+    answer. ``engine``: by default what samples rollouts, in a supervised run the native one.
     """
 
     tasks: Words = Field(default_factory=list)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain.errors import UsageError
-from posttrain.render.assistant import behind_prompt, decode_response, encode_answer, encode_response
+from posttrain.render.assistant import behind_prompt, decode_response, encode_answer, encode_response, encode_turns
 from posttrain.render.encoding import Piece, drop_text, encode_pieces, encode_plain, markers_of
-from posttrain.render.replies import encode_turns
 from posttrain.render.template import Template, encode_prompt, end_id, prompt_pieces
 from posttrain.render.turns import as_row_texts, render_pieces, with_reasoning
 from posttrain.types import Example, Message, Response, Turn

@@ -44,12 +44,9 @@ Variables = Mapping[str, Any] | None
 
 
 def tagged_answer(text: str, reasoning: str) -> str | None:
-    """The first complete ``<answer>`` after the reasoning closes.
+    """Return the first complete ``<answer>`` after the reasoning closes, of nested ones the innermost.
 
-    Without a ``</reasoning>`` there is no answer. Answer tags inside the
-    reasoning, reversed tags and an answer that never closes do not count. Of nested answers it
-    is the innermost. White space around is dropped, a blank answer is none, and text after the
-    closing tag is no part of it.
+    None without a ``</reasoning>``, and of a blank answer; tags inside the reasoning do not count.
     """
     _, closed, rest = text.partition(f"</{reasoning}>")
     return _first_complete(rest) if closed else None
@@ -97,11 +94,11 @@ def _unless_cut_off(way: Callable[[str], str | None]) -> Callable[[str], str | N
 
 
 def split_response(text: str) -> tuple[str, str | None]:
-    """(reasoning, answer) of a whole response, however it marks the two; the answer is None where it marks none.
+    """Split a whole response into (reasoning, answer), however it marks the two; the answer is None where it does not.
 
-    Behind the thinking it is the first complete ``<answer>``, else the last box, else everything. Without thinking
-    it is the ``<answer>`` that follows the reasoning, the last box (which stays in the reasoning), or what the last
-    line gives as the answer (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
+    After the thinking the answer is the first complete ``<answer>``, else the last box, else everything. Without
+    thinking it is an ``<answer>``, the last box (which stays in the reasoning), or what the last line states
+    (``#### 42``, ``The answer is 42.``). Thinking that never closes was cut off: no answer.
     """
     opening, closing = _OPENING.match(text), _CLOSING.search(text)
     if closing is not None:  # the opening tag may be missing, where it ends the prompt
@@ -122,15 +119,9 @@ def split_response(text: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Conversations as plain text, for models without turn markers: one paragraph for each message.
+    """Conversations as plain text, one paragraph for each message, for models without turn markers.
 
-    The marks of a turn are ordinary characters, so a message could write them, too. A line of a message that would
-    look like the start of a turn is therefore quoted with ``>``, as mail programs quote a line that begins with
-    ``From``. Quoting can be undone exactly (tests/render/test_dialogue.py).
-
-    Attributes:
-        user, assistant: their names.
-        separator: stands between two turns (it ends a line).
+    A line of a message that looks like the start of a turn is quoted with ``>``, which can be undone exactly.
     """
 
     user: str
@@ -166,13 +157,11 @@ def r1_zero(*, preamble: str = R1_ZERO_PREAMBLE) -> Template:
     """Base-model prompt of R1-Zero: preamble, ``User: question``, ``Assistant: <think>``.
 
     A demonstration continues `` reasoning </think> <answer> 42 </answer>``; a given response is taken apart and written
-    so (its own answer, else the gold one; without either it is dropped and counted). The answer is the first
-    complete ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn
-    (``Assistant: …``) is quoted with ``>``.
+    so (its own answer, else the gold one; without either it is dropped and counted). The answer is the first complete
+    ``<answer>`` after the first ``</think>``. A line of a message that looks like the start of a turn is quoted.
 
     Args:
-        preamble: stands above the conversation (trusted; its tags are the tokenizer's own). May
-            be empty.
+        preamble: stands above the conversation (trusted). May be empty.
 
     Source: DeepSeek-R1 (Guo et al. 2025), table 1; the wording is ours.
     """
@@ -248,12 +237,11 @@ def boxed(*, instruction: str = BOXED_INSTRUCTION, chat: bool = False) -> Templa
 def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
     """The question, and an instruction to answer with a program in a fenced block: the last complete one of Python.
 
-    A demonstration or a given response stands as it is. (The grader ``code_tests`` prefers the last block that
-    defines the function which the tests call.)
+    A demonstration or a given response stands as it is. The grader ``code_tests`` prefers the last block that defines
+    the function which the tests call.
 
     Args:
-        instruction: the system message (trusted), or the text after the last message without a chat template. May be
-            empty.
+        instruction: the system message (trusted), or the text after the last message. May be empty.
         chat: render with the tokenizer's chat template; ``false`` for a model that has none.
 
     Source: the wording is ours.
@@ -268,15 +256,13 @@ def code(*, instruction: str = CODE_INSTRUCTION, chat: bool = True) -> Template:
 def chat(*, system: str = "", variables: dict[str, Any] | None = None) -> Template:
     """The tokenizer's own chat template.
 
-    The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A
-    demonstration is the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer
-    (that line alone without a solution). A given response stands as it is; the tags of the thinking that it begins with
-    are the tokenizer's own. A response ends with the end of the turn.
+    The answer is the first complete ``<answer>`` of what follows the thinking, else its last number. A demonstration is
+    the solution, then ``The answer is 42.`` on a line of its own where there is a gold answer. A given response stands
+    as it is; the tags of its thinking are the tokenizer's own.
 
     Args:
         system: a system message (trusted) above the data's own. May be empty.
-        variables: for the chat template, such as ``enable_thinking: false``. A template that
-            prints today's date renders other prompts every day: give it its date variable here.
+        variables: for the chat template, such as ``enable_thinking: false``; its date, where it prints today's.
     """
 
     def response(example: Example) -> list[Piece]:
@@ -305,10 +291,10 @@ def plain() -> Template:
 
 @register("template")
 def dialogue() -> Template:
-    """A transcript, for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
+    """A transcript for models without a chat template: ``Human: …``, ``Assistant: …``, a blank line between.
 
-    It ends with the assistant's name, behind which the model goes on; a demonstration is the solution, or else the
-    answer. The whole reply is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
+    The model goes on behind the assistant's name; a demonstration is the solution, or else the answer. The whole reply
+    is the answer. A line of a message that looks like the start of a turn is quoted with ``>``.
 
     Source: the transcripts of HH-RLHF (Bai et al. 2022).
     """
@@ -327,12 +313,10 @@ def dialogue() -> Template:
 
 @register("template")
 def document() -> Template:
-    """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then
-    the solution.
+    """Text to read, for pretraining with ``data.train_on: all``: the tokenizer's BOS (or EOS) token, then the solution.
 
-    The whole text is trusted, so that markers and tags in it become the tokenizer's own tokens:
-    use it only with texts that may hold them. The messages are ignored. The answer is the last
-    number.
+    The whole text is trusted: markers and tags in it become the tokenizer's own tokens. Messages are ignored. The
+    answer is the last number.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:
@@ -354,9 +338,9 @@ def document() -> Template:
 def as_is() -> Template:
     """Prompts that are already rendered, as they stand; a demonstration is the response as it stands.
 
-    Both are trusted whole, so that markers and tags in them become the tokenizer's own tokens: use it only with files
-    that were rendered for this model. BOS and the end token are added where they do not stand there already. The
-    answer is the first complete ``<answer>``, else the last box, else the last number, of what follows the thinking.
+    Both are trusted whole: use it only with files that were rendered for this model. BOS and the end token are added
+    where they are missing. The answer is the first complete ``<answer>``, else the last box, else the last number, of
+    what follows the thinking.
     """
 
     def prompt(messages: Sequence[Message], tokenizer: Any) -> list[Piece]:

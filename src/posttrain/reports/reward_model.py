@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.evals.statistics import paired_bootstrap
 from posttrain.evals.tables import NOTHING, TextTable, kind_tables, show_interval, show_number, show_share, to_markdown
 from posttrain.reports.evaluation import first_items, quoted, settings_list
-from posttrain.reward_models.measures import RewardEvaluation
+from posttrain.reward_models.evaluation import RewardEvaluation
 from posttrain.untrusted import plain
 
 Results = Mapping[str, float]

@@ -3,110 +3,67 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn import Linear, Parameter
 from transformers.utils import logging as transformers_logging
 
 from posttrain import registry
-from posttrain.engines.base import Engine, Sampling
+from posttrain.engines.base import Sampling
 from posttrain.engines.models import Device, Dtype, ModelSource, complete_template, grader_for
-from posttrain.engines.rollout import encode_prompts
+from posttrain.engines.rollout import Sampler
 from posttrain.errors import UsageError
-from posttrain.evals.drift import MAX_TOKENS, kl_of_states
-from posttrain.evals.generation import held_out_indices
-from posttrain.evals.statistics import paired_bootstrap, student_t_quantile
+from posttrain.evals.generation import Questions, evaluate
+from posttrain.evals.statistics import paired_bootstrap
+from posttrain.evals.win_rate import measure_kl, summarize_kl
 from posttrain.models.comparison import check_same, read_probe
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
-from posttrain.models.forward.micro import split_rows
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
-from posttrain.randomness import derive_key
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
-from posttrain.render import Template, end_id, stop_ids
-from posttrain.render.template import build_template
+from posttrain.render import end_id
 from posttrain.reward_models.evaluation import evaluate_reward_model
 from posttrain.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
 from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
 from posttrain.tasks.base import Task, build_task, choose_task
-from posttrain.types import Sample, collate
 from posttrain.untrusted import STORED_RECIPE
 
 REPORT = "quantization.json"
 
 
-@torch.no_grad()
 def compare_policies(
-    engine: Engine,
-    tokenizer: Any,
-    template: Template,
-    task: Task,
-    *,
-    before: Forward,
-    after: Forward,
-    n: int,
-    sampling: Sampling,
-    context_tokens: int,
-    seed: int = 0,
+    sampler: Sampler, task: Task, *, before: Forward, after: Forward, n: int, sampling: Sampling, seed: int = 0
 ) -> dict[str, float]:
-    """One answer that ``engine`` samples from ``before`` to each of ``n`` fixed prompts of a task, read by both models.
+    """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
 
-    ``kl_per_token``: KL(before‖after) of the next token's distribution in nats, the mean over generated tokens, exact
-    at each state (beyond 1,024 candidates the rest counts as one). ``kl_max``: of one token. ``top1_agreement``: the
-    share of tokens at which both find the same token likeliest. Both means with a 95 % interval (``_low``, ``_high``)
-    in which an answer is the unit of chance. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
-
-    Args:
-        engine: samples from the model in ``before``, at the temperature of both.
+    ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
+    token (``evals/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
 
     Raises:
         UsageError: no prompt that fits into the model.
     """
-    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    kept, prompts, dropped = encode_prompts(tokenizer, template, examples, context_tokens - 1)
-    if not kept:
-        raise UsageError(f"task {task.name!r}: none of {len(examples)} prompts fits into {context_tokens} tokens")
-    keys = [[derive_key(seed, "quantization", index)] for index in kept]
-    answers = [group[0].ids for group in engine.generate(prompts, keys, sampling)]
-    batch = collate(
-        [
-            Sample([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), group=index, prefix=len(prompt))
-            for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        ]
-    )
-    kl, agreed, most = [0.0] * len(answers), [0.0] * len(answers), 0.0
-    for rows in split_rows(batch, MAX_TOKENS):
-        part = batch.select(rows)
-        of_states = kl_of_states(part, before, nullcontext(after)).cpu()
-        first, second = (forward.top_candidates(part, 1)[0][..., 0].cpu() for forward in (before, after))
-        same = (first == second) & part.mask.cpu()
-        most = max(most, float(of_states.max()))
-        for place, row in enumerate(rows):
-            kl[row], agreed[row] = float(of_states[place].sum()), float(same[place].sum())
-    lengths = [float(len(answer)) for answer in answers]
-    facts = _mean_per_token("kl_per_token", kl, lengths) | {"kl_max": most}
-    facts |= _mean_per_token("top1_agreement", agreed, lengths, most=1.0)
-    counts = {"num_answers": len(answers), "num_tokens": math.fsum(lengths), "prompts_too_long": dropped}
-    return facts | {name: float(count) for name, count in counts.items()}
+    evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
+    answers = evaluation.rollouts
+    results = summarize_kl("kl", answers, measure_kl(answers, before, after))
+    results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
+    return results | {
+        "num_answers": float(len(answers)),
+        "prompts_too_long": evaluation.results["prompts_too_long"],
+    }
 
 
 def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: int) -> dict[str, float]:
-    """The accuracy of both on the same ``n`` fixed examples of a task, and how far it moved.
+    """Measure the accuracy of both on the same ``n`` fixed examples of a task, and how far it moved.
 
-    ``accuracy_before`` and ``accuracy_after`` with their intervals, ``change`` with the interval of the paired
-    difference (bootstrap over items), ``same_verdict``: the share of items on which both are right or both wrong.
-    ``num_items`` were scored and ``dropped`` were not (``evaluate_reward_model``).
+    ``accuracy_before``, ``accuracy_after`` and the paired ``change`` with intervals; ``same_verdict``: the share of
+    items on which both are right or both wrong. ``num_items`` were scored, and ``dropped`` were not.
 
     Raises:
         UsageError: nothing in the task that could be scored.
@@ -131,24 +88,9 @@ def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
     return replace(scorer, forward=moved)
 
 
-def _mean_per_token(
-    name: str, sums: Sequence[float], lengths: Sequence[float], most: float = math.inf
-) -> dict[str, float]:
-    """``Σ sums / Σ lengths`` and its 95 % interval within 0..``most``.
-
-    A ratio of two random sums: its standard error is that of the mean of ``sum − ratio · length``, divided by the mean
-    length (Cochran 1977, "Sampling Techniques", section 6.3).
-    """
-    total, n = math.fsum(lengths), len(lengths)
-    ratio = math.fsum(sums) / total
-    spread = math.fsum((part - ratio * length) ** 2 for part, length in zip(sums, lengths, strict=True))
-    half = student_t_quantile(n - 1) * math.sqrt(spread * n / (n - 1)) / total if n > 1 else 0.0
-    return {name: ratio, f"{name}_low": max(0.0, ratio - half), f"{name}_high": min(most, ratio + half)}
-
-
 @dataclass(frozen=True)
 class QuantizationRequest:
-    """A request: the model, the bits, the folder, and what the loss is measured on.
+    """A model, the bits, the folder, and the data that the loss is measured on.
 
     ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
     checkpoint, or below ``quantized``.
@@ -184,17 +126,9 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
     if asked.n and is_known:
         word = choose_task(asked.task, source.name, source.recipe)
         task = build_task(word, "--task")
-    template = complete_template(asked.template, source)
-    if template is not None:  # before hours of work
-        build_template(template, "--template")
+    grader = grader_for(source, complete_template(asked.template, source))  # refused before hours of work
     path = resolve_model_name(source.path)
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model"
-    is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
-    default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{plain}-int{asked.bits}")
-    out = asked.out or default
-    is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
-    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+    out = _choose_folder(asked, path)
     # an empty adapter asks for a base with its adapters added
     section = source.section(asked.dtype, asked.device).model_copy(update={"name": path, "adapter": AdapterSection()})
     before = load_model(section, seed=0)
@@ -219,21 +153,26 @@ def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
         if scorer is not None:
             report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=asked.n)
         else:
-            rendered = grader_for(source, template).template
+            engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
+            sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
+            sampling, models = sampler.sampling(asked.max_tokens or source.max_tokens, 1.0), (before, after)
+            own, other = (Forward(loaded.model) for loaded in models)
             report["results"] = compare_policies(
-                registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer),
-                before.tokenizer,
-                rendered,
-                task,
-                before=Forward(before.model),
-                after=Forward(after.model),
-                n=asked.n,
-                sampling=Sampling(asked.max_tokens or source.max_tokens, stop_ids=stop_ids(before.tokenizer, rendered)),
-                context_tokens=context_length(before.model.config),
-                seed=asked.seed,
+                sampler, task, before=own, after=other, n=asked.n, sampling=sampling, seed=asked.seed
             )
     replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return report, out
+
+
+def _choose_folder(asked: QuantizationRequest, path: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", asked.source.name).strip("-.") or "model"
+    is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
+    default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{name}-int{asked.bits}")
+    out = asked.out or default
+    is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
+    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+    return out
 
 
 def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:

@@ -1,14 +1,16 @@
-"""A trained reward model as something that can be asked: scores of answers, probabilities of steps.
+"""A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
 
-Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end
-token of an answer, at the last token of each step. So a score here is the number that training saw.
+Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end token
+of an answer, at the last token of each step. So a score here is the number that training saw.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -18,20 +20,27 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.engines.models import ModelSource, checkpoint_of
-from posttrain.errors import CheckpointError, RunFailure, UsageError
+from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
+from posttrain.evals.generation import held_out_indices
 from posttrain.evals.statistics import sigmoid
+from posttrain.graders.grading import Measured
 from posttrain.models.config import context_length
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.models.trained_heads import forward_with_head, restore_heads
-from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.document import parse_yaml, recipe_text
+from posttrain.recipes.recipe import Recipe, stored_recipe
+from posttrain.recipes.sections import Word, map_tasks
+from posttrain.registry import find, register
 from posttrain.render import Template, encode_prompt, end_id
 from posttrain.render.assistant import encode_answer
 from posttrain.render.rows import Row, Shape, rows_of
 from posttrain.render.template import build_template
 from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
+from posttrain.tasks.base import build_task
 from posttrain.types import Example, Response, Sample, collate
+from posttrain.untrusted import STORED_RECIPE
 
 Kind = Literal["preference", "outcome", "process"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -68,16 +77,11 @@ class RewardModel:
         return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
 
     def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
-        """One number for each text as the answer to its example's messages; higher is better.
+        """Score each text as the answer to its example's messages; higher is better.
 
-        ``texts`` are what a policy wrote, with or without what the prompt has opened (``Rollout.text`` has it); they
-        are encoded as the answers that were trained on. A process model is asked about the reasoning alone, cut into
-        steps (``split_steps``). None for a text that cannot be scored: longer than ``max_tokens``, without any step, or
-        cut off before any token.
-
-        Args:
-            finishes: how each text ended; one with ``length`` was cut off, gets no end token and is scored where it
-                stops.
+        ``texts`` are what a policy wrote, with or without what the prompt has opened. A process model is asked about
+        the reasoning alone, cut into steps. None: longer than ``max_tokens``, without any step, or cut off before any
+        token. One that ``finishes`` with ``length`` gets no end token and is scored where it stops.
         """
         if self.kind == "process":
             steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
@@ -103,8 +107,8 @@ class RewardModel:
     def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
         """Return for each solution, given as its steps, the probability that each step is good.
 
-        With two classes ``σ(s)``; with three, one less the probability of the negative class: a neutral step is no
-        error (Lightman et al. 2023, appendix F). None: longer than ``max_tokens``, no steps, or an empty one.
+        ``σ(s)``; of three classes one less the probability of the negative one (Lightman et al. 2023). None:
+        longer than ``max_tokens``, no steps, or an empty one.
         """
         assert self.kind == "process", "a model of steps alone has probabilities of steps"
         responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
@@ -118,10 +122,8 @@ class RewardModel:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
-        """The head's scores at the step ends of each row, or at its last token where it has none: fp32 ``[N]``, or
-        ``[N, C]`` for C classes; None for a row that is too long, or is none.
-
-        Rows with the same prompt share its computation. What else is in a batch changes a score by rounding only.
+        """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
+        classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
 
         Raises:
             RunFailure: a score that is no finite number.
@@ -291,3 +293,109 @@ def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, 
             "training has written, not an export of the model alone"
         )
     return folder, chosen
+
+
+NUM_CALIBRATED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``(score − mean) / std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
+def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
+    """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
+    open_run(run)
+    if normalize:
+        held_out_scale(run)
+
+
+@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
+def reward_model(
+    example: Sequence[Example],
+    text: Sequence[str],
+    finish: Sequence[str],
+    *,
+    run: str,
+    normalize: bool = False,
+) -> list[Measured]:
+    """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
+
+    ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
+    model the lowest probability of a step. An answer that was cut off is scored as one, without an end token. An
+    answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
+    counted as ``unscored``.
+
+    Args:
+        run: the folder of its run; the best checkpoint is used.
+        normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
+            in its own held-out data (at most 256 examples), computed once: scores of preference models have no
+            zero of their own.
+
+    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+    """
+    scale = held_out_scale(run) if normalize else Scale()
+    scores = open_run(run).score(example, text, finish)
+    lowest = min((score for score in scores if score is not None), default=0.0)
+    return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
+
+
+@cache
+def open_run(run: str) -> RewardModel:
+    """The reward model of a run's folder, loaded once in a process.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+        CheckpointError: its checkpoint does not verify.
+    """
+    folder = Path(run)
+    if not (folder / "recipe.yaml").is_file():
+        raise UsageError(
+            f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
+            "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
+        )
+    recipe = _recipe_of(folder)
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
+
+
+@cache
+def held_out_scale(run: str) -> Scale:
+    """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+
+    Of at most 256 examples, which are those that every evaluation of that size uses.
+
+    Raises:
+        RecipeError: fewer than two answers there, or all have the same score.
+    """
+    model = open_run(run)
+    recipe = _recipe_of(Path(run))
+
+    def held_out(word: Word) -> Word:
+        split = find("task", word.name, "task").traits.get("held_out", "validation")
+        return Word(name=word.name, **(word.options | {"split": split}))
+
+    words = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
+    task = build_task(words[0], "task")
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
+    pairs = [(example, response) for example in examples for response in example.responses]
+    scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
+    if len(scores) < 2 or statistics.pstdev(scores) == 0:
+        raise RecipeError(
+            f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
+            "whose scores differ; leave normalize out"
+        )
+    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+
+
+def _recipe_of(run: Path) -> Recipe:
+    place = str(run / STORED_RECIPE)
+    return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)

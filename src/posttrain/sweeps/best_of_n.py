@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.evals.items import Item
-from posttrain.evals.measures import item_values
+from posttrain.evals.items import Item, item_values
 from posttrain.evals.statistics import item_interval, paired_bootstrap
 from posttrain.evals.tables import TextTable
 from posttrain.sweeps.results import Part

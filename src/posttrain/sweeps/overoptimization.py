@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from posttrain.evals.items import Item
-from posttrain.evals.ranking import best_of_n
-from posttrain.evals.statistics import Summary, summarize_seeds
+from posttrain.evals.statistics import Summary, best_of_n, summarize_seeds
 from posttrain.evals.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two

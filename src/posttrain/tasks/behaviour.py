@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.graders.behaviour import KINDS
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
+from posttrain.tasks.messages import read_prompt
 from posttrain.tasks.reader import collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example
@@ -32,7 +33,7 @@ def refusals(*, path: str | None = None) -> Task:
     """
 
     def read(row: Row) -> Example:
-        messages = row.asked("prompt")
+        messages = read_prompt(row, "prompt")
         kind = row.text("kind")
         if kind not in KINDS:
             raise row.fail(f"'kind' must be one of {', '.join(KINDS)}; got {kind!r}.{suggest(kind, KINDS)}")

@@ -16,7 +16,6 @@ from posttrain.tasks.reader import (
     Dropped,
     Share,
     Split,
-    answer_text,
     choose_split,
     collect,
     prompt_hash,
@@ -49,26 +48,24 @@ def hh_rlhf(
 ) -> Task:
     """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
 
-    Both keys hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer
-    (chosen 1, rejected 0) and the others are the prompt, for policies to answer. There is no gold answer.
-
-    A turn begins with ``Human:`` or ``Assistant:`` behind a blank line; elsewhere these words are text. Turns of
-    one role that follow one another are one message. Dropped and counted: dialogues that part before their last
-    turn or do not end with the assistant's or begin with it, blank turns, and equal answers.
+    Both hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer (chosen
+    1, rejected 0) and the others are the prompt. There is no gold answer. A turn begins with ``Human:`` or
+    ``Assistant:`` behind a blank line; turns of one role that follow one another are one message. Dropped and counted:
+    dialogues that part before their last turn, do not end with the assistant's or begin with it, blank turns, and equal
+    answers.
 
     Args:
         split: ``validation`` is a part of the training dialogues chosen by a hash of their first human turn, so that
-            a dialogue and one that goes on from it stand on the same side; ``train`` is the rest. ``test`` of a local
-            file is the whole file.
+            dialogues that begin alike stand on one side; ``train`` is the rest. ``test`` of a local file is all of it.
         subset: one of the four, or all. Kept in meta.
         test_path: the test dialogues of a local ``path``; needed with ``test_share``.
         validation_share: share of the first turns that is held out.
         test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
-            test split, on which the reward model was not trained, without its responses. The test split is then no
-            longer unseen. Where one side has too few prompts for the share, the other is thinned by a hash. Test
-            prompts that begin as a held-out dialogue does are left out. Both are counted.
-        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model. The
-            others are counted.
+            test split, on which the reward model was not trained, without its responses. Prompts beyond the share, and
+            test prompts that begin as a held-out dialogue does, are left out and counted.
+        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that
+            holds nothing else, is dropped and counted.
 
     Raises:
         UsageError: ``test_share`` with a local file and no ``test_path``.
@@ -200,3 +197,29 @@ def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole
             changed = replace(example, responses=()) if name == "test" else example
             kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
     return kept
+
+
+def answer_text(text: str, *, strip_thinking: bool) -> str:
+    """Return a given answer as it stands, or without its thinking and the white space around what is left.
+
+    Blocks of thinking go with the blocks inside them. A ``</think>`` that closes nothing ends thinking that the prompt
+    opened: all before it goes as well.
+
+    Raises:
+        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+    """
+    if not strip_thinking:
+        return text
+    kept, depth = "", 0
+    for part in re.split(r"(</?think>)", text):
+        if part == "<think>":
+            depth += 1
+        elif part == "</think>":
+            kept, depth = (kept, depth - 1) if depth else ("", 0)
+        elif depth == 0:
+            kept += part
+    if depth:
+        raise Dropped("a <think> that never closes")
+    if not kept.strip():
+        raise Dropped("an answer of nothing but thinking")
+    return kept.strip()

@@ -14,8 +14,8 @@ from posttrain.registry import find, register
 from posttrain.render.rows import split_turns
 from posttrain.render.words import split_response
 from posttrain.tasks.base import Task
-from posttrain.tasks.messages import REASONING_KEYS, add_system, read_instruction, read_variables
-from posttrain.tasks.reader import Collected, Share, Split, answer_text, collect, reads_rows
+from posttrain.tasks.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
+from posttrain.tasks.reader import Collected, Share, Split, collect, reads_rows
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Turn
 
@@ -50,31 +50,28 @@ def jsonl(
     ignore_keys: list[str] | None = None,
     grader: str | None = None,
     validation_share: Share = 0.05,
-    strip_thinking: bool = False,
     correct_only: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
 
-    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response. A response
-    is a whole text to imitate, and so is the assistant's message at the end of messages; such a row needs no answer.
-    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may
-    use tools (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with
-    ``weight: 0`` or ``train: false`` is not trained. The template decides how the response is written: ``r1_zero``
-    puts reasoning and answer between the tags, ``plain``, ``chat`` and ``as_is`` take it as it stands. Every other
-    key is carried along in ``meta``; one that would change what is trained is refused.
+    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
+    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. ``system`` and
+    ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools
+    (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or
+    ``train: false`` is not trained. The template decides how the response is written. Every other key is carried along
+    in ``meta``; one that would change what is trained is refused.
 
     Args:
-        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message, so
-            that a conversation and one that goes on from it stand on the same side; ``test`` is the whole file.
+        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message;
+            ``test`` is the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
         messages_key: of the conversation; else ``conversations``.
         answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.
         response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
-        grader: decides whether an answer is right (``posttrain explain grader``). By default ``math`` where a gold
-            answer is a formula, else ``numeric``, which compares words as text; a run says which, and why.
-        correct_only: keep only the demonstrations that the grader finds right by the row's gold answer; the others
-            are counted by their reason.
+        grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
+            ``numeric``, which compares words as text; a run says which, and why.
+        correct_only: keep only the demonstrations that the grader finds right; the others are counted.
 
     Raises:
         UnknownWord: no such grader.
@@ -84,7 +81,7 @@ def jsonl(
         find("grader", grader, "task.grader")
     keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
     keys |= {"solution": solution_key, "response": response_key}
-    read = partial(read_example, keys=keys, strip_thinking=strip_thinking)
+    read = partial(read_example, keys=keys)
     collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
     chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
@@ -115,7 +112,7 @@ def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
     return "numeric", (line,) if golds else ()
 
 
-def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = False) -> Example:
+def read_example(row: Row, keys: Mapping[str, str]) -> Example:
     """One row as an example; ``keys`` are the options' names of its parts.
 
     Raises:
@@ -132,7 +129,7 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
     if solution is not None:
         parts[repr(of_solution)] = solution
     if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
-        messages = (*messages, *row.messages(of_response))
+        messages = (*messages, *read_messages(row, of_response))
     elif row.has(of_response):
         thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
         reasoning = next((row.text(key) for key in thoughts), None)
@@ -161,7 +158,7 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
     working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
     if working.strip() and result.strip():
         answer, solution = result.strip(), solution if parts else working.strip()
-    example = Example(
+    return Example(
         "",
         messages,
         answer=answer,
@@ -172,14 +169,13 @@ def read_example(row: Row, keys: Mapping[str, str], *, strip_thinking: bool = Fa
         variables=read_variables(row),
         meta=row.meta(),
     )
-    return _without_thinking(example) if strip_thinking else example
 
 
 def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     """The messages of a row, or its prompt as messages."""
     of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
     if row.has(of_messages):
-        return row.messages(of_messages)
+        return read_messages(row, of_messages)
     if of_prompt == "instruction":
         return read_instruction(row)
     option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
@@ -187,20 +183,7 @@ def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
     value = row.data[of_prompt]
     is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
     is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
-    return row.messages(of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
-
-
-def _without_thinking(example: Example) -> Example:
-    solution, response = (
-        text and answer_text(text, strip_thinking=True) for text in (example.solution, example.demonstration)
-    )
-    conversation = tuple(
-        replace(one, content=one.content and answer_text(one.content, strip_thinking=True), reasoning=None)
-        if one.role == "assistant"
-        else one
-        for one in example.conversation
-    )
-    return replace(example, solution=solution, demonstration=response, conversation=conversation)
+    return read_messages(row, of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
 
 
 def _keep_correct(collected: Collected, grader: str, place: str) -> None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.registry import suggest
+from posttrain.tasks.reading import OTHER_ROLES, ROLES, Row, shown
 from posttrain.types import Call, Message
 
-if TYPE_CHECKING:
-    from posttrain.tasks.reading import Row
-
-ROLES = ("system", "user", "assistant", "tool")
-# Other names of roles, by the key of the role: of chat templates and of ShareGPT.
-_OTHER_ROLES = {
-    "role": {"developer": "system"},
-    "from": {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-    | {"function_call": "assistant"},
-}
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
 _TRAINED_KEYS = ("weight", "train")
 _OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
+
+
+def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
+    """The prompt under ``key``: a text is the user's, messages end with another's than the assistant's."""
+    if row.is_text(key) or key not in row.data:
+        return (Message("user", row.text(key)),)
+    messages = read_messages(row, key)
+    if messages[-1].role == "assistant":
+        raise row.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
+    return messages
 
 
 def read_messages(row: Row, key: str) -> tuple[Message, ...]:
@@ -32,6 +33,7 @@ def read_messages(row: Row, key: str) -> tuple[Message, ...]:
     Raises:
         DataError: missing, of another shape, empty, with an unknown role or key, or a tool's results that fit no calls.
     """
+    row.need(key)
     value = row.nested(key)
     value = [value] if isinstance(value, Mapping) else value
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -54,7 +56,7 @@ def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
     if of_role not in stated or (of_content not in stated and not calls and stated[of_role] != "tool"):
         raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
     role = row.checked(stated[of_role], f"{key} {number} {of_role}")
-    role = _OTHER_ROLES[of_role].get(role, role)
+    role = OTHER_ROLES[of_role].get(role, role)
     if role not in ROLES:
         raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
     known = ("role", "content", *_OTHER_KEYS)
@@ -256,19 +258,3 @@ def read_instruction(row: Row) -> tuple[Message, ...]:
 def is_blank(value: Any) -> bool:
     """Say whether a value is a text of nothing but white space."""
     return isinstance(value, str) and not value.strip()
-
-
-def are_messages(value: Any) -> bool:
-    """Say whether a value is a list of messages, each with a known role."""
-    known = {*ROLES, *_OTHER_ROLES["role"], *_OTHER_ROLES["from"]}
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(one, Mapping) and str(one.get("role", one.get("from"))) in known for one in value)
-    )
-
-
-def shown(value: Any) -> str:
-    """A value for a message: at most 60 characters, and its type."""
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"

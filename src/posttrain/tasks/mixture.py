@@ -10,8 +10,7 @@ from posttrain.errors import PosttrainError, UsageError
 from posttrain.recipes.document import complete_word
 from posttrain.recipes.sections import Part, read_parts
 from posttrain.registry import register
-from posttrain.tasks.base import ExamplesOnDemand, Task, TaskPart, build_task
-from posttrain.tasks.description import is_pair
+from posttrain.tasks.base import ExamplesOnDemand, Task, TaskPart, build_task, is_pair
 from posttrain.types import Example
 
 PART = "part"  # the key of ``meta`` with the name of an example's part

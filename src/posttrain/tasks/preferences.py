@@ -4,18 +4,96 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal
 
-from posttrain.errors import UsageError
 from posttrain.registry import register, suggest
 from posttrain.tasks.base import Task
-from posttrain.tasks.messages import add_system, is_blank, read_instruction, read_variables
-from posttrain.tasks.own_samples import paired_rows
-from posttrain.tasks.reader import Dropped, Share, Split, answer_text, collect, reads_rows, row_task
+from posttrain.tasks.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
+from posttrain.tasks.reader import Dropped, Share, Split, collect, reads_rows, row_task
 from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message, Response
+
+# The keys by which a line of ``items.jsonl`` (``evals/items.py``) differs from a row of any other file.
+ITEM_KEYS = ("id", "index", "question", "samples")
+RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
+# An answer is right or not by the grader's word; with any other word nobody knows.
+OUTCOMES = {"right": True, "wrong": False, "no_answer": False}
+UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
+
+
+def judged_rows(
+    rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
+) -> Iterator[Row]:
+    """One row per judged answer of an item, under these keys with the item's meta.
+
+    Raises:
+        DataError: an item of another form than ``evaluate`` writes.
+    """
+    for row in rows:
+        if not all(key in row.data for key in ITEM_KEYS):
+            yield row
+            continue
+        meta = row.plain("meta")
+        shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
+        for part, (text, is_right, ids) in enumerate(_judged(row, dropped), start=1):
+            data = {**shared, solution_key: text, verdict_key: is_right, **({RESPONSE_IDS: ids} if ids else {})}
+            yield replace(row, data=data, part=part)
+
+
+def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
+    """Rows with ``prompt``, ``chosen`` and ``rejected``: of each item the n-th right answer with the n-th wrong one.
+
+    So no answer is in two pairs; those that find no partner are dropped and counted.
+
+    Raises:
+        DataError: an item of another form than ``evaluate`` writes.
+    """
+    for row in rows:
+        if not all(key in row.data for key in ITEM_KEYS):
+            yield row
+            continue
+        judged = _judged(row, dropped)
+        num_blank = sum(is_blank(text) for text, _, _ in judged)
+        if num_blank:
+            dropped["a blank answer"] += num_blank
+        right, wrong = (
+            [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
+        )
+        for part, (chosen, rejected) in enumerate(zip_longest(right, wrong), start=1):
+            if chosen is None or rejected is None:
+                kinds = ("right", "wrong") if rejected is None else ("wrong", "right")
+                dropped["a {} answer without a {} one to the same question".format(*kinds)] += 1
+            else:
+                data = {"prompt": row.data["question"], "chosen": chosen, "rejected": rejected}
+                yield replace(row, data=data, part=part)
+
+
+def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
+    """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
+    samples = row.data["samples"]
+    if not isinstance(samples, list):
+        raise row.fail("'samples' must be the list of answers that `posttrain evaluate` writes")
+    if not samples:
+        dropped["no answer was sampled (a prompt that did not fit)"] += 1
+    judged = []
+    for number, sample in enumerate(samples, start=1):
+        stated = sample if isinstance(sample, Mapping) else {}
+        text, outcome, ids = stated.get("text"), str(stated.get("outcome")), stated.get(RESPONSE_IDS)
+        if not isinstance(text, str):
+            raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
+        if outcome in UNJUDGED:
+            dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
+        elif outcome in OUTCOMES:
+            judged.append((text, OUTCOMES[outcome], ids if isinstance(ids, list) else []))
+        else:
+            known = ", ".join((*OUTCOMES, *UNJUDGED))
+            raise row.fail(f"samples {number}: 'outcome' must be one of {known}; got {outcome[:60]!r}")
+    return judged
+
 
 SCORE_KEYS = (
     ("score_chosen", "score_rejected"),
@@ -49,48 +127,40 @@ def preferences(
     validation_share: Share = 0.05,
     num_classes: NumClasses = 2,
     step_separator: str = "\n",
-    strip_thinking: bool = False,
     ignore_keys: list[str] | None = None,
 ) -> Task:
     """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
 
-    The prompt is ``prompt`` (text or a list of messages), ``conversations`` (ShareGPT: ``from`` and ``value``) or
-    ``instruction`` with or without ``input`` (Alpaca).
+    The prompt is ``prompt`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with ``input``
+    (Alpaca).
 
-    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or a list of messages. Conversations that share
-    their first turns need no prompt: those turns are the prompt. Scores may come with them
-    (``score_chosen`` and ``score_rejected``, or ``chosen_score``, ``chosen_rating``, ``rating_chosen``): if the first
-    row has them, every row must, and their difference is the pair's margin. Without scores these are 1 and 0. A
-    ``margin`` of a row is taken in place of the difference, and every row must then have one.
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
+    turns need no prompt. Scores may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``,
+    ``chosen_rating``, ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's
+    margin. Without scores these are 1 and 0.
 
-    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true
-    or 1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
+    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true or
+    1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
 
-    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each). With two classes true and 1
-    are good (class 1), false and 0 are bad (class 0). With three, −1 is negative (class 0), 0 neutral (class 1) and
-    1 positive (class 2); true and false are then the outer two.
+    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each): with two classes true and 1 are
+    good, false and 0 bad; with three −1 is negative, 0 neutral and 1 positive (true and false are the outer two).
 
     ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
-    part that is missing or blank, or that could teach nothing, is dropped and counted by its reason. Its ``meta`` and
-    all other keys are carried along: results are broken down by them.
-
-    In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair; others drop.
+    part that is missing or blank, or that could teach nothing, is dropped and counted. All other keys are carried along
+    in ``meta``. In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair.
 
     Args:
-        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, and
-            ``train`` is the rest, so that conversations that begin alike stand on one side; ``test`` is the whole file.
+        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, so that
+            conversations that begin alike stand on one side; ``test`` is the whole file.
         validation_share: share of these beginnings that is held out.
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
-
-    Raises:
-        UsageError: ``strip_thinking`` with steps.
     """
     first: list[tuple[Callable[[Row], Parts], bool]] = []  # the first row decides for all
 
     def read(row: Row) -> Example:
         if not first:
-            reader = _reader_of(row, CLASSES[num_classes], step_separator, strip_thinking=strip_thinking)
+            reader = _reader_of(row, CLASSES[num_classes], step_separator)
             first.append((reader, row.has("margin")))
         read_parts, has_margin = first[0]
         messages, responses = read_parts(row)
@@ -106,40 +176,34 @@ def preferences(
 
 @register("task", held_out="validation")
 @row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
-def ultrafeedback(row: Row, *, strip_thinking: bool = False) -> Example:
-    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by a model.
+def ultrafeedback(row: Row) -> Example:
+    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by GPT-4.
 
-    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation as a list of messages);
-    ``score_chosen`` and ``score_rejected``, from 1 to 10, of which the difference is the pair's margin.
+    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation); ``score_chosen`` and
+    ``score_rejected``, from 1 to 10, of which the difference is the margin. Dropped and counted: equal scores (about
+    one pair in ten), equal answers, and whatever is blank or missing.
 
-    Dropped and counted: equal scores (about one pair in ten), equal answers, and whatever is blank or missing.
-
-    Source: Cui et al. 2023 (arXiv 2310.01377). GPT-4 gave the scores: the chosen answer is the best of four, the
-    rejected one of the others.
+    Source: Cui et al. 2023 (arXiv 2310.01377).
     """
     for key in SCORE_KEYS[0]:
         require(row, key)
-    messages, responses = _read_pair(row, SCORE_KEYS[0], strip_thinking=strip_thinking)
+    messages, responses = _read_pair(row, SCORE_KEYS[0])
     return Example("", messages, responses=responses)
 
 
-def _reader_of(
-    first: Row, classes: Mapping[int, int], separator: str, *, strip_thinking: bool
-) -> Callable[[Row], Parts]:
+def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], Parts]:
     """The reader of all rows of a file that begins with ``first``."""
     layout, label = _detect_layout(first), _label_key(first)
     scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
-    if layout == "steps" and strip_thinking:
-        raise UsageError("task preferences: strip_thinking is for pairs and judged answers; these rows have steps")
     known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
 
     def read(row: Row) -> Parts:
         if known.isdisjoint(row.data):
             raise Dropped("a row of another layout than the first")
         if layout == "pair":
-            return _read_pair(row, scores, strip_thinking=strip_thinking)
+            return _read_pair(row, scores)
         if layout == "judged":
-            return _read_judged(row, label, strip_thinking=strip_thinking)
+            return _read_judged(row, label)
         return _read_steps(row, classes, separator)
 
     return read
@@ -160,7 +224,7 @@ def _detect_layout(row: Row) -> Layout:
     raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
 
 
-def _read_pair(row: Row, scores: tuple[str, str] | None, *, strip_thinking: bool) -> Parts:
+def _read_pair(row: Row, scores: tuple[str, str] | None) -> Parts:
     """The prompt, and the chosen and the rejected answer with their scores."""
     prompt, answers = _read_answers(row, ("chosen", "rejected"))
     unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
@@ -169,7 +233,7 @@ def _read_pair(row: Row, scores: tuple[str, str] | None, *, strip_thinking: bool
             f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
             "row, or name it in task.ignore_keys"
         )
-    chosen, rejected = (answer_text(text, strip_thinking=strip_thinking) for text in answers)
+    chosen, rejected = answers
     if chosen == rejected:
         raise Dropped("'chosen' and 'rejected' are the same")
     better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
@@ -183,7 +247,7 @@ def _read_prompt(row: Row) -> tuple[Message, ...]:
     """``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction``, as messages."""
     key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
     require(row, key)
-    return add_system(row, read_instruction(row) if key == "instruction" else row.asked(key))
+    return add_system(row, read_instruction(row) if key == "instruction" else read_prompt(row, key))
 
 
 def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
@@ -199,7 +263,7 @@ def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], l
         raise row.fail(f"{names} must both be text, or both lists of messages")
     if are_texts == {True}:
         return _read_prompt(row), [row.text(key) for key in keys]
-    conversations = {key: row.messages(key) for key in keys}
+    conversations = {key: read_messages(row, key) for key in keys}
     turns = conversations[keys[0]][:-1]
     if any(messages[:-1] != turns for messages in conversations.values()):
         raise Dropped(f"{names} part before their last message")
@@ -226,13 +290,13 @@ def _label_key(row: Row) -> str:
     return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
 
 
-def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
+def _read_judged(row: Row, key: str) -> Parts:
     """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
     if row.has("completion") or not row.has("messages"):
         messages, (text,) = _read_answers(row, ["completion"])
     else:
         require(row, "messages")
-        conversation = row.messages("messages")
+        conversation = read_messages(row, "messages")
         if conversation[-1].role != "assistant":
             raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
         if len(conversation) == 1:
@@ -241,7 +305,7 @@ def _read_judged(row: Row, key: str, *, strip_thinking: bool) -> Parts:
     if not row.has(key) and row.has(_label_key(row)):
         raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
     score = read_verdict(row, key) if key == "label" else read_score(row, key)
-    return messages, (Response(answer_text(text, strip_thinking=strip_thinking), score),)
+    return messages, (Response(text, score),)
 
 
 def _answer_of(row: Row, key: str, message: Message) -> str:

@@ -43,10 +43,6 @@ _ABOUT = {
         "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
     ),
     "validation_share": "share of the prompts that is held out.",
-    "strip_thinking": (
-        "leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that holds nothing\n"
-        "        else, is dropped and counted."
-    ),
     "ignore_keys": "keys of rows and messages that are left out.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
@@ -61,10 +57,9 @@ _ERRORS = {
 
 
 def reads_rows(read: Reader) -> Reader:
-    """A task that reads rows, with the options ``size`` and ``seed`` after its own; stands below ``register``.
+    """Give a task that reads rows the options ``size`` and ``seed``; stands below ``register``.
 
-    Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``) before the hub is asked; what
-    is not there is refused with where it is to be had.
+    Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
     """
     name, own = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
     place = _places().get(name, {})
@@ -323,10 +318,10 @@ def collect(
 
 
 def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
-    """A number in [0, 1) that depends on the prompt's text alone (BLAKE2b).
+    """Hash the prompt's text to a number in [0, 1) (BLAKE2b).
 
-    ``by_opening``: on the prompt up to the user's first message, so that it is the same for a dialogue and for every
-    longer dialogue that goes on from it.
+    ``by_opening``: the prompt up to the user's first message, so that a dialogue and a longer one that goes on from it
+    have the same.
     """
     first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
     messages = example.messages[: first if by_opening else None]
@@ -338,13 +333,12 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
 def choose_split(
     examples: Sequence[Example], split: Split, share: float, place: str, *, by_opening: bool = False
 ) -> list[Example]:
-    """The examples of one split, in order.
+    """Return the examples of one split, in order.
 
-    ``test`` is everything: the file is taken to be a test file. Otherwise the prompts whose hash is
-    below ``share`` are held out as validation, and ``train`` is the rest. So the two are disjoint by prompt
-    (equal prompts stand on the same side), and a prompt keeps its side whatever else is in the
-    file, with one exception: where a small file would leave a side empty, its lowest (highest) prompt goes
-    to validation (train). ``by_opening`` keeps dialogues that begin alike on one side.
+    ``test`` is everything. Otherwise the prompts whose hash is below ``share`` are held out as validation, and
+    ``train`` is the rest; equal prompts stand on the same side, whatever else is in the file. Where a small file would
+    leave a side empty, its lowest (highest) prompt goes there. ``by_opening`` keeps dialogues that begin alike on one
+    side.
 
     Raises:
         DataError: nothing is left for the split.
@@ -369,29 +363,3 @@ def choose_split(
 def strip_calculations(text: str) -> str:
     """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
     return re.sub(r"<<[^<>]*>>", "", text)
-
-
-def answer_text(text: str, *, strip_thinking: bool) -> str:
-    """A given answer as it stands, or without its thinking and the white space around what is left.
-
-    Every block of thinking goes, with the blocks inside it. A ``</think>`` that closes nothing ends thinking that was
-    opened in the prompt, as the chat templates of some models do: all before it goes as well.
-
-    Raises:
-        Dropped: a ``<think>`` that never closes, or nothing but thinking.
-    """
-    if not strip_thinking:
-        return text
-    kept, depth = "", 0
-    for part in re.split(r"(</?think>)", text):
-        if part == "<think>":
-            depth += 1
-        elif part == "</think>":
-            kept, depth = (kept, depth - 1) if depth else ("", 0)
-        elif depth == 0:
-            kept += part
-    if depth:
-        raise Dropped("a <think> that never closes")
-    if not kept.strip():
-        raise Dropped("an answer of nothing but thinking")
-    return kept.strip()

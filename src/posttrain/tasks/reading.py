@@ -22,8 +22,6 @@ from typing import Any
 
 from posttrain.errors import DataError, DataNotThere, MissingExtra
 from posttrain.registry import suggest
-from posttrain.tasks.messages import are_messages, read_messages, shown
-from posttrain.types import Message
 from posttrain.untrusted import kind_of_file
 
 FOLDER = "POSTTRAIN_DATA"  # of the environment: where files are looked for by their names
@@ -35,6 +33,13 @@ _NOT_PARQUET = (OSError, TypeError, NotImplementedError, ValueError, LookupError
 MAX_LINE_BYTES = 1 << 28
 MAX_DIGITS = 300  # a number of more is beyond floating point
 _NO_CHARACTER = "holds half of a surrogate pair, which is no character; write it whole"
+ROLES = ("system", "user", "assistant", "tool")
+# Other names of roles, by the key of the role: of chat templates and of ShareGPT.
+OTHER_ROLES = {
+    "role": {"developer": "system"},
+    "from": {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+    | {"function_call": "assistant"},
+}
 
 
 class RowData(dict[str, Any]):
@@ -170,29 +175,30 @@ class Row:
             raise self.fail(f"{key!r} must be a list {what}; got {shown(value)}")
         return list(value)
 
-    def asked(self, key: str) -> tuple[Message, ...]:
-        """The prompt under ``key``: a text is the user's."""
-        if self.is_text(key) or key not in self.data:
-            return (Message("user", self.text(key)),)
-        messages = self.messages(key)
-        if messages[-1].role == "assistant":
-            raise self.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
-        return messages
 
-    def messages(self, key: str) -> tuple[Message, ...]:
-        """The conversation under ``key``: a list of ``{"role": ..., "content": ...}``, or of ShareGPT's messages."""
-        self.need(key)
-        return read_messages(self, key)
+def are_messages(value: Any) -> bool:
+    """Say whether a value is a list of messages, each with a known role."""
+    known = {*ROLES, *OTHER_ROLES["role"], *OTHER_ROLES["from"]}
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and str(one.get("role", one.get("from"))) in known for one in value)
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for a message: at most 60 characters, and its type."""
+    text = repr(value)
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def read_file(path: str | Path) -> Iterator[Row]:
-    """The rows of a file with one of ``SUFFIXES``, in order.
+    """Read the rows of a file with one of ``SUFFIXES``, in order.
 
     Blank lines of a jsonl file are no rows. A json file is a list of rows (or has one to a line); a csv or tsv file has
-    the keys in its first line, and an empty cell is a key that the row does not have. A relative path that is not
-    there is looked for in the folder POSTTRAIN_DATA. ``hf:NAME``, with maybe ``:CONFIG``, ``@SPLIT`` (else ``train``)
-    and ``#N``, is a data set on the hub, or a local folder of one; with ``#N`` its first N rows are streamed, and no
-    more is downloaded. ``hf:NAME/FILE`` is one file of it, which is downloaded once.
+    the keys in its first line, and an empty cell is a missing key. A relative path that is not there is looked for in
+    the folder POSTTRAIN_DATA. ``hf:NAME[:CONFIG][@SPLIT]`` is a data set on the hub or a local folder of one; with
+    ``#N`` its first N rows are streamed. ``hf:NAME/FILE`` is one file of it.
 
     Raises:
         DataNotThere: no such file or data set.
@@ -272,41 +278,22 @@ def _parse_object(text: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """The objects of a list, by their number; a file of one object to a line is read by lines."""
+    """Read the objects of a list, by their number; a file of one object to a line is read by lines."""
     text = _whole_text(path)
-    at, number = _skip(text, 0), 0
-    if text[at : at + 1] != "[":
-        with suppress(ValueError, RecursionError):
-            value, end = _JSON.raw_decode(text, at)
-            if not text[end:].strip():
-                what = f"the file is one {type(value).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
-                raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
-        yield from _read_lines(path)
-        return
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != "]":
-        number += 1
-        try:
-            value, at = _JSON.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            what = f"row {number} is not usable JSON: {error}; write a list of objects"
-            raise DataError(path, what, number) from None
+    try:
+        values = _JSON.decode(text)
+    except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith("["):
+            yield from _read_lines(path)
+            return
+        raise DataError(path, f"not usable JSON: {error}; write a list of objects") from None
+    if not isinstance(values, list):
+        what = f"the file is one {type(values).__name__}, and a .json file is a list of rows: [{{...}}, {{...}}]"
+        raise DataError(path, f"{what}. Take the list out of it, or write one object to a line (.jsonl)")
+    for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
             raise DataError(path, f"row {number} must be one JSON object; got {shown(value)}", number)
         yield Row(str(path), number, value)
-        at = _skip(text, at)
-        if text[at : at + 1] not in (",", "]"):
-            raise DataError(path, f"not JSON: a comma or the end of the list must follow row {number}", number)
-        at = _skip(text, at + 1) if text[at] == "," else at
-    if text[at + 1 :].strip():
-        raise DataError(path, "not JSON: something follows the list of rows; leave it out", number)
-
-
-def _skip(text: str, at: int) -> int:
-    """The place behind white space."""
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        at += 1
-    return at
 
 
 def _whole_text(path: Path) -> str:

@@ -13,14 +13,12 @@ from posttrain.errors import UsageError
 from posttrain.registry import register
 from posttrain.tasks.base import Task
 from posttrain.tasks.messages import is_blank
-from posttrain.tasks.own_samples import RESPONSE_IDS, judged_rows
-from posttrain.tasks.preferences import CLASSES, NumClasses, read_verdict, require, stepwise
+from posttrain.tasks.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
 from posttrain.tasks.reader import (
     Collected,
     Dropped,
     Share,
     Split,
-    answer_text,
     reads_rows,
     row_task,
     strip_calculations,
@@ -47,19 +45,13 @@ def judged_solutions(
     problem_key: str = "question",
     solution_key: str = "response",
     verdict_key: str = "is_correct",
-    strip_thinking: bool = False,
 ) -> Task:
     """A file with one row per solution: the problem, the solution, and whether it is right.
 
-    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions,
-    with the grader's verdict. What the grader could not judge (a time-out, a problem without a gold answer) is dropped
-    and counted; a solution in which no answer was found is wrong. A dialogue's question is there as one text.
-
-    All solutions of a problem, wherever they stand in the file, are the responses of one example (1 right, 0
-    wrong), in their order. Equal solutions are kept, as draws of a sampler. ``level``, ``subject`` and ``type`` are
-    kept in meta.
-
-    Dropped and counted: solutions that are blank or not judged.
+    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions
+    with the grader's verdict. All solutions of a problem are the responses of one example (1 right, 0 wrong).
+    ``level``, ``subject`` and ``type`` are kept in meta. Dropped and counted: solutions that are blank or were not
+    judged.
 
     Args:
         problem_key, solution_key: where the texts stand.
@@ -71,11 +63,10 @@ def judged_solutions(
         try:
             require(row, problem_key)
             require(row, solution_key)
-            text = answer_text(row.text(solution_key), strip_thinking=strip_thinking)
             ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
             if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
                 raise row.fail(f"{RESPONSE_IDS!r} must be a list of token ids")
-            response = Response(text, read_verdict(row, verdict_key), ids=tuple(ids))
+            response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=tuple(ids))
         except Dropped as reason:
             collected.dropped[str(reason)] += 1
             continue
@@ -158,22 +149,20 @@ def prm800k(
     """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
 
     A row is as published (``question``, ``label``; phase 1 or 2), or one candidate step (``instruction``,
-    ``responses``: the steps before, ``next_response``, ``rating``, ``is_preferred_response``, maybe ``answer``);
-    steps that follow one another are put together. The first response follows the chosen candidate of each step, up
-    to the first step without one, of which it has the first candidate (in phase 2 the first error). Every other rated
-    candidate is a response of its own: the steps before it, without labels, and the candidate. So a rated step is
-    trained on once: one that was rated before has no label again, unless it is wrong and others follow it. A step
-    that the labeller wrote or flagged has no label. ``meta["first_error"]``: the first step (from 0) of the first
-    response rated −1, or None.
+    ``responses``: the steps before, ``next_response``, ``rating``, ``is_preferred_response``, maybe ``answer``), of
+    which those that follow one another are put together. The first response follows the chosen candidates, up to the
+    first step without one, of which it has the first candidate. Every other rated candidate, behind the steps before
+    it, is a response of its own. A step that was rated before has no label again, unless it is wrong and others follow;
+    one that the labeller wrote or flagged has none. ``meta["first_error"]``: the first step rated −1, or None.
 
-    Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated
-    step, repeated and unrated candidates. Where the labeller gave up, what was rated counts.
+    Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated step,
+    repeated and unrated candidates.
 
     Args:
         split: ``validation`` is a part of the training problems chosen by a hash, and ``train`` is the rest; ``test``
             of a local file is the whole file. The test problems are those of MATH-500.
         num_classes: 2 (good, bad) or 3 (negative, neutral, positive); the same as that of the objective ``process``.
-        neutral: of two classes, the one of a step that is rated 0, not wrong but of no use; good if nothing is said.
+        neutral: of two classes, the one of a step that is rated 0, not wrong but of no use; good by default.
 
     Raises:
         UsageError: ``neutral`` with three classes.

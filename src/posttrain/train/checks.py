@@ -284,7 +284,7 @@ def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterat
 def _of_rewards(w: Words) -> Iterator[Rule]:
     """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
     from posttrain.render.template import build_template
-    from posttrain.rewards.calling import reward_parts
+    from posttrain.rewards.words import reward_parts
 
     template = build_template(w.recipe.prompt.template)
     known = ("reward", *reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags)))

@@ -18,7 +18,7 @@ from posttrain.engines.rollout import Sampler
 from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
 from posttrain.evals.drift import measure_drift
 from posttrain.evals.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
-from posttrain.evals.measures import default_ks
+from posttrain.evals.items import default_ks
 from posttrain.evals.statistics import wilson_interval
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import even_pieces, split_rows

@@ -15,7 +15,7 @@ from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome, Submission, grade
 from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal
 from posttrain.registry import find
-from posttrain.rewards.calling import bind_reward
+from posttrain.rewards.words import bind_reward
 
 KIND = "process" if refusal("bubblewrap") else "bubblewrap"
 PATIENT = Walls(KIND, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]

@@ -13,8 +13,7 @@ import pytest
 
 from posttrain.errors import RunFailure, UsageError
 from posttrain.graders.sandbox import sandbox
-from posttrain.graders.sandbox.sandbox import Bounds, Finished, choose_sandbox, refusal, run
-from posttrain.graders.sandbox.system_calls import filter_program
+from posttrain.graders.sandbox.sandbox import Bounds, Finished, choose_sandbox, filter_program, refusal, run
 
 BOUNDS = Bounds(cpu_seconds=60, output_bytes=1000, disk_bytes=4 << 20, file_bytes=2 << 20)
 LONG = 120.0  # seconds; a loaded machine needs a part of them

@@ -1,1 +1,5 @@
 """posttrain evaluate: of one model, of several, against one another."""
+
+# Sections whose keys are options: --task.path, --template.preamble, --engine.url
+SECTIONS = ("task", "template", "engine")
+DEFAULT_BATCH = 256

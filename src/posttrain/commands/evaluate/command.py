@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.options import names, new_place, nonnegative_float, positive, positives, seed, share
-
-# Sections whose keys are options: --task.path, --template.preamble, --engine.url
-SECTIONS = ("task", "template", "engine")
-DEFAULT_BATCH = 256
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:
@@ -23,7 +20,7 @@ is one better than the other? two models, or two folders that an evaluation has 
 an answer chosen by a reward model, and how far one model is from another:
   posttrain evaluate runs/tiny-sft --samples 8 --best-of runs/tiny-rm
   posttrain evaluate runs/tiny-grpo --against runs/tiny-sft --judge runs/tiny-rm
-the same command goes on where it was interrupted.
+the same command goes on with the evaluations of a table that were not finished.
 """
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
-from posttrain.commands.evaluate.command import DEFAULT_BATCH, SECTIONS
+from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options import words_of
 from posttrain.engines.judging import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
 from posttrain.evals.files import Finished, is_evaluation, read_finished
 from posttrain.evals.generation import task_label
-from posttrain.evals.paired import COMPARISON, compare_finished, differences_table, write_comparison
 from posttrain.evals.plan import (
     EVALUATIONS,
     EvaluationRequest,
@@ -26,7 +25,14 @@ from posttrain.evals.plan import (
     run_plan,
     slug,
 )
-from posttrain.evals.tables import TextTable, results_table
+from posttrain.evals.tables import (
+    COMPARISON,
+    TextTable,
+    compare_finished,
+    differences_table,
+    results_table,
+    write_comparison,
+)
 from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
 from posttrain.reports.evaluation import (
     by_evaluation,

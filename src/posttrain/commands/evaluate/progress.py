@@ -27,16 +27,14 @@ def describe(advance: Advance, seconds: float) -> str:
 
 
 class PlainLines(EvaluationProgress):
-    """A line when a cell goes on from before, and one every few seconds of a long one: for log files and pipes."""
+    """A line every few seconds of a long one: for log files and pipes."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock = console, clock
         self.title, self.began, self.printed = "", clock(), clock()
 
-    def begin(self, title: str, num_known: int = 0) -> None:
+    def begin(self, title: str) -> None:
         self.title, self.began, self.printed = title, self.clock(), self.clock()
-        if num_known:
-            self.tell(f"{title}: goes on after {num_known} items")
 
     def observe(self, advance: Advance) -> None:
         now = self.clock()
@@ -58,11 +56,11 @@ class LiveBar(EvaluationProgress):
         facts = TextColumn("{task.fields[facts]}", markup=False)
         self.progress = Progress(*columns, TimeRemainingColumn(), facts, console=console, transient=True)
 
-    def begin(self, title: str, num_known: int = 0) -> None:
+    def begin(self, title: str) -> None:
         self.began, self.title = self.clock(), title
         for bar in self.progress.task_ids:
             self.progress.remove_task(bar)
-        self.progress.add_task(title, total=None, completed=num_known, facts="")
+        self.progress.add_task(title, total=None, facts="")
         self.progress.start()
         guard_output()
 

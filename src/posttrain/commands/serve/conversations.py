@@ -16,8 +16,8 @@ from posttrain.environments.tools import by_name, properties_of, read_text
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
 from posttrain.render import Template, encode_prompt
+from posttrain.render.assistant import encode_turn, reply_frame
 from posttrain.render.encoding import markers_of
-from posttrain.render.replies import encode_turn, reply_frame
 from posttrain.render.template_calls import call_form
 from posttrain.render.turns import mark
 from posttrain.types import Call, Turn

@@ -1,12 +1,10 @@
 """The two ends of a grading, each in a sandbox: a program that answers calls, and tests that make them.
 
 Only the standard library is imported: the file is copied into both sandboxes. Messages are JSON with a length in front.
-Values pass as plain data that the receiver builds anew of Python's own types, so that no object of a program (one that
-equals everything, say) reaches its tests.
+Values pass as plain data that the receiver builds anew, so that no object of a program reaches its tests.
 
 The program's end first writes ``["ready"]`` or ``["failed", type, text]``, and then for each ``[name, arguments,
-keywords]`` one ``["value", value]`` or ``["raised", type, text]``. It knows no test; whatever a program changes in this
-module, it can only answer calls. The verdict is the exit code of the tests' process.
+keywords]`` one ``["value", value]`` or ``["raised", type, text]``. The verdict is the exit code of the tests' process.
 """
 
 from __future__ import annotations

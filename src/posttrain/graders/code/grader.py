@@ -90,24 +90,22 @@ def code_tests(
     """Right if the program in the answer passes the tests of its problem.
 
     ``right = 1[every assertion of the tests holds]``. The program is the last fenced block of Python that defines the
-    function asked for, else the last one, else the text itself if it is code; where the problem gave the head of the
-    function, it stands in front. ``meta["tests"]`` holds the ``code`` of the tests, the ``names`` of the functions that
-    it calls, the ``prelude`` that it needs, the ``prefix``, which is the head, and ``goes_on``: whether the model was
-    to go on from it.
+    function asked for, else the last one, else the text itself if it is code, behind the head that the problem gave.
+    ``meta["tests"]`` holds the ``code`` of the tests, the ``names`` that it calls, its ``prelude``, the head as
+    ``prefix``, and ``goes_on``: the model was to go on from it.
 
-    The program runs in one sandbox and answers calls; the tests run in another, where its functions are proxies, and
-    arguments and results pass as plain data. So a program knows no test, and nothing that it changes, prints or
-    kills is a verdict (`docs/code.md`). A program that hangs is a ``timeout``, one that ends itself a ``crash``.
+    The program runs in one sandbox and answers calls; the tests run in another and see its results as plain data. So a
+    program knows no test, and nothing that it changes, prints or kills is a verdict (`docs/code.md`). A program that
+    hangs is a ``timeout``, one that ends itself a ``crash``.
 
     Args:
         sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
         timeout_seconds: of computing, for the program and for its tests. The limit on elapsed time is 6 times as long.
         memory_megabytes: of the program with all processes that it starts, and of its tests.
-        num_workers: gradings at a time; the default is one per processor, at most 8. It does not change a verdict.
+        num_workers: gradings at a time; by default one per processor, at most 8. It does not change a verdict.
 
-    Source: the functional correctness of HumanEval (Chen et al. 2021, arXiv 2107.03374), section 2.1. Departure: tests
-    run elsewhere than the program, so a change of an argument in place is not seen, and results that are no plain data
-    are refused.
+    Source: the functional correctness of HumanEval (Chen et al. 2021, arXiv 2107.03374), section 2.1. Departure: a
+    change of an argument in place is not seen, and results that are no plain data are refused.
 
     Raises:
         UsageError: the sandbox does not work on this machine; the message names what does.

@@ -1,14 +1,12 @@
 """A pool of worker processes that can be killed: for functions that may hang, or eat all memory, on some inputs.
 
-A worker is a fresh interpreter (no fork, so no threads, locks or device state of the parent come along) that imports
-one function and answers items, one by one. Items and results are lines of JSON; nothing is pickled. It has none of the
-parent's environment, where keys and passwords may stand, and a process group that is killed as a whole.
+A worker is a fresh interpreter (no fork, so no threads, locks or device state of the parent) that imports one function
+and answers items one by one, as lines of JSON. It has none of the parent's environment, where passwords may stand, and
+a process group that is killed as a whole.
 
-The limit that counts is the CPU time of an item, measured by the kernel in the worker (``ITIMER_PROF``). Its signal
-keeps its default action, so that the kernel ends the process even in the middle of a long multiplication. CPU time
-hardly depends on the load of the machine: the verdict on a slow item is repeatable, and the same for any number of
-workers. A much larger limit on elapsed time catches what waits without computing. Memory is limited by how far the
-address space may grow during an item. An item whose worker died for no known reason is tried once more.
+The limit that counts is CPU time, measured by the kernel (``ITIMER_PROF``, whose signal ends the process even amid a
+long multiplication): it hardly depends on the load of the machine, so verdicts are repeatable. A much larger limit on
+elapsed time catches what waits. An item whose worker died for no known reason is tried once more.
 """
 
 from __future__ import annotations
@@ -157,49 +155,38 @@ class _Worker:
         try:
             while not self.is_stopped:
                 number, item = waiting.popleft()
-                results[number] = self._answer(json.dumps(item).encode() + b"\n")
+                results[number] = self._answer(item)
         except IndexError:  # none is left
             return
         except RunFailure as error:
             failures.append(error)
             waiting.clear()
 
-    def _answer(self, line: bytes) -> Result:
+    def _answer(self, item: Any) -> Result:
         code = 0
         for _ in range(NUM_ATTEMPTS):
             if self.process is None and not self.is_stopped:
                 self._start()
-            answer = self._read(self.limits.wall_seconds + GRACE_SECONDS) if self._send(line) else None
-            if answer is None or not {"value", "crash"} & set(answer):
-                is_overdue, code = self._is_overdue, self.end()
-                if code == -signal.SIGPROF:
-                    return Result("timeout", reason=f"over {self.limits.cpu_seconds:g} s of CPU time")
-                if is_overdue or code == -signal.SIGALRM:
-                    return Result("timeout", reason=f"over {self.limits.wall_seconds:g} s elapsed")
-                continue
+            answer = self._ask(item, self.limits.wall_seconds + GRACE_SECONDS)
             if answer.get("last"):
                 self.end()
             if "crash" in answer:
                 return Result("crash", reason=str(answer["crash"]))
-            return Result("value", value=answer["value"])
+            if "value" in answer:
+                return Result("value", value=answer["value"])
+            is_overdue, code = self._is_overdue, self.end()
+            if code == -signal.SIGPROF:
+                return Result("timeout", reason=f"over {self.limits.cpu_seconds:g} s of CPU time")
+            if is_overdue or code == -signal.SIGALRM:
+                return Result("timeout", reason=f"over {self.limits.wall_seconds:g} s elapsed")
         return Result("crash", reason=_describe_end(code))
 
     def _start(self) -> None:
-        self._open()
-        answer = self._read(START_SECONDS)
-        if answer is None or "ready" not in answer:
-            reason = _describe_end(self.end())
-            if answer is not None and "failed" in answer:
-                reason = str(answer["failed"])
-            raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
-
-    def _open(self) -> None:
         if sys.platform == "win32":
             raise RunFailure(
                 f"a worker process for {self.target} waits for its pipes as POSIX systems do, and Windows does not; "
                 "run this under WSL, or choose a grader without workers (numeric, exact)"
             )
-        self._is_overdue = self._has_ended = False
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-c", _BOOT, json.dumps([os.path.abspath(place) for place in sys.path])],
             stdin=subprocess.PIPE,
@@ -211,43 +198,38 @@ class _Worker:
             start_new_session=True,  # Ctrl-C in the terminal is not sent to it
         )
         settings = {"target": self.target, "max_result_bytes": MAX_RESULT_BYTES} | asdict(self.limits)
-        self._send(json.dumps(settings).encode() + b"\n")
+        answer = self._ask(settings, START_SECONDS)
+        if "ready" not in answer:
+            reason = answer.get("failed") or _describe_end(self.end())
+            self.end()
+            raise RunFailure(f"a worker process for {self.target} cannot start: {reason}")
 
-    def _send(self, line: bytes) -> bool:
-        """Send a line; return whether there is a process that reads it."""
-        process = self.process
-        if process is None or process.stdin is None:
-            return False
-        parts = memoryview(line)
-        try:
-            while parts:
-                parts = parts[os.write(process.stdin.fileno(), parts) :]
-        except (OSError, ValueError):  # it is gone
-            return False
-        return True
-
-    def _read(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next line as a mapping; None if there is none in time, or another thing than ours write."""
-        process = self.process
-        if process is None or process.stdout is None:
-            return None
-        deadline, data = time.monotonic() + seconds, bytearray()
-        poll = select.poll()
+    def _ask(self, message: Any, seconds: float) -> dict[str, Any]:
+        """Send a message and return the answer; empty where none comes in time, or another thing than ours write."""
+        process, data = self.process, bytearray()
+        self._is_overdue = self._has_ended = False
+        if process is None or process.stdin is None or process.stdout is None:
+            return {}
+        parts, deadline, poll = (
+            memoryview(json.dumps(message).encode() + b"\n"),
+            time.monotonic() + seconds,
+            select.poll(),
+        )
         try:
             poll.register(process.stdout, select.POLLIN)
+            while parts:
+                parts = parts[os.write(process.stdin.fileno(), parts) :]
             while not data.endswith(b"\n"):
-                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    self._is_overdue = True
-                    return None
-                part = os.read(process.stdout.fileno(), MAX_RESULT_BYTES)
+                self._is_overdue = not poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+                part = b"" if self._is_overdue else os.read(process.stdout.fileno(), MAX_RESULT_BYTES)
+                self._has_ended = not part and not self._is_overdue
                 data += part
-                self._has_ended = not part
-                if self._has_ended or len(data) > 2 * MAX_RESULT_BYTES:
-                    return None
+                if not part or len(data) > 2 * MAX_RESULT_BYTES:
+                    return {}
             answer = json.loads(data)
-        except (OSError, ValueError):  # no JSON, or another thread has ended the process
-            return None
-        return answer if isinstance(answer, dict) else None
+        except (OSError, ValueError):  # the process is gone, or this is no JSON
+            return {}
+        return answer if isinstance(answer, dict) else {}
 
     def end(self) -> int:
         """Kill the process with all of its group; return its exit code, negative for a signal.

@@ -1,16 +1,12 @@
 """The ``stories`` task: little word problems that never end, and documents made of them.
 
-Item i is a pure function of (seed, split, i). Splits are disjoint by construction, whatever the
-seeds: a story's *signature* is the list of its equations without the words (summands in order of
-size), and a hash of the signature decides the one split that may hold it. A story that belongs
-elsewhere is drawn again. So no working of the validation or test split, one step or six, is ever
-shown whole in training, in no wording; the facts of a pretraining document obey the same rule.
+Item i is a pure function of (seed, split, i). A hash of a story's signature (its equations without the words) decides
+the one split that may hold it; a story that belongs elsewhere is drawn again. So no working of the validation or test
+split is ever shown whole in training, and the facts of documents obey the same rule.
 
-Given answers are the right working, and one with a slip that is carried on consistently. Only arithmetic tells the two
-apart. They have the same equations in the same order with the same signs, the same numbers of the story, equal length
-to the character, every number within the task's range, every division without remainder. One result is wrong; later
-steps and the final answer follow from it rightly. The wrong result is one that such a step has in other stories:
-otherwise small products or round quotients would give it away.
+Given answers are the right working, and one with a slip that is carried on consistently: the same equations, equal
+length to the character, every number in range, every division without remainder. The wrong result is one that such a
+step has in other stories. So only arithmetic tells the two apart.
 """
 
 from __future__ import annotations
@@ -76,13 +72,10 @@ def stories(
         families: chain, compare, shop, rate, share; all of them by default.
         worked: share of items whose ``solution`` shows the steps; the others have none, so that a
             demonstration made of them answers at once.
-        style: ``question`` for a conversation, ``document`` for pretraining text in ``solution``.
-            Documents are worked stories (40 %), stories answered at once (15 %), bare facts
-            (25 %) and scraps with turn markers and tags (20 %), which warm those tokens up
-            without showing the format that a recipe's prompt asks for.
-        responses: given answers to learn from: a ``pair`` of the right working and one with a slip in one
-            step, carried on so that only arithmetic tells them apart; both ``judged`` one by one; or both
-            with each of their ``steps`` labelled (1 before the slip, 0 from it on).
+        style: ``question`` for a conversation, ``document`` for pretraining text in ``solution``: worked stories
+            (40 %), stories answered at once (15 %), bare facts (25 %), and scraps with turn markers and tags (20 %).
+        responses: a ``pair`` of the right working and one with a slip; both ``judged`` one by one; or both with each
+            of their ``steps`` labelled (1 before the slip, 0 from it on).
 
     Raises:
         UsageError: ``min_steps`` is larger than ``max_steps``, documents with responses, or no story fits the options.

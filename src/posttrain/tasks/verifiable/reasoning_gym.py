@@ -66,15 +66,11 @@ def reasoning_gym(
 ) -> Task:
     """Questions of one reasoning-gym data set, made on demand.
 
-    Item i of a split is a function of (seed, split, i). No question stands in two splits, whatever
-    the seeds: a hash of its text decides the one split that may hold it (60 % train, 20 %
-    validation, 20 % test), and a question that belongs elsewhere is drawn again. Many questions have several
-    right answers, and some data sets give no gold answer at all: the data set's own scorer is in
-    ``meta["score"]``, for the reward ``task_score``; the entry is in ``meta["entry"]``. Scorers run in worker
-    processes that can be killed, since some hang or fail on what a model may write.
-
-    Data sets are refused whose scorer evaluates answers as code, or paid constants, copies, listings or hedges on more
-    than a tenth of 40 questions (``docs/reasoning_gym.md``).
+    Item i of a split is a function of (seed, split, i). A hash of a question decides the one split that may hold it
+    (60 % train, 20 % validation, 20 % test). Many questions have several right answers: the data set's own scorer,
+    which runs in a worker process, is in ``meta["score"]`` for the reward ``task_score``, and the entry in
+    ``meta["entry"]``. Data sets are refused whose scorer evaluates answers as code, or pays for answers that answer
+    nothing (``docs/reasoning_gym.md``).
 
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``basic_arithmetic``, ...).
