@@ -334,6 +334,7 @@ def test_masks_say_who_wrote_each_token(tokenizer, name, turns, results, ends_ch
 CALLED: dict[str, tuple[dict[str, Any], str, str]] = {  # of each environment its options, a tool, and what it is told
     "calculator": ({}, "calculator", "1 + 1"),
     "python": ({"sandbox": "process"}, "python", "print(6 * 7)"),
+    "search": ({"path": "."}, "search", "shells"),
     "number_guess": ({"high": 1000, "guesses": 9}, "guess", "500"),
 }
 

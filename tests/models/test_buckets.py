@@ -41,7 +41,8 @@ def test_worked_by_hand():
     buckets, order = plan_buckets([Run(0, 2), Run(2, 2, 0, 2), Run(4, 1, 0, 2)])
     assert order is None
     prompt, behind = buckets
-    assert (prompt.num_runs, prompt.queries.tolist(), prompt.keys) == (1, [0, 1], None)
+    assert (prompt.num_runs, prompt.queries.tolist(), prompt.keys.tolist()) == (1, [0, 1], [0, 1])
+    assert prompt.allowed is None
     assert behind.queries.tolist() == [2, 3, 4, 4]
     assert behind.keys is not None
     assert behind.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 4]

@@ -90,10 +90,8 @@ def launch(
     if name is not None:
         check_run_name(name)
     is_new_root = not Path(root).exists()
-    if resume:
-        folder = _folder_to_resume(Path(root), name, recipe_name)
-    else:
-        folder = _new_folder(Path(root), name, recipe, recipe_name)
+    place = Path(root)
+    folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)

@@ -39,10 +39,7 @@ def train_on_cluster(
     task: Mapping[str, Any], recipe: Recipe, observer: Observer, should_stop: Callable[[], bool]
 ) -> TrainResult:
     """Train a task (``runs/processes.py``) in ``scale.processes`` workers; again from the last checkpoint where
-    one of them is lost, ``scale.restarts`` times at most.
-
-    Args:
-        observer: gets the events of rank 0, as if the loop were in this process.
+    one of them is lost, ``scale.restarts`` times at most. ``observer`` gets the events of rank 0.
 
     Raises:
         UsageError: no cluster, no room in it, or an error of a worker about the recipe.
