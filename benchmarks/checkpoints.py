@@ -41,7 +41,7 @@ def recipe_of(way: str, processes: int, width: int, layers: int) -> dict[str, An
     return {
         "model": {"init": {"architecture": "qwen3", "config": {**sizes, **heads}}, "device": "cpu"},
         "task": {"name": "stories", "size": 64},
-        "data": {"batch": 4, "max_tokens": 512},
+        "data": {"batch_size": 4, "max_length": 512},
         "objective": "cross_entropy",
         "train": {"steps": 1},
         "scale": {"processes": processes, "sharding": "fsdp2", "checkpoint": way},

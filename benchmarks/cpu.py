@@ -92,7 +92,7 @@ def ppo(rounds: int, steps: int) -> Row:
         "task": {"name": "stories", "size": 512},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "rewards": ["training_reward:digits"],
-        "rollout": {"prompts": 64, "group": 1, "max_tokens": 64},
+        "rollout": {"num_prompts": 64, "group_size": 1, "max_tokens": 64},
         "objective": "ppo",
         "train": {"steps": 10_000, "lr": 1e-6},
     }

@@ -151,7 +151,7 @@ def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
         "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},
     }
     if kind == "sft":
-        return stated | {"objective": "cross_entropy", "data": {"batch": 8, "train_on": "all"}}
+        return stated | {"objective": "cross_entropy", "data": {"batch_size": 8, "train_on": "all"}}
     rollout = {"prompts": 8, "group": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
     return stated | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
 

@@ -120,7 +120,7 @@ def grpo_parts(prompt_tokens: int | None) -> tuple[Recipe, Parts]:
             "task": {"name": "stories", "size": 512},
             "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
             "rewards": ["training_reward:digits"],
-            "rollout": {"prompts": PROMPTS, "group": GROUP, "max_tokens": NEW_TOKENS},
+            "rollout": {"num_prompts": PROMPTS, "group_size": GROUP, "max_tokens": NEW_TOKENS},
             "objective": "grpo",
             "aggregate": "token_mean",
             "train": {"steps": 10_000, "lr": 1e-6},
@@ -198,7 +198,7 @@ def sft(
         "model": {"name": model} | adapter,
         "task": {"name": "stories", "size": 2048, "min_steps": 1, "max_steps": 6},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "data": {"batch": rows, "train_on": "all"},
+        "data": {"batch_size": rows, "train_on": "all"},
         "objective": "cross_entropy",
         "train": {"steps": 10_000, "lr": 1e-6},
     }

@@ -37,7 +37,7 @@ def our_recipe(part: str, pairs_file: str | None) -> dict[str, Any]:
         "model": {"name": "tiny"},
         "task": task,
         "prompt": {"template": template},
-        "data": {"batch": PAIRS, "max_tokens": 512},
+        "data": {"batch_size": PAIRS, "max_length": 512},
         "objective": {"rm": "bradley_terry", "dpo": "dpo"}[part],
         "aggregate": "unit_mean",
         "eval": {"every": 0},

@@ -43,7 +43,7 @@ Argument = Callable[[int], list[str]]
 def _short(recipe: str) -> Argument:
     return lambda steps: [
         *("train", recipe, "--run", "it", "--quiet", "--train.steps", str(steps), "--train.save_every", str(steps)),
-        *("--eval.n", "32", "--eval.every", str(max(1, steps // 2))),
+        *("--eval.num_examples", "32", "--eval.every", str(max(1, steps // 2))),
     ]
 
 

@@ -308,7 +308,7 @@ class OpenEnv:
             if isinstance(error, TimeoutError):
                 reason = f"no answer within {self._door.seconds:g} seconds"
             if code == "CAPACITY_REACHED":
-                reason += "; start it with max_concurrent_envs of at least rollout.prompts x rollout.group"
+                reason += "; start it with max_concurrent_envs of at least rollout.num_prompts x rollout.group_size"
             raise EnvironmentFailed(f"{self._door.url}: {harmless(reason)}") from error
 
     def _told(self, result: Any) -> str:

@@ -30,7 +30,7 @@ def make_shown(root: Path) -> Path:
         "model": {"name": "tiny"},
         "task": {"name": "sums", **SUMS},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "data": {"batch": 4, "max_tokens": 128},
+        "data": {"batch_size": 4, "max_length": 128},
         "objective": "cross_entropy",
         "train": {"steps": 60, "lr": 3e-3, "save_every": 0},
         "eval": {"every": 0},

@@ -17,6 +17,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "__init__",
         "types",
         "errors",
+        "other_names",
         "strict_yaml",
         "option_types",
         "registry",

@@ -108,10 +108,10 @@ def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pyte
 
 
 def test_dry_run_prints_a_recipe_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "grpo-gsm8k", "--dry-run", "--train.lr", "1e-4", "--rollout.group=4"]) == 0
+    assert main(["train", "grpo-gsm8k", "--dry-run", "--train.lr", "1e-4", "--rollout.group_size=4"]) == 0
     text = capsys.readouterr().out
     resolved = yaml.safe_load(text)
-    assert (resolved["train"]["lr"], resolved["rollout"]["group"]) == (1e-4, 4)
+    assert (resolved["train"]["lr"], resolved["rollout"]["group_size"]) == (1e-4, 4)
     assert resolved["objective"]["clip_low"] == 0.2  # a default of the function, filled in
     path = tmp_path / "resolved.yaml"
     path.write_text(text)
@@ -173,8 +173,8 @@ def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.C
     assert "max_grad_norm" in explained("train")
     section = explained("regularize")
     assert "one of k1, k2, k3" in section
-    assert "--regularize.kl VALUE" in section
-    for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl", "regularize")):
+    assert "--regularize.kl_coef VALUE" in section
+    for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl_coef", "regularize")):
         assert explained(name).startswith(f"{section}  section of a recipe")
     # a default that is a line's end is one word of the table
     assert 'step_separator    str                              "\\n"' in explained("preferences")

@@ -64,7 +64,16 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_training_imports_what_its_recipe_names(tmp_path: Path):
-    options = ["--eval.every", "0", "--rollout.prompts", "2", "--rollout.group", "2", "--rollout.max_tokens", "8"]
+    options = [
+        "--eval.every",
+        "0",
+        "--rollout.num_prompts",
+        "2",
+        "--rollout.group_size",
+        "2",
+        "--rollout.max_tokens",
+        "8",
+    ]
     command = [sys.executable, "-c", PROGRAM, "train", "tiny/grpo", *options, "--runs-dir", str(tmp_path), "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

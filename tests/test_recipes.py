@@ -221,11 +221,11 @@ def small_changes(recipe: Recipe, models: dict[str, Path], data: dict[str, Path]
     if recipe.teacher is not None and recipe.teacher.name != "self":
         changes.append(("teacher.name", str(models["teacher"])))
     if recipe.rollout is not None:
-        changes += [("rollout.prompts", 2 * recipe.train.minibatches), ("rollout.max_tokens", 6)]
+        changes += [("rollout.num_prompts", 2 * recipe.train.num_minibatches), ("rollout.max_tokens", 6)]
         changes += [("prompt.max_prompt_tokens", 1500)]
     else:
-        changes += [("data.batch", 2)]
-    changes += [("eval.every", NUM_STEPS), ("eval.n", 3), ("eval.max_tokens", 6), ("eval.tasks", [])]
+        changes += [("data.batch_size", 2)]
+    changes += [("eval.every", NUM_STEPS), ("eval.num_examples", 3), ("eval.max_tokens", 6), ("eval.tasks", [])]
     return [(key, json.dumps(value)) for key, value in changes]
 
 
@@ -265,8 +265,8 @@ def test_every_recipe_trains_two_steps(
         else:  # and a random head hardly prefers one answer
             assert steps[0]["loss"] == pytest.approx(math.log(2), abs=0.1)
     else:
-        fresh = 1 if recipe.train.epochs * recipe.train.minibatches >= NUM_STEPS else NUM_STEPS
-        assert sum(store.count_training().values()) == fresh * recipe.rollout.prompts * recipe.rollout.group
+        fresh = 1 if recipe.train.ppo_epochs * recipe.train.num_minibatches >= NUM_STEPS else NUM_STEPS
+        assert sum(store.count_training().values()) == fresh * recipe.rollout.num_prompts * recipe.rollout.group_size
         assert {word.name for word in recipe.rewards} <= set(store.training(step=1, limit=1)[0].parts)
         check_first_step(name, recipe, steps[0])
     saved = result.folder / "checkpoints" / f"step-{NUM_STEPS:06d}"

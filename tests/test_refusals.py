@@ -46,14 +46,14 @@ RL: dict[str, Any] = {
     "task": {"name": "stories", "size": 32, "max_steps": 1},
     "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
     "rewards": ["bad_input_rewards:share_of_digits"],
-    "rollout": {"prompts": 2, "group": 4, "max_tokens": 8},
+    "rollout": {"num_prompts": 2, "group_size": 4, "max_tokens": 8},
     "objective": "grpo",
-    "train": {"steps": 3, "lr": 1e-3, "save_every": 1, "keep": 3},
+    "train": {"steps": 3, "lr": 1e-3, "save_every": 1, "keep_checkpoints": 3},
 }
 SFT: dict[str, Any] = {
     "task": {"name": "jsonl", "path": "rows.jsonl"},
     "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-    "data": {"batch": 2},
+    "data": {"batch_size": 2},
     "objective": "cross_entropy",
     "train": {"steps": 2, "lr": 1e-3},
 }
@@ -120,7 +120,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         (["--rewards", "[does_not_parse:f]"], "cannot be imported (SyntaxError: expected ':' (does_not_parse.py, line"),
         (["--rewards", "[does_not_start:f]"], "cannot be imported (ZeroDivisionError: division by zero)"),
         (["--rewards", "[types_unknown:f]"], "an annotation cannot be evaluated (name 'Fraction' is not defined)"),
-        (["--train.minibatches", "3"], "train.minibatches=3 does not divide rollout.prompts=2"),
+        (["--train.num_minibatches", "3"], "train.num_minibatches=3 does not divide rollout.num_prompts=2"),
         (["--model.dtype", "bfloat16"], "model.dtype: "),
         (["--prompt.template", "boxed", "--rewards", "[xml_format]"], "rewards.0: xml_format looks at the tags of the"),
     ],

@@ -48,10 +48,16 @@ SMALLER: dict[str, str] = {
 }
 # What the hub would give, by its name there.
 INSTEAD = {"Qwen/Qwen3-0.6B": "models/qwen3"}
-LITTLE = [("train.steps", "2"), ("task.size", "60"), ("eval.n", "4"), ("eval.every", "2"), ("eval.max_tokens", "6")]
+LITTLE = [
+    ("train.steps", "2"),
+    ("task.size", "60"),
+    ("eval.num_examples", "4"),
+    ("eval.every", "2"),
+    ("eval.max_tokens", "6"),
+]
 DEMO = {
     "tiny/sft": LITTLE,
-    "tiny/grpo-demo": [*LITTLE, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
+    "tiny/grpo-demo": [*LITTLE, ("rollout.num_prompts", "2"), ("rollout.group_size", "2"), ("rollout.max_tokens", "6")],
 }
 
 
@@ -139,7 +145,7 @@ def words_of(command: str, models: dict[str, Path], data: dict[str, Path]) -> li
         return words
     asked = {key for key, _ in given.overrides}
     for key, value in small_changes(load_recipe(given.recipe, given.overrides), models, data):
-        if key not in asked and not (key == "train.steps" and "train.passes" in asked):
+        if key not in asked and not (key == "train.steps" and "train.num_epochs" in asked):
             words += [f"--{key}", value]
     return [*words, "--quiet"]
 

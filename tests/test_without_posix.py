@@ -65,7 +65,18 @@ def test_modules_without_posix_are_imported(tmp_path: Path) -> None:
     [
         ["recipes"],
         ["train", "tiny/grpo", "--dry-run"],
-        ["train", "tiny/grpo", "--train.steps", "2", "--eval.every", "0", "--rollout.group", "2", "--run", "two-steps"],
+        [
+            "train",
+            "tiny/grpo",
+            "--train.steps",
+            "2",
+            "--eval.every",
+            "0",
+            "--rollout.group_size",
+            "2",
+            "--run",
+            "two-steps",
+        ],
     ],
 )
 def test_command_without_posix_ends_well(tmp_path: Path, arguments: list[str]) -> None:

@@ -28,8 +28,8 @@ TABLE = re.findall(r"^\| (\w+) \| `(\w+)` \| (\d+) \|", TEXT, re.MULTILINE)
 SMALL = {
     "task": "{name: stories, size: 64, max_steps: 1}",
     "rewards": "small_runs:digit_share",
-    "rollout.prompts": "4",
-    "rollout.group": "4",
+    "rollout.num_prompts": "4",
+    "rollout.group_size": "4",
     "rollout.max_tokens": "10",
     "rollout.temperature": "1.5",  # at which answers differ, however sure the embedded model is
     "train.steps": "2",
@@ -180,7 +180,10 @@ def test_its_options_are_checked_like_any_other(own: Own, capsys: pytest.Capture
     (own.folder / "mine.py").write_text(f"{IMPORTS}\n\n\n{block_of('ranked')}\n")
     assert main(["train", "tiny/grpo", "--dry-run", "--advantage", "{name: mine:ranked, widht: 2}"]) == 2
     assert "advantage 'ranked' has no key 'widht'. Did you mean 'width'?" in capsys.readouterr().err
-    assert main(["train", "tiny/grpo", "--advantage", "mine:ranked", "--rollout.group", "1", "--eval.every", "0"]) == 2
+    assert (
+        main(["train", "tiny/grpo", "--advantage", "mine:ranked", "--rollout.group_size", "1", "--eval.every", "0"])
+        == 2
+    )
     assert "advantage 'ranked' compares completions of one prompt" in capsys.readouterr().err
 
 

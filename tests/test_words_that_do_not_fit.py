@@ -35,12 +35,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--advantage gae", "advantage: 'gae' needs values, which objective 'grpo' does not learn"),
         ("--objective ppo --advantage centered", "objective 'ppo' learns returns, and 'centered' gives none"),
         ("--objective dpo --advantage centered", "advantage: objective 'dpo' reads no advantages; leave"),
-        ("--advantage leave_one_out --rollout.group 1", "rollout.group=1: advantage 'leave_one_out' compares"),
+        ("--advantage leave_one_out --rollout.group_size 1", "rollout.group_size=1: advantage 'leave_one_out' compares"),
         ("--aggregate unit_mean", "'unit_mean' weighs units, but objective 'grpo' gives one value per token"),
         ("--objective dpo --aggregate token_mean", "'token_mean' weighs tokens, but objective 'dpo' gives one value"),
         ("--rollout.select right_and_wrong", "gives pairs, but objective 'grpo' wants single answers"),
         ("--objective dpo --rollout.select every", "'every' gives rows, but objective 'dpo' wants pairs of answers"),
-        ("--objective dpo --rollout.group 1", "rollout.select: a pair needs two answers; give rollout.group"),
+        ("--objective dpo --rollout.group_size 1", "rollout.select: a pair needs two answers; give rollout.group_size"),
         ("--advantage return_to_go --rollout.select best_of", "rollout.select: advantages per token and kl_in_reward"),
         ("--objective dpo --kl_in_reward.weight 0.1", "kl_in_reward: objective 'dpo' reads no advantages"),
         (
@@ -54,7 +54,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ),
         ("--head.trunk shared", "head: objective 'grpo' reads no scores or values; leave 'head' out"),
         ("--objective bradley_terry --head.trunk shared", "head.trunk: a reward head always stands on the model"),
-        ("--objective bradley_terry --eval.drift_prompts 4", "objective 'bradley_terry' trains no policy that"),
+        ("--objective bradley_terry --eval.num_kl_prompts 4", "objective 'bradley_terry' trains no policy that"),
         ("--objective bradley_terry --eval.samples 2 --eval.temperature 1", "eval.samples: a reward model writes no"),
         ("--eval.samples 2", "the same answer every time; give a 'temperature' above 0 with 'samples'"),
         ("--eval.items first --eval.items_seed 1", "'items_seed' draws a sample, and 'items: first' takes none"),
@@ -62,7 +62,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         ("--objective distillation", "teacher: objective 'distillation' learns from a teacher; give teacher.name"),
         ("--teacher.name self", "teacher: objective 'grpo' reads no teacher; leave 'teacher' out"),
         ("--objective sdpo --teacher.name tiny", "teacher.name: objective 'sdpo' learns from feedback"),
-        ("--advantage raw --rollout.group 1 --rollout.drop_uniform_groups true", "a group of one completion is always"),
+        ("--advantage raw --rollout.group_size 1 --rollout.drop_uniform_groups true", "a group of one completion is always"),
         ("--objective dpo --objective.beta 0", "objective.beta: Input should be greater than 0; got 0"),
         ("--rollout.select above", "rollout.select.threshold: selection 'above' needs this key"),
         ("--rollout.select {}", "rollout.select.name: "),
@@ -78,7 +78,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
             "rollout.engine.servers: this key was removed. Use gpus (tensor parallel), or a server of yours",
         ),
         ("--rollout.engine vllm --rollout.engine.url ftp://there", "rollout.engine.url: 'ftp://there' is no"),
-        ("--data.batch 2", "give exactly one of 'rollout'"),
+        ("--data.batch_size 2", "give exactly one of 'rollout'"),
         ("--extends tiny/grpo", "command line: extends: only a file extends a recipe"),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_words_that_do_not_belong_together(arguments: str, message: str, command
 
 
 def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command: Command) -> None:
-    options = ("--eval.every", "1", "--eval.n", "2", "--eval.best", "ftness")
+    options = ("--eval.every", "1", "--eval.num_examples", "2", "--eval.best", "ftness")
     assert "eval.best: no evaluation measures 'ftness'" in command.fails(2, "train", "rl.yaml", *options)
     assert contents("runs") == {}
 

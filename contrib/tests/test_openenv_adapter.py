@@ -197,7 +197,7 @@ def test_tools_are_listed_and_called(package: None, serve: Callable[..., str], p
 
 
 REFUSED = "Server error: numbers begin with 1 (code: {})"
-FULL = "; start it with max_concurrent_envs of at least rollout.prompts x rollout.group"
+FULL = "; start it with max_concurrent_envs of at least rollout.num_prompts x rollout.group_size"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ start here:
 """
 TRAIN_EPILOG = """\
 any key of the recipe is an option:
-  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group 16 --objective.clip_high 0.28
+  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group_size 16 --objective.clip_high 0.28
   posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
   posttrain train my-recipe.yaml --dry-run
 """

@@ -19,6 +19,7 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
+from posttrain.other_names import answer_other_name
 from posttrain.untrusted import is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
@@ -333,4 +334,6 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
     last = str(item["loc"][-1])
+    if answer := answer_other_name(key):
+        return f"{label} has no key {last!r}.{answer}"
     return f"{label} has no key {last!r}.{hint or suggest(last, known)} Known keys: {', '.join(known)}"

@@ -61,7 +61,17 @@ def test_the_lake_is_crossed_in_six_turns() -> None:
 def test_a_model_is_trained_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "lake.yaml"
     recipe.write_text(f"extends: tiny/grpo-number-guess\nenvironment: {LAKE}\n")
-    small = ["--rollout.prompts", "2", "--rollout.group", "4", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+    small = [
+        "--rollout.num_prompts",
+        "2",
+        "--rollout.group_size",
+        "4",
+        "--train.steps",
+        "2",
+        "--eval.every",
+        "0",
+        "--quiet",
+    ]
     assert main(["train", str(recipe), "--runs-dir", str(tmp_path), "--run", "x", *small]) == 0, capsys.readouterr().err
     rows = RolloutStore(tmp_path / "x" / "rollouts.db", read_only=True).training()
     assert len(rows) == 16

@@ -170,7 +170,7 @@ def test_a_server_without_places_says_how_many_it_needs() -> None:
         built = toolset(url)
         first, second = begun(built, pool), begun(built, pool)
         assert first.failure == ""
-        assert "max_concurrent_envs of at least rollout.prompts x rollout.group" in second.failure
+        assert "max_concurrent_envs of at least rollout.num_prompts x rollout.group_size" in second.failure
         closing = first.close()
         assert closing is not None
         pool.wait(closing)
@@ -191,7 +191,17 @@ extends: tiny/grpo-number-guess
 environment: {{name: "openenv_adapter:openenv", url: "{guessing}", show: [text]}}
 """
     )
-    small = ["--rollout.prompts", "2", "--rollout.group", "4", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+    small = [
+        "--rollout.num_prompts",
+        "2",
+        "--rollout.group_size",
+        "4",
+        "--train.steps",
+        "2",
+        "--eval.every",
+        "0",
+        "--quiet",
+    ]
     assert main(["train", str(recipe), "--runs-dir", str(tmp_path), "--run", "x", *small]) == 0, capsys.readouterr().err
     rows = RolloutStore(tmp_path / "x" / "rollouts.db", read_only=True).training()
     assert len(rows) == 16

@@ -340,9 +340,9 @@ rewards | correct
 rewards | [correct, {name: xml_soft, weight: -0.5}]
 objective | !!map {name: grpo}
 rollout.max_tokens | 32768
-rollout.group | 1024
+rollout.group_size | 1024
 rollout.top_p | 1
-train.tokens_per_micro | 131072
+train.micro_batch_tokens | 131072
 model.adapter | {rank: 2, targets: [q_proj, v_proj]}
 train.lr | +1e-4
 train.lr | 3.0e-5

@@ -21,13 +21,13 @@ RL: dict[str, Any] = {
     "task": {"name": "stories", "size": 32, "max_steps": 1},
     "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
     "rewards": [{"name": "is_number"}],
-    "rollout": {"prompts": 2, "group": 4, "max_tokens": 8},
+    "rollout": {"num_prompts": 2, "group_size": 4, "max_tokens": 8},
     "objective": {"name": "grpo"},
     "train": {"steps": 1, "lr": 0.001},
 }
 SFT: dict[str, Any] = {
     "task": {"name": "stories", "size": 32, "max_steps": 1},
-    "data": {"batch": 2},
+    "data": {"batch_size": 2},
     "objective": {"name": "cross_entropy"},
     "train": {"steps": 1, "lr": 0.001},
 }
@@ -35,9 +35,9 @@ COMPARISON: dict[str, Any] = {
     "description": "two methods",
     "base": {
         "task": {"name": "stories", "size": 32, "max_steps": 1},
-        "rollout": {"prompts": 2, "group": 4, "max_tokens": 8},
+        "rollout": {"num_prompts": 2, "group_size": 4, "max_tokens": 8},
         "train": {"steps": 1, "lr": 0.001},
-        "eval": {"every": 1, "n": 2},
+        "eval": {"every": 1, "num_examples": 2},
     },
     "rows": {"one": {"objective": "grpo"}, "two": {"objective": "reinforce"}},
     "seeds": 1,

@@ -30,10 +30,10 @@ RECIPE: dict[str, Any] = {
     "task": {"name": "stories", "size": 16, "max_steps": 1},
     "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
     "rewards": ["correct"],
-    "rollout": {"prompts": 2, "group": 2, "max_tokens": 4},
+    "rollout": {"num_prompts": 2, "group_size": 2, "max_tokens": 4},
     "objective": "grpo",
     "train": {"steps": 1},
-    "eval": {"every": 1, "n": 2},
+    "eval": {"every": 1, "num_examples": 2},
 }
 
 

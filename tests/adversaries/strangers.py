@@ -20,10 +20,10 @@ from posttrain.store.rollouts import RolloutStore
 CODE = "runs.evil.payload:f"  # found from the working directory, which holds the runs
 SMALL = [
     ("train.steps", "2"),
-    ("rollout.prompts", "2"),
-    ("rollout.group", "2"),
+    ("rollout.num_prompts", "2"),
+    ("rollout.group_size", "2"),
     ("rollout.max_tokens", "4"),
-    ("eval.n", "2"),
+    ("eval.num_examples", "2"),
     ("eval.max_tokens", "4"),
 ]
 

@@ -22,11 +22,16 @@ pytestmark = pytest.mark.usefixtures("no_curves")
 
 RECIPE: dict[str, Any] = {
     "task": {"name": "stories", "size": 16, "max_steps": 1},
-    "rollout": {"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.5},
+    "rollout": {"num_prompts": 2, "group_size": 2, "max_tokens": 4, "temperature": 1.5},
     "rewards": [{"name": "xml_format"}],
     "objective": "grpo",
-    "train": {"steps": 4, "lr": 1.0e-5, "save_every": 2, "keep": 5},
-    "eval": {"tasks": [{"name": "stories", "split": "validation", "size": 8}], "every": 4, "n": 2, "max_tokens": 4},
+    "train": {"steps": 4, "lr": 1.0e-5, "save_every": 2, "keep_checkpoints": 5},
+    "eval": {
+        "tasks": [{"name": "stories", "split": "validation", "size": 8}],
+        "every": 4,
+        "num_examples": 2,
+        "max_tokens": 4,
+    },
 }
 
 
@@ -141,7 +146,12 @@ def test_place_is_no_part_of_the_fingerprint_and_everything_else_is(tmp_path: Pa
     base = load_recipe(str(tmp_path / "mine.yaml")).resolve()
     moved = [("model.device", "cpu"), ("description", "mine"), ("track", "[tensorboard]")]
     assert load_recipe(str(tmp_path / "mine.yaml"), moved).resolve().fingerprint() == base.fingerprint()
-    for key, value in [("model.dtype", "bfloat16"), ("train.seed", "1"), ("rewards.0.weight", "2"), ("eval.n", "3")]:
+    for key, value in [
+        ("model.dtype", "bfloat16"),
+        ("train.seed", "1"),
+        ("rewards.0.weight", "2"),
+        ("eval.num_examples", "3"),
+    ]:
         other = load_recipe(str(tmp_path / "mine.yaml"), [(key, value)]).resolve()
         assert other.fingerprint() != base.fingerprint(), key
     assert fingerprint_of(decisive(base.dump())) == base.fingerprint()

@@ -31,11 +31,11 @@ PARTS = [
     {"name": name, "task": {"name": "stories", "size": 32, "max_steps": 1, "seed": i}} for i, name in enumerate("ab")
 ]
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "passes": ("grpo", {"train": TRAIN | {"minibatches": 2}}),
+    "passes": ("grpo", {"train": TRAIN | {"num_minibatches": 2}}),
     "ahead": (
         "grpo",
         {
-            "rollout": {"prompts": 2, "group": 2, "max_tokens": 4, "temperature": 1.3, "staleness": 1},
+            "rollout": {"num_prompts": 2, "group_size": 2, "max_tokens": 4, "temperature": 1.3, "staleness": 1},
             "train": TRAIN,
         },
     ),

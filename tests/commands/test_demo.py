@@ -15,14 +15,25 @@ from posttrain.commands.demo import STORIES
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.runs.directory import RunDirectory
 
-LITTLE = [("train.steps", "2"), ("eval.n", "4"), ("eval.every", "2")]
+LITTLE = [("train.steps", "2"), ("eval.num_examples", "4"), ("eval.every", "2")]
 SIXTY, SIXTY_EACH = [("task.size", "60")], [(f"task.parts.{i}.task.size", "60") for i in (0, 1)]
-FEW = [("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6"), ("rollout.max_turn_tokens", "4")]
+FEW = [
+    ("rollout.num_prompts", "2"),
+    ("rollout.group_size", "2"),
+    ("rollout.max_tokens", "6"),
+    ("rollout.max_turn_tokens", "4"),
+]
 SMALL = {
     "tiny/sft-calculator": [("train.steps", "2"), *SIXTY_EACH],
     "tiny/grpo-calculator": [*LITTLE, *SIXTY_EACH, *FEW],
     "tiny/sft": [*LITTLE, *SIXTY, ("eval.max_tokens", "6")],
-    "tiny/grpo-demo": [*LITTLE, *SIXTY, ("rollout.prompts", "2"), ("rollout.group", "2"), ("rollout.max_tokens", "6")],
+    "tiny/grpo-demo": [
+        *LITTLE,
+        *SIXTY,
+        ("rollout.num_prompts", "2"),
+        ("rollout.group_size", "2"),
+        ("rollout.max_tokens", "6"),
+    ],
 }
 
 REASONING = STORIES["reasoning"]

@@ -10,7 +10,7 @@ import pytest
 from posttrain.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
-SMALL = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+SMALL = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
 
 
 @pytest.fixture(scope="module")

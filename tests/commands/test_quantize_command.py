@@ -91,7 +91,7 @@ def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it(capsys: Any) 
 
 
 def test_a_reward_model(capsys: Any) -> None:
-    checkpoint = train("tiny/rm", "rm", "--data.batch", "4", "--task.size", "64")
+    checkpoint = train("tiny/rm", "rm", "--data.batch_size", "4", "--task.size", "64")
     (checkpoint.parent / "best").symlink_to(checkpoint.name)
     assert main(["quantize", str(checkpoint.parent / "best"), "--bits", "4", "--n", "20"]) == 0
     folder = checkpoint / "quantized_int4"

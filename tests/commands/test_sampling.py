@@ -67,7 +67,7 @@ def test_generation_asks_an_example_of_the_task_that_is_named(
 
 
 def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "1", "--eval.every", "0"]
+    small = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "1", "--eval.every", "0"]
     assert main(["train", "tiny/rm", "--runs-dir", str(tmp_path), "--run", "rm", *small]) == 0
     assert "ask it" not in capsys.readouterr().out
     assert "posttrain generate" not in (tmp_path / "rm" / "report.html").read_text()
@@ -79,7 +79,17 @@ def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a checkpoint after each, under a template with an option of its own."""
     root = tmp_path_factory.mktemp("runs")
-    small = ["--task.size", "40", "--data.batch", "2", "--train.steps", "2", "--train.save_every", "1", "--eval.every"]
+    small = [
+        "--task.size",
+        "40",
+        "--data.batch_size",
+        "2",
+        "--train.steps",
+        "2",
+        "--train.save_every",
+        "1",
+        "--eval.every",
+    ]
     small += ["0", "--eval.max_tokens", "17", "--prompt.template.preamble", "Think."]
     assert main(["train", "tiny/sft", "--runs-dir", str(root), "--run", "taught", "--quiet", *small]) == 0
     return root / "taught"

@@ -35,10 +35,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     common = {"task": {"name": "stories", "size": 64, "max_steps": 1}}
     common |= {"prompt": {"template": {"name": "r1_zero", "preamble": ""}}}
-    rollout = {"rollout": {"prompts": 3, "group": 2, "max_tokens": 6}, "eval": {"every": 2, "n": 4}}
+    rollout = {"rollout": {"num_prompts": 3, "group_size": 2, "max_tokens": 6}, "eval": {"every": 2, "num_examples": 4}}
     rl = {**common, **rollout, "rewards": ["correct"], "objective": "grpo", "train": {"steps": 2}}
     launch(validate_recipe(rl), root=root, name="rl")
-    sft = {**common, "data": {"batch": 2}, "objective": "cross_entropy", "train": {"steps": 1}}
+    sft = {**common, "data": {"batch_size": 2}, "objective": "cross_entropy", "train": {"steps": 1}}
     launch(validate_recipe(sft), root=root, name="sft")
     return root
 

@@ -40,7 +40,7 @@ MODEL = {
         "tokenizer": {"vocab_size": 320, "num_documents": 200},
     }
 }
-EVALUATION = {"every": 4, "n": 8, "max_tokens": 16}
+EVALUATION = {"every": 4, "num_examples": 8, "max_tokens": 16}
 
 
 def grpo_recipe(steps: int, **train: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def grpo_recipe(steps: int, **train: Any) -> dict[str, Any]:
         "model": MODEL,
         "task": {"name": "stories", "split": "train", "size": 200},
         "rewards": [{"name": "vowels:share_of_vowels"}, {"name": "xml_format", "weight": 0.5}],
-        "rollout": {"prompts": 4, "group": 4, "max_tokens": 24},
+        "rollout": {"num_prompts": 4, "group_size": 4, "max_tokens": 24},
         "objective": "grpo",
         "train": {"steps": steps, "lr": 1e-2, "save_every": 3} | train,
         "eval": EVALUATION,
@@ -61,7 +61,7 @@ def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
     return {
         "model": MODEL,
         "task": {"name": "stories", "split": "train", "size": 200},
-        "data": {"batch": 8, "max_tokens": 512},
+        "data": {"batch_size": 8, "max_length": 512},
         "objective": "cross_entropy",
         "train": {"steps": steps, "lr": 1e-2, "save_every": 3} | train,
         "eval": EVALUATION,
@@ -85,7 +85,7 @@ def turns_recipe(environment: str, steps: int) -> dict[str, Any]:
     return recipe | {
         "environment": PLAYED[environment],
         "rewards": [{"name": "vowels:share_of_vowels"}, {"name": "tool_calls", "weight": -0.1}],
-        "rollout": {"prompts": 2, "group": 4, "engine": engine, **limits},
+        "rollout": {"num_prompts": 2, "group_size": 4, "engine": engine, **limits},
     }
 
 

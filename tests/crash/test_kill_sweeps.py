@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 
 # The grader for mathematics works in processes of its own: grandchildren of the command.
 REWARDS = [{"name": "vowels:share_of_vowels"}, {"name": "correct", "mode": "math", "weight": 0.5}]
-EVALUATION = {"every": 2, "n": 4, "max_tokens": 8}
+EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 8}
 TRAIN = {"steps": 4, "lr": 1e-2, "save_every": 1}
-ROLLOUT = {"prompts": 2, "group": 4, "max_tokens": 16}
+ROLLOUT = {"num_prompts": 2, "group_size": 4, "max_tokens": 16}
 BASE = killing.grpo_recipe(4) | {"rewards": REWARDS, "rollout": ROLLOUT, "train": TRAIN, "eval": EVALUATION}
 METHODS: dict[str, Any] = {
     "base": {key: value for key, value in BASE.items() if key != "objective"},
@@ -32,7 +32,7 @@ METHODS: dict[str, Any] = {
 ORM: dict[str, Any] = {
     "task": {"name": "stories", "split": "train", "size": 200},
     "rewards": REWARDS,
-    "rollout": ROLLOUT | {"prompts": 4},
+    "rollout": ROLLOUT | {"num_prompts": 4},
     "objective": {"name": "outcome", "positions": "all"},
     "train": TRAIN | {"lr": 1e-3},
     "eval": {"every": 0},

@@ -354,7 +354,16 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--rollout.prompts", "2", "--rollout.group", "2", "--rollout.max_tokens", "8", "--eval.every", "0"]
+    options = [
+        "--rollout.num_prompts",
+        "2",
+        "--rollout.group_size",
+        "2",
+        "--rollout.max_tokens",
+        "8",
+        "--eval.every",
+        "0",
+    ]
     with FakeJudge(by_length) as server:
         rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}'}}]"
         (tmp_path / "mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\ntrain: {{steps: 2}}\n")

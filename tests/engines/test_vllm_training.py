@@ -176,7 +176,7 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
     """Of two updates a batch, those before the first of them."""
     evaluation = {"every": 3, "n": 2, "max_tokens": 4}
-    run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"epochs": 2, "steps": 4}))
+    run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"ppo_epochs": 2, "steps": 4}))
     training, evaluations = recorded(tmp_path / "own")
     assert {(row.step, row.version) for row in training} == {(1, 0), (3, 2)}
     assert {(row.step, row.version) for row in evaluations} == {(0, 0), (3, 3), (4, 4)}
@@ -226,7 +226,9 @@ def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monke
 def test_run_without_a_server_for_evaluations_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
     events = Events()
-    recipe = make_recipe("sft", eval={"every": 1, "n": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1})
+    recipe = make_recipe(
+        "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
+    )
     watched(tmp_path / "run", recipe, events)
     (said,) = [facts["message"] for facts in events.of("notice")]
     assert "POSTTRAIN_VLLM is not set" in said

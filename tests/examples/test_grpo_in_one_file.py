@@ -77,7 +77,7 @@ def test_loss_and_gradient_agree_on_the_same_batch(example: ModuleType):
 
     model.zero_grad(set_to_none=True)
     objective = registry.find("objective", "grpo").bind({"clip_high": 0.28})
-    ours, metrics = accumulate(Method(Forward(model), objective, token_mean), batch, TrainSection(rows_per_micro=3))
+    ours, metrics = accumulate(Method(Forward(model), objective, token_mean), batch, TrainSection(micro_batch_rows=3))
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert ours == pytest.approx(float(loss.detach()), abs=1e-6)
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5

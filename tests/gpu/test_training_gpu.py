@@ -160,10 +160,10 @@ def test_a_run_on_cuda_stops_and_resumes(model: dict[str, Any], tmp_path: Path) 
             "model": {"name": "tiny", "device": "cuda"} | model,
             "task": {"name": "stories", "size": 64, "max_steps": 1},
             "rewards": ["is_number", {"name": "overlong", "limit": 24, "cache": 12}],
-            "rollout": {"prompts": 4, "group": 4, "max_tokens": 24},
+            "rollout": {"num_prompts": 4, "group_size": 4, "max_tokens": 24},
             "objective": "grpo",
-            "regularize": {"kl": 0.1},
-            "train": {"steps": 4, "lr": 1e-5, "epochs": 2},
+            "regularize": {"kl_coef": 0.1},
+            "train": {"steps": 4, "lr": 1e-5, "ppo_epochs": 2},
         }
     ).resolve()
     steps: list[int] = []

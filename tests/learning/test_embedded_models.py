@@ -32,7 +32,7 @@ def test_tiny_sft_is_what_its_recipe_makes(tmp_path: Path) -> None:
 
 def test_grpo_from_tiny_sft_learns(tmp_path: Path) -> None:
     """The first training command of the README does what its description promises."""
-    changes = [("train.steps", "40"), ("eval.n", "200"), ("eval.every", "40")]
+    changes = [("train.steps", "40"), ("eval.num_examples", "200"), ("eval.every", "40")]
     run = launch(load_recipe("tiny/grpo", changes), root=tmp_path, name="grpo").folder
     first, *_, last = (point.results for point in evaluation_points(MetricsLog(run / "metrics.jsonl").read()))
     assert first["format"] == 1.0

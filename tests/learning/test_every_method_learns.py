@@ -18,14 +18,14 @@ from posttrain.sweeps.plan import Plan, load_sweep
 
 SEEDS = (0, 1, 2)
 STEPS = 20
-EVAL = [("eval.every", str(STEPS)), ("eval.n", "200"), ("eval.drift_prompts", "0")]
+EVAL = [("eval.every", str(STEPS)), ("eval.num_examples", "200"), ("eval.num_kl_prompts", "0")]
 POLICY_GRADIENT = [("train.steps", str(STEPS)), *EVAL]
 # half of the pairs, each seen once
 PREFERENCE = [
     ("train.steps", str(STEPS)),
-    ("train.epochs", "1"),
-    ("train.minibatches", str(STEPS)),
-    ("rollout.prompts", str(24 * STEPS)),
+    ("train.ppo_epochs", "1"),
+    ("train.num_minibatches", str(STEPS)),
+    ("rollout.num_prompts", str(24 * STEPS)),
     *EVAL,
 ]
 # of all held-out problems, how many more are right afterwards; measured gains lie well above
@@ -40,8 +40,8 @@ def plan_of(name: str) -> Plan:
     plan = load_sweep(name, overrides, folder="unused")
     for cell in plan.trainings:
         if cell.row == "rejection-sampling":  # as many answers as the others, all at once
-            cell.recipe.rollout.prompts, cell.recipe.train.minibatches = 8 * STEPS, STEPS
-            cell.recipe.train.epochs = 1
+            cell.recipe.rollout.num_prompts, cell.recipe.train.num_minibatches = 8 * STEPS, STEPS
+            cell.recipe.train.ppo_epochs = 1
         cell.recipe.train.steps = STEPS * SLOW_LEARNERS.get(cell.row, (1, GAIN))[0]
     return plan
 

@@ -18,7 +18,9 @@ EVALUATION = "eval/stories/validation"
 
 @pytest.mark.slow
 def test_staleness_reaches_the_synchronous_accuracy(tmp_path: Path) -> None:
-    plan = load_sweep("staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.n", "200")], folder="unused")
+    plan = load_sweep(
+        "staleness", [("train.steps", "24"), ("eval.every", "24"), ("eval.num_examples", "200")], folder="unused"
+    )
     assert plan.start is not None
     start = launch(plan.start.recipe, root=tmp_path, name="start")
     last: dict[str, dict[str, float]] = {}

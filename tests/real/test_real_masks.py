@@ -328,7 +328,7 @@ def test_run_says_which_share_of_the_tokens_is_trained(
     file = tmp_path / "rows.jsonl"
     silent = {"messages": [user("q"), says("a", weight=0)]}
     file.write_text("\n".join(json.dumps(row) for row in ({"messages": FOUR_TURNS}, silent)), encoding="utf-8")
-    recipe = make_recipe("sft", data={"batch": 1, "train_on": train_on})
+    recipe = make_recipe("sft", data={"batch_size": 1, "train_on": train_on})
     chat = registry.find("template", "chat").bind({})()
     source = SupervisedSource(recipe, jsonl(path=str(file), split="test"), chat, tokenizer_of(name), 1024)
     masks = [source.batch_of([i]).mask for i in range(source.num_examples)]

@@ -171,7 +171,7 @@ def test_words_that_do_not_belong_together():
     with pytest.raises(RecipeError, match="advantage: 'advantage' belongs to 'rollout'"):
         validate_recipe(supervised | {"advantage": "raw"})
     with pytest.raises(RecipeError, match=r"^recipe: train\.epochs: .*passes over a rollout batch"):
-        validate_recipe(supervised | {"train": {"epochs": 2}})
+        validate_recipe(supervised | {"train": {"ppo_epochs": 2}})
 
 
 def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: Path):
@@ -183,7 +183,7 @@ def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: P
     with pytest.raises(RecipeError, match=r"^command line: correction: 'correction' belongs to 'rollout'"):
         load_recipe(write(tmp_path, "\n".join([*lines, ""])), [("correction", "icepop")])
     with pytest.raises(RecipeError, match=r"^command line: data: give exactly one of 'rollout'"):
-        load_recipe(write(tmp_path, TEXT), [("data.batch", "2")])
+        load_recipe(write(tmp_path, TEXT), [("data.batch_size", "2")])
 
 
 def test_a_bare_string_is_a_word():
@@ -215,7 +215,7 @@ def test_sections_are_merged_and_words_replaced(tmp_path: Path) -> None:
     assert recipe.objective.options == {"kl": 0.1}  # clip_high is gone: the word is another one
     assert [w.name for w in recipe.rewards] == ["exact"]  # a list is replaced
     assert recipe.rollout is not None
-    assert (recipe.rollout.prompts, recipe.rollout.select) == (4, Word(name="above", threshold=1.0))
+    assert (recipe.rollout.num_prompts, recipe.rollout.select) == (4, Word(name="above", threshold=1.0))
     assert recipe.model.name == "tiny"
     assert recipe.model.adapter is not None
     assert recipe.aggregate == Word(name="constant", length=9)
@@ -255,10 +255,10 @@ def test_null_takes_a_key_away(tmp_path: Path) -> None:
 def test_overrides_come_last_and_extension_is_transitive(tmp_path: Path) -> None:
     (tmp_path / "middle.yaml").write_text(f"extends: {tmp_path / 'base.yaml'}\ntrain: {{steps: 6, lr: 2e-4}}\n")
     text = f"extends: {tmp_path / 'middle.yaml'}\ntrain: {{steps: 7}}\n"
-    recipe = extending(tmp_path, text, [("rollout.group", "8"), ("objective", "reinforce")])
+    recipe = extending(tmp_path, text, [("rollout.group_size", "8"), ("objective", "reinforce")])
     assert (recipe.train.steps, recipe.train.lr) == (7, 2e-4)
     assert recipe.rollout is not None
-    assert (recipe.rollout.prompts, recipe.rollout.group) == (4, 8)
+    assert (recipe.rollout.num_prompts, recipe.rollout.group_size) == (4, 8)
     assert recipe.objective == Word(name="reinforce")
     again = load_recipe(write(tmp_path, recipe.resolve().to_yaml())).resolve()
     assert again.fingerprint() == recipe.resolve().fingerprint()  # the dump stands alone
@@ -332,7 +332,7 @@ def test_circles_are_refused(tmp_path: Path) -> None:
 
 def resolved(objective: Any, source: str = "rollout", **changes: Any) -> Recipe:
     base = {k: v for k, v in yaml.safe_load(TEXT).items() if k != "rollout"}
-    section = {"rollout": {"prompts": 4, "group": 4}} if source == "rollout" else {"data": {}}
+    section = {"rollout": {"num_prompts": 4, "group_size": 4}} if source == "rollout" else {"data": {}}
     if source == "data":
         base.pop("rewards")
     return validate_recipe(base | section | {"objective": objective} | changes).resolve()
@@ -383,7 +383,7 @@ def test_what_a_recipe_says_goes_before_what_follows() -> None:
         advantage={"name": "return_to_go"},
         aggregate="sequence_mean",
         head={"trunk": "shared"},
-        rollout={"prompts": 4, "group": 4, "select": "every"},
+        rollout={"num_prompts": 4, "group_size": 4, "select": "every"},
     )
     assert (recipe.advantage.name, recipe.aggregate.name, recipe.head.trunk) == (
         "return_to_go",
@@ -391,7 +391,7 @@ def test_what_a_recipe_says_goes_before_what_follows() -> None:
         "shared",
     )
     assert recipe.advantage.options == {"gamma": 1.0, "whiten": True}  # defaults filled in
-    pairs = resolved("dpo", rollout={"prompts": 4, "group": 4, "select": "right_and_wrong"})
+    pairs = resolved("dpo", rollout={"num_prompts": 4, "group_size": 4, "select": "right_and_wrong"})
     assert pairs.rollout.select.options == {"threshold": 0.5, "num_pairs": 1}
 
 
@@ -452,18 +452,18 @@ def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) ->
 
 
 def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
-    base = {"task": "stories", "rollout": {"prompts": 2, "group": 2}, "objective": "grpo"}
+    base = {"task": "stories", "rollout": {"num_prompts": 2, "group_size": 2}, "objective": "grpo"}
     assert validate_recipe(base).resolve().dump()["regularize"] == {
         "kl": 0.0,
         "kl_estimator": "k3",
         "entropy_bonus": 0.0,
     }
-    recipe = validate_recipe(base | {"regularize": {"kl": 0.1, "entropy_bonus": 0.01}}).resolve()
-    assert (recipe.regularize.kl, recipe.regularize.entropy_bonus) == (0.1, 0.01)
+    recipe = validate_recipe(base | {"regularize": {"kl_coef": 0.1, "entropy_coef": 0.01}}).resolve()
+    assert (recipe.regularize.kl_coef, recipe.regularize.entropy_coef) == (0.1, 0.01)
     for objective in ("dpo", "on_policy_distillation"):
         assert "regularize" not in validate_recipe(base | {"objective": objective}).resolve().dump()
         with pytest.raises(RecipeError, match=f"regularize: objective '{objective}' has no policy term"):
-            validate_recipe(base | {"objective": objective, "regularize": {"kl": 0.1}}).resolve()
+            validate_recipe(base | {"objective": objective, "regularize": {"kl_coef": 0.1}}).resolve()
     with pytest.raises(RecipeError, match="'regularize' has no key 'kl_weight'"):
         validate_recipe(base | {"regularize": {"kl_weight": 0.1}})
     with pytest.raises(RecipeError, match="objective 'grpo' has no key 'kl'"):
@@ -487,7 +487,11 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
         ("train.lr", "{fast: 3}", "train.lr: Input should be a valid number; got a section with the keys 'fast'"),
         ("train.steps", str([*range(60)]), "train.steps: Input should be a valid integer; got a list of 60 values"),
         ("data", "{batch: 4}", "give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"),
-        ("train.passes", "often", "train.passes: Input should be a valid number, unable to parse string as a number"),
+        (
+            "train.num_epochs",
+            "often",
+            "train.num_epochs: Input should be a valid number, unable to parse string as a number",
+        ),
     ],
 )
 def test_a_wrong_value_is_shown_by_its_key_and_kind_and_never_as_a_whole_section(

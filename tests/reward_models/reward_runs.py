@@ -35,10 +35,10 @@ def make_recipe(responses: str, **sections: Any) -> Recipe:
     data: dict[str, Any] = {
         "task": task,
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "data": {"batch": 2, "max_tokens": 256},
+        "data": {"batch_size": 2, "max_length": 256},
         "objective": OBJECTIVES[responses],
         "train": {"steps": 2, "lr": 1e-3},
-        "eval": {"every": 1, "n": 12, "tasks": [task | {"split": "validation"}]},
+        "eval": {"every": 1, "num_examples": 12, "tasks": [task | {"split": "validation"}]},
     }
     for name, value in sections.items():
         data[name] = data.get(name, {}) | value

@@ -86,7 +86,7 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     }
     (units_of_task,) = units.values()
     trained = evaluate_objective(units_of_task, task, parts.method, recipe.train)
-    found = evaluate_reward_model(models[name], task, n=recipe.eval.n)
+    found = evaluate_reward_model(models[name], task, n=recipe.eval.num_examples)
     assert found.results["n"] == trained.results["n"] >= 12
     for ours, theirs in metrics.items():
         assert found.results[ours] == pytest.approx(trained.results[theirs], rel=1e-4), ours
@@ -295,7 +295,7 @@ def test_the_best_checkpoint_is_opened_unless_a_step_is_named(runs, tmp_path: Pa
 
 def test_what_is_no_reward_model_is_refused(runs, tmp_path: Path) -> None:
     folder, recipe, parts = runs["pair"]
-    data = {"task": "stories", "data": {"batch": 2}, "objective": "cross_entropy"}
+    data = {"task": "stories", "data": {"batch_size": 2}, "objective": "cross_entropy"}
     policy = validate_recipe(data).resolve()
     with pytest.raises(UsageError, match=r"trained a policy \(cross_entropy\).*bradley_terry, outcome, process"):
         open_run(folder, policy)

@@ -14,7 +14,7 @@ def make_recipe() -> Callable[..., Recipe]:
     def make(**train: object) -> Recipe:
         data = {
             "task": "stories",
-            "rollout": {"prompts": 2, "group": 2},
+            "rollout": {"num_prompts": 2, "group_size": 2},
             "objective": "grpo",
             "train": {"steps": 10, "lr": 1e-3} | train,
         }

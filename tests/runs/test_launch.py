@@ -203,7 +203,7 @@ def test_more_steps_are_accepted_on_resume(tmp_path: Path, make_recipe: MakeReci
     [
         ({}, {"steps": 4}, "train.steps 4 is not above the newest checkpoint's step 4"),
         ({"schedule": "linear"}, {"steps": 20, "schedule": "linear"}, "learning rates of train.schedule 'linear'"),
-        ({}, {"steps": 20, "lr": 2e-3}, "Only train.steps or train.passes may change .* not train.lr"),
+        ({}, {"steps": 20, "lr": 2e-3}, "Only train.steps or train.num_epochs may change .* not train.lr"),
     ],
 )
 def test_changes_that_would_make_it_another_run_are_refused(

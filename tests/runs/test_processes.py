@@ -34,7 +34,7 @@ def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:
         "grpo",
         rewards=[{"name": f"rank_words:{reward}", **options}],
         rollout=SHORT,
-        train={"steps": 4, "lr": 1e-4, "save_every": 1, "keep": 9},
+        train={"steps": 4, "lr": 1e-4, "save_every": 1, "keep_checkpoints": 9},
         scale={"processes": processes},
         model={"dtype": "float64"},
     )

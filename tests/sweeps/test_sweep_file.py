@@ -61,7 +61,7 @@ def test_of_a_recipe_only_the_method_is_taken_and_overrides_change_the_base() ->
     assert (recipe.objective, recipe.advantage, recipe.aggregate) == (donor.objective, donor.advantage, donor.aggregate)
     assert recipe.rollout is not None
     assert recipe.rollout.drop_uniform_groups is False  # the recipe's, not the base's
-    assert (recipe.rollout.prompts, recipe.rollout.max_tokens) == (2, 8)  # the base's, as all below
+    assert (recipe.rollout.num_prompts, recipe.rollout.max_tokens) == (2, 8)  # the base's, as all below
     assert (recipe.train.lr, recipe.train.steps, recipe.train.schedule) == (1e-4, 2, "constant")
     assert recipe.task.options["size"] == 40
     assert [word.name for word in recipe.rewards] == ["correct", "xml_format"]
@@ -102,7 +102,7 @@ def test_a_base_may_be_a_name_with_a_method_of_its_own(tmp_path: Path) -> None:
     first, second = (row.recipe for row in plan.rows)
     assert first.objective == load_recipe("tiny/grpo").resolve().objective
     assert second.objective == first.objective
-    assert (first.regularize.kl, second.regularize.kl) == (0.0, 0.1)
+    assert (first.regularize.kl_coef, second.regularize.kl_coef) == (0.0, 0.1)
     assert first.task.options["seed"] == 2  # tiny/grpo's
     assert first.model.name == "tiny"
 
@@ -148,7 +148,7 @@ def test_mistakes_are_named_with_row_line_and_remedy(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("data.batch", "1", "base: command line: data: give exactly one of 'rollout'"),
+        ("data.batch_size", "1", "base: command line: data: give exactly one of 'rollout'"),
         ("objective.clip_hgh", "1", "row 'grpo': objective.clip_hgh: objective 'grpo' has no key 'clip_hgh'"),
         ("methods.grpo.train.lr", "1", "command line: methods: this key was removed. Use rows."),
         ("model.name", "other", "rows.grpo.model.name: it begins with the weights of another run; leave this out"),
@@ -186,9 +186,14 @@ def test_no_sweep_file_lets_a_models_own_python_run_but_the_command_line_may(tmp
 
 
 def test_with_method_of_and_differences_are_apart() -> None:
-    data = {"objective": {"name": "x"}, "rollout": {"group": 2, "select": "every"}, "train": {"lr": 1}, "teacher": None}
-    base = {"objective": {"name": "y"}, "advantage": {"name": "z"}, "rollout": {"group": 4, "max_rounds": 3}}
-    assert with_method_of(base, data) == {"objective": {"name": "x"}, "rollout": {"group": 4, "select": "every"}}
+    data = {
+        "objective": {"name": "x"},
+        "rollout": {"group_size": 2, "select": "every"},
+        "train": {"lr": 1},
+        "teacher": None,
+    }
+    base = {"objective": {"name": "y"}, "advantage": {"name": "z"}, "rollout": {"group_size": 4, "max_rounds": 3}}
+    assert with_method_of(base, data) == {"objective": {"name": "x"}, "rollout": {"group_size": 4, "select": "every"}}
     assert base["rollout"] == {"group": 4, "max_rounds": 3}  # unchanged
     other = {**data, "objective": {"name": "y"}, "train": {"lr": 2, "seed": 5}, "description": "z"}
     assert differences(data, other) == {"train.lr": (1, 2)}

@@ -139,7 +139,7 @@ def test_evaluate_then_train_with_what_it_wrote(tmp_path: Path, monkeypatch: pyt
     assert {"right", "wrong"} <= set(outcomes)
     task = judged_solutions(path="own/items.jsonl", split="test")
     assert [r.score == 1.0 for e in task.examples for r in e.responses] == [word == "right" for word in outcomes]
-    small = ["--model.name", "tiny", "--prompt.template", "plain", "--train.steps", "2", "--data.batch", "4"]
+    small = ["--model.name", "tiny", "--prompt.template", "plain", "--train.steps", "2", "--data.batch_size", "4"]
     data = ["--task.path", "own/items.jsonl", "--eval.every", "0", "--quiet"]
     assert main(["train", "orm-gsm8k-own", *data, *small, "--run", "orm"]) == 0
     assert main(["train", "dpo-preferences", *data, *small, "--run", "dpo"]) == 0

@@ -36,8 +36,15 @@ from small_runs import (
 
 STEPS = 16
 # DAPO's dropping and four updates per batch: groups are dropped and replaced
-ROLLOUT = {"prompts": 4, "group": 2, "max_tokens": 4, "temperature": 1.3, "drop_uniform_groups": True, "max_rounds": 3}
-TRAIN = {"steps": STEPS, "lr": 1e-3, "epochs": 2, "minibatches": 2, "save_every": 3, "keep": 9}
+ROLLOUT = {
+    "num_prompts": 4,
+    "group_size": 2,
+    "max_tokens": 4,
+    "temperature": 1.3,
+    "drop_uniform_groups": True,
+    "max_rounds": 3,
+}
+TRAIN = {"steps": STEPS, "lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "save_every": 3, "keep_checkpoints": 9}
 
 
 class Killed(BaseException):
@@ -165,7 +172,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> type[Remote]:
 
 def served_recipe(staleness: int, **changes: Any) -> Recipe:
     rollout = {"prompts": 4, "group": 2, "max_tokens": 4, "engine": "test_asynchrony:remote"}
-    usual = {"train": {"steps": 8, "minibatches": 2, "lr": 1e-3, "save_every": 3, "keep": 9}}
+    usual = {"train": {"steps": 8, "num_minibatches": 2, "lr": 1e-3, "save_every": 3, "keep_checkpoints": 9}}
     return stale_recipe(staleness, rollout=rollout, **(usual | changes))
 
 
@@ -174,8 +181,8 @@ def test_a_server_samples_in_a_thread_with_the_same_versions_as_the_native_engin
     staleness: int, tmp_path: Path, served: type[Remote]
 ) -> None:
     served.seconds = 0.02
-    run(tmp_path / "served", served_recipe(staleness, eval={"every": 4, "n": 2, "max_tokens": 4}))
-    recipe = served_recipe(staleness, eval={"every": 4, "n": 2, "max_tokens": 4})
+    run(tmp_path / "served", served_recipe(staleness, eval={"every": 4, "num_examples": 2, "max_tokens": 4}))
+    recipe = served_recipe(staleness, eval={"every": 4, "num_examples": 2, "max_tokens": 4})
     recipe.rollout.engine = make_recipe("grpo").rollout.engine
     run(tmp_path / "native", recipe)
     assert untimed(tmp_path / "served") == untimed(tmp_path / "native")

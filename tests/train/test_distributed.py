@@ -26,20 +26,25 @@ from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_t
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
 SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
-TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "tokens_per_micro": 400}
-EVALUATION = {"every": 5, "n": 6, "max_tokens": 6}
+TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "micro_batch_tokens": 400}
+EVALUATION = {"every": 5, "num_examples": 6, "max_tokens": 6}
 CASES: dict[str, dict[str, Any]] = {
-    "sft": {"kind": "sft", "data": {"batch": 6}, "eval": {**EVALUATION, "loss": True}},
-    "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**EVALUATION, "drift_prompts": 5}},
+    "sft": {"kind": "sft", "data": {"batch_size": 6}, "eval": {**EVALUATION, "loss": True}},
+    "grpo": {
+        "kind": "grpo",
+        "rollout": SHORT,
+        "regularize": {"kl_coef": 0.1},
+        "eval": {**EVALUATION, "num_kl_prompts": 5},
+    },
     "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
-    "dpo": {"kind": "judged", "objective": "dpo", "data": {"batch": 6}},
+    "dpo": {"kind": "judged", "objective": "dpo", "data": {"batch_size": 6}},
     "reward model": {
         "kind": "judged",
-        "data": {"batch": 6},
-        "eval": {"every": 5, "n": 6, "tasks": ["small_runs:judged_sums"]},
+        "data": {"batch_size": 6},
+        "eval": {"every": 5, "num_examples": 6, "tasks": ["small_runs:judged_sums"]},
     },
     "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
-    "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"epochs": 2}},
+    "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"ppo_epochs": 2}},
     "mixture": {
         "kind": "grpo",
         "task": {
@@ -49,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": SHORT,
     },
     "lora and adamw": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
-    "recomputed": {"kind": "sft", "data": {"batch": 6}, "train": {"gradient_checkpointing": True}},
+    "recomputed": {"kind": "sft", "data": {"batch_size": 6}, "train": {"gradient_checkpointing": True}},
     "teacher": {
         "kind": "grpo",
         "rollout": SHORT,
@@ -59,24 +64,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Nothing samples in these, so that with fsdp2 no process has a whole model.
 NO_SAMPLES: dict[str, dict[str, Any]] = {
-    "sft alone": {"kind": "sft", "data": {"batch": 6}, "eval": {"every": 0}},
+    "sft alone": {"kind": "sft", "data": {"batch_size": 6}, "eval": {"every": 0}},
     "sft alone, lora": {
         "kind": "sft",
-        "data": {"batch": 6},
+        "data": {"batch_size": 6},
         "eval": {"every": 0},
         "model": {"adapter": {"rank": 4}},
         "optimizer": "muon",
     },
     "sft alone, recomputed": {
         "kind": "sft",
-        "data": {"batch": 6},
+        "data": {"batch_size": 6},
         "eval": {"every": 0},
-        "train": {"gradient_checkpointing": True, "tokens_per_micro": 60},
+        "train": {"gradient_checkpointing": True, "micro_batch_tokens": 60},
     },
     "kto on an adapter": {  # the reference is the adapter as it was; see below
         "kind": "judged",
         "objective": "kto",
-        "data": {"batch": 5},
+        "data": {"batch_size": 5},
         "eval": {"every": 0},
         "model": {},
         "optimizer": "muon",
@@ -84,9 +89,9 @@ NO_SAMPLES: dict[str, dict[str, Any]] = {
     "kto": {
         "kind": "judged",
         "objective": "kto",
-        "data": {"batch": 5},
-        "train": {"tokens_per_micro": 60},
-        "eval": {"every": 1, "n": 6, "tasks": ["small_runs:judged_sums"]},
+        "data": {"batch_size": 5},
+        "train": {"micro_batch_tokens": 60},
+        "eval": {"every": 1, "num_examples": 6, "tasks": ["small_runs:judged_sums"]},
     },
 }
 CASES |= NO_SAMPLES

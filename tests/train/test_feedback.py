@@ -99,8 +99,8 @@ def test_the_teacher_reads_the_rewritten_prompt_and_its_words_stand_at_the_stude
         "grpo",
         objective={"name": "sdpo"},
         teacher={"name": "self", "top_k": 4},
-        rollout={"label_above": 0.1, "prompts": 6},
-        train={"rows_per_micro": 5},
+        rollout={"label_above": 0.1, "num_prompts": 6},
+        train={"micro_batch_rows": 5},
     )
     parts = prepare(recipe)
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()

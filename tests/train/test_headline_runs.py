@@ -42,10 +42,10 @@ def imitation(pairs: Path, **evaluation: Any) -> Recipe:
         {
             "task": task,
             "prompt": {"template": "dialogue"},
-            "data": {"batch": 4, "max_tokens": 128},
+            "data": {"batch_size": 4, "max_length": 128},
             "objective": "cross_entropy",
-            "train": {"steps": 4, "lr": 1e-3, "save_every": 4, "keep": 1},
-            "eval": {"every": 1, "n": 6, "max_tokens": 4} | evaluation,
+            "train": {"steps": 4, "lr": 1e-3, "save_every": 4, "keep_checkpoints": 1},
+            "eval": {"every": 1, "num_examples": 6, "max_tokens": 4} | evaluation,
         }
     ).resolve()
 
@@ -101,7 +101,7 @@ def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: 
 
 def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "accuracy", [0.5])
-    recipe = one_layer_recipe("sft", eval={"every": 1, "n": 1, "best": "acuracy"})
+    recipe = one_layer_recipe("sft", eval={"every": 1, "num_examples": 1, "best": "acuracy"})
     with pytest.raises(UsageError, match=r"eval\.best: .* 'acuracy'\. Did you mean 'accuracy'\? There are: accuracy"):
         watched(tmp_path, recipe, Events())
     assert MetricsLog(tmp_path / "metrics.jsonl").read() == []

@@ -36,10 +36,10 @@ def recipe_of(objective: Any, responses: str, **sections: Any) -> Recipe:
     data = {
         "task": task,
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-        "data": {"batch": 2, "max_tokens": 256},
+        "data": {"batch_size": 2, "max_length": 256},
         "objective": objective,
         "train": {"steps": 2, "lr": 1e-3, "save_every": 0},
-        "eval": {"every": 1, "n": 7, "tasks": [task | {"split": "validation"}]},
+        "eval": {"every": 1, "num_examples": 7, "tasks": [task | {"split": "validation"}]},
     }
     for name, value in sections.items():
         data[name] = data.get(name, {}) | value
@@ -71,7 +71,7 @@ def written(parts: Parts, example: Example, response: Response) -> list[int]:
 
 
 def test_pairs_equal_a_loop_over_the_models_own_forward_pass() -> None:
-    recipe = recipe_of("bradley_terry", "pair", train={"rows_per_micro": 4})
+    recipe = recipe_of("bradley_terry", "pair", train={"micro_batch_rows": 4})
     parts = prepare(recipe)
     results = evaluated(parts, recipe)
     losses, wins, margins = [], [], []
@@ -208,7 +208,7 @@ def test_a_reward_model_has_nothing_to_generate() -> None:
     with pytest.raises(RecipeError, match=r"eval\.tasks: task 'stories' has no responses"):
         prepare(recipe_of("bradley_terry", "pair", eval={"tasks": [plain]}))
     with pytest.raises(RecipeError, match=r"eval\.drift_prompts: objective 'outcome' trains no policy"):
-        prepare(recipe_of("outcome", "judged", eval={"drift_prompts": 2}))
+        prepare(recipe_of("outcome", "judged", eval={"num_kl_prompts": 2}))
 
 
 def test_what_was_dropped_is_counted() -> None:
@@ -217,13 +217,13 @@ def test_what_was_dropped_is_counted() -> None:
         for i, last in enumerate([Response("no", 0.0), Response("no", 0.0), Response("yes", 1.0), Response("no", 0.0)])
     ]
     parts = prepare(recipe_of("bradley_terry", "pair"))
-    short = recipe_of("bradley_terry", "pair", data={"max_tokens": 30})
+    short = recipe_of("bradley_terry", "pair", data={"max_length": 30})
 
     def read(task: Task, *, draws: bool) -> SupervisedSource:
         return SupervisedSource(short, task, r1_zero(preamble=""), parts.tokenizer, 1024, shape="pair", draws=draws)
 
     task = Task("pairs", "test", pairs, dropped={"elsewhere": 5})
-    words = words_of(recipe_of("bradley_terry", "pair", eval={"n": 10}))
+    words = words_of(recipe_of("bradley_terry", "pair", eval={"num_examples": 10}))
     chosen = choose_held_out(read, [task], words)["pairs/test"]
     assert (len(chosen.units), chosen.num_dropped) == (2, 2)
     with pytest.raises(UsageError, match="no example to evaluate on"):

@@ -20,8 +20,13 @@ from small_runs import Events, make_recipe, steps_of, watched
 
 KTO = {
     "objective": {"name": "kto"},
-    "rollout": {"prompts": 6, "group": 6, "select": {"name": "balanced", "threshold": 0.1}, "label_above": 0.1},
-    "train": {"epochs": 3},
+    "rollout": {
+        "num_prompts": 6,
+        "group_size": 6,
+        "select": {"name": "balanced", "threshold": 0.1},
+        "label_above": 0.1,
+    },
+    "train": {"ppo_epochs": 3},
 }
 
 
@@ -74,7 +79,7 @@ def test_the_kl_baseline_is_never_negative() -> None:
     for policy, reference, expected in ((one, other, max(0.0, raw)), (other, one, max(0.0, -raw))):
         fixed = Fixed(reference)
         recipe = make_recipe("grpo", **KTO)
-        recipe.train.tokens_per_micro = 500
+        recipe.train.micro_batch_tokens = 500
         streams = Streams(frozenset({"kl_baseline"}), recipe, policy, 1 << 20, reference=fixed)  # type: ignore[arg-type]
         given = replace(batch, streams={})
         rows = streams.before_step(given).streams["kl_baseline"]
@@ -124,7 +129,7 @@ def test_kto_one_prompt_a_batch_is_said_once(tmp_path: Path, batch: int, said: b
         {
             "task": {"name": "stories", "size": 24, "max_steps": 3, "responses": "judged"},
             "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
-            "data": {"batch": batch, "max_tokens": 256},
+            "data": {"batch_size": batch, "max_length": 256},
             "objective": {"name": "kto"},
             "train": {"steps": 2, "lr": 1e-4, "save_every": 0},
             "eval": {"every": 0},

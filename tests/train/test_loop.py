@@ -34,16 +34,19 @@ from small_runs import (
     watched,
 )
 
-EVALUATION = {"every": 2, "n": 4, "max_tokens": 10}
+EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 10}
 LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     # name: (recipe, updates after which it is stopped)
     "grpo": (
-        {"kind": "grpo", "regularize": {"kl": 0.1}, "train": {"steps": 4, "save_every": 2}},
+        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}},
         3,
     ),
-    "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl": 0.1}}, 2),
-    "inside a rollout batch": ({"kind": "grpo", "train": {"steps": 5, "epochs": 2, "minibatches": 2, "keep": 9}}, 3),
+    "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl_coef": 0.1}}, 2),
+    "inside a rollout batch": (
+        {"kind": "grpo", "train": {"steps": 5, "ppo_epochs": 2, "num_minibatches": 2, "keep_checkpoints": 9}},
+        3,
+    ),
     "dynamic sampling": (
         {"kind": "grpo", "rewards": ["small_runs:many_vowels"], "rollout": {"drop_uniform_groups": True}},
         1,
@@ -78,7 +81,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> No
 
 def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
     """Where a sum is cut into parts shows in its last bits."""
-    recipe, events = one_layer_recipe("grpo", regularize={"kl": 0.1}, train={"steps": 3}), Events()
+    recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
     own, seen = torch.get_num_threads(), []
 
     def observe(event: str, facts: dict[str, Any]) -> None:
@@ -139,7 +142,7 @@ def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path
 
 def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events()
-    recipe = one_layer_recipe("grpo", train={"steps": 4, "epochs": 2, "lr": 3e-3})
+    recipe = one_layer_recipe("grpo", train={"steps": 4, "ppo_epochs": 2, "lr": 3e-3})
     monkeypatch.setattr(primitives, "MAX_LOG_RATIO", 1e-3)  # the second update on a batch goes beyond it
     watched(tmp_path, recipe, events)
     shares = [row["clamped_log_ratios"] for row in steps_of(tmp_path)]
@@ -155,7 +158,7 @@ def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pyte
 
 def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     """On a fresh batch sampler and trainer agree; one update later, on the same batch, they do not."""
-    recipe = one_layer_recipe("grpo", train={"steps": 6, "epochs": 2, "lr": 3e-3})
+    recipe = one_layer_recipe("grpo", train={"steps": 6, "ppo_epochs": 2, "lr": 3e-3})
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
@@ -186,7 +189,7 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
 
 
 def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path) -> None:
-    recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 3e-3}, eval=EVALUATION | {"n": 6})
+    recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 3e-3}, eval=EVALUATION | {"num_examples": 6})
     run(tmp_path, recipe)
     rows = MetricsLog(tmp_path / "metrics.jsonl").read()
     evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
@@ -213,7 +216,7 @@ def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
         "other": {"items_seed": 1},
         "several": {"samples": 3, "temperature": 1.5, "top_p": 0.9},
     }.items():
-        recipe = one_layer_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"n": 6} | options)
+        recipe = one_layer_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"num_examples": 6} | options)
         run(tmp_path / name, recipe)
         items[name] = [r for r in recorded(tmp_path / name)[1] if r.step == 0]
     held_out = prepare(one_layer_recipe("sft", eval=EVALUATION)).evaluator
@@ -243,7 +246,9 @@ def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]
 def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # steps:                          0    1    2    3    4    5    6    7    8
     scripted_accuracies(monkeypatch, [0.9, 0.3, 0.5, 0.5, 0.2, 0.1, 0.4, 0.4, 0.1])
-    recipe = one_layer_recipe("sft", train={"steps": 8, "save_every": 4, "keep": 1}, eval={"every": 1, "n": 1})
+    recipe = one_layer_recipe(
+        "sft", train={"steps": 8, "save_every": 4, "keep_checkpoints": 1}, eval={"every": 1, "num_examples": 1}
+    )
     events = Events()
     watched(tmp_path, recipe, events)
     checkpoints = tmp_path / "checkpoints"

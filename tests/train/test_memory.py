@@ -50,16 +50,16 @@ PROMPT, ANSWER = 64, 80
 TOKENIZER = load_tokenizer("tiny")
 VOCABULARY = len(TOKENIZER)
 COMMON = {"task.size": "40", "task.max_steps": "1", "eval.every": "0", "prompt.max_prompt_tokens": str(PROMPT)}
-SAMPLED = {"rollout.group": "8", "rollout.max_tokens": str(ANSWER)}
+SAMPLED = {"rollout.group_size": "8", "rollout.max_tokens": str(ANSWER)}
 RECIPES: dict[str, tuple[str, dict[str, str]]] = {
-    "sft": ("tiny/sft", {"data.batch": "8", "data.max_tokens": "128"}),
-    "grpo": ("tiny/grpo", {"rollout.prompts": "1", "regularize.kl": "0.1", **SAMPLED}),
-    "dpo": ("preference/dpo", {"rollout.prompts": "4", "train.minibatches": "1", **SAMPLED}),
-    "lora": ("tiny/sft", {"data.batch": "8", "data.max_tokens": "128", "model.adapter.rank": "8"}),
+    "sft": ("tiny/sft", {"data.batch_size": "8", "data.max_length": "128"}),
+    "grpo": ("tiny/grpo", {"rollout.num_prompts": "1", "regularize.kl_coef": "0.1", **SAMPLED}),
+    "dpo": ("preference/dpo", {"rollout.num_prompts": "4", "train.num_minibatches": "1", **SAMPLED}),
+    "lora": ("tiny/sft", {"data.batch_size": "8", "data.max_length": "128", "model.adapter.rank": "8"}),
     "lora-bf16": (
         "tiny/grpo",
         {
-            "rollout.prompts": "1",
+            "rollout.num_prompts": "1",
             **SAMPLED,
             "model.adapter.rank": "8",
             "model.adapter.targets": "[q_proj, v_proj, o_proj, up_proj]",
@@ -226,7 +226,9 @@ def test_recomputed_activations_are_those_of_one_layer(kind: str, folders: dict[
 
 def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
     recipe = recipe_of("grpo", folders["qwen3"])
-    sampled = {"model.name": folders["qwen3"]} | COMMON | SAMPLED | {"rollout.prompts": "1", "train.minibatches": "1"}
+    sampled = (
+        {"model.name": folders["qwen3"]} | COMMON | SAMPLED | {"rollout.num_prompts": "1", "train.num_minibatches": "1"}
+    )
     ppo = load_recipe("rl/ppo", list(sampled.items())).resolve()
     said, without = stated_memory(ppo), stated_memory(recipe)
     assert isinstance(said, Memory)

@@ -61,7 +61,7 @@ def test_the_documents_table_is_what_the_function_says(name: str) -> None:
 
 
 def test_a_dry_run_says_the_parts_beside_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny/grpo", "--dry-run", "--memory", "--train.tokens_per_micro", "2048"]) == 0
+    assert main(["train", "tiny/grpo", "--dry-run", "--memory", "--train.micro_batch_tokens", "2048"]) == 0
     out, err = capsys.readouterr()
     assert "memory" not in out.splitlines()[0]
     assert out.startswith("# tiny/grpo, resolved")

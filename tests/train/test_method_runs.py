@@ -69,7 +69,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
             "kind": "grpo",
             "kl_in_reward": {"weight": 0.1, "target": 0.5, "horizon": 40},
             "rollout": SHORT,
-            "train": {"steps": 6, "epochs": 2},
+            "train": {"steps": 6, "ppo_epochs": 2},
         },
         3,
         SAMPLED | {"ratio", "clip_fraction"},
@@ -169,7 +169,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, teacher: str, tmp_pat
     assert run(whole, recipe).step == steps
     assert run(cut, recipe, stop_after=stop_after).step == stop_after
     halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
-    in_the_middle = stop_after % (recipe.train.epochs * recipe.train.minibatches) != 0
+    in_the_middle = stop_after % (recipe.train.ppo_epochs * recipe.train.num_minibatches) != 0
     assert (halfway / "rollout_buffer.safetensors").exists() == in_the_middle
     assert (halfway / "heads.safetensors").exists() == (recipe.head is not None)
     run(cut, recipe, resume=True)

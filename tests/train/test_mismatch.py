@@ -55,7 +55,7 @@ def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
 
 def test_train_with_rows_of_older_weights_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second update of a batch, and dropout, are no fault of the sampler."""
-    recipe = make_recipe("grpo", train={"steps": 4, "lr": 0.05, "epochs": 4, "warmup_steps": 0})
+    recipe = make_recipe("grpo", train={"steps": 4, "lr": 0.05, "ppo_epochs": 4, "warmup_steps": 0})
     assert run(tmp_path / "epochs", recipe).step == 4
     rows = MetricsLog(tmp_path / "epochs" / "metrics.jsonl").read()
     assert max(row.metrics.get("mismatch_kl", 0.0) for row in rows) > 0.05

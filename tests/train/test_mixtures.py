@@ -63,7 +63,7 @@ def test_demonstrations_by_part(tmp_path: Path) -> None:
     recipe = one_layer_recipe(
         "sft",
         task=mixed({"one": 3, "two": 1}),
-        data={"batch": 8},
+        data={"batch_size": 8},
         train={"steps": 6, "save_every": 1},
     )
     run(tmp_path / "whole", recipe)
@@ -78,7 +78,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     same = mixed({"one": 1, "two": 1}, split="validation")
     with pytest.raises(RecipeError, match=r"task\.split: training on 'validation' leaves nothing of task 'stories'"):
         prepare(one_layer_recipe("sft", task=same, eval={"every": 1}), tmp_path)
-    short = one_layer_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_tokens": 60})
+    short = one_layer_recipe("sft", task=mixed({"one": 1, "five": 1}, max_value=30), data={"max_length": 60})
     with pytest.raises(UsageError, match=r"task\.parts: not one example of part 'five' can be used here"):
         prepare(short.model_copy(update={"task": _long(short)}), tmp_path)
 

@@ -32,11 +32,14 @@ def passes_over(passes: float, kind: str = "sft", **train: Any) -> Any:
 def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
     recipe = passes_over(2, save_every=2)
     assert recipe.data is not None
-    steps = -(-2 * 7 // recipe.data.batch)
+    steps = -(-2 * 7 // recipe.data.batch_size)
     whole, cut, events = tmp_path / "whole", tmp_path / "cut", Events()
     assert watched(whole, recipe, events).step == steps
     (start,) = events.of("start")
-    assert (start["steps"], start["length"]) == (steps, f"2 passes over 7 rows = {steps} steps of {recipe.data.batch}")
+    assert (start["steps"], start["length"]) == (
+        steps,
+        f"2 passes over 7 rows = {steps} steps of {recipe.data.batch_size}",
+    )
     assert run(cut, recipe, stop_after=2).reason == "interrupted"
     assert run(cut, recipe, resume=True).reason == "finished"
     assert same_bits(saved_tensors(whole, steps), saved_tensors(cut, steps))
@@ -50,16 +53,16 @@ def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
 def test_passes_over_prompts_count_every_update(tmp_path: Path) -> None:
     recipe, events = passes_over(1, "grpo", epochs=2), Events()
     assert recipe.rollout is not None
-    batches = -(-7 // recipe.rollout.prompts)
+    batches = -(-7 // recipe.rollout.num_prompts)
     assert watched(tmp_path, recipe, events).step == 2 * batches
-    of = f"{batches} rollout batches of {recipe.rollout.prompts}, 2 steps each: {2 * batches} steps"
+    of = f"{batches} rollout batches of {recipe.rollout.num_prompts}, 2 steps each: {2 * batches} steps"
     assert events.of("start")[0]["length"] == f"1 pass over 7 prompts = {of}"
 
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train: 'steps' and 'passes' both say how long .* give exactly one"):
-        validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "passes": 1}})
+        validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "num_epochs": 1}})
     with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'passes'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
-    with pytest.raises(RecipeError, match=r"command line: train.passes: it and train.steps both say how long"):
-        load_recipe("tiny/sft", [("train.passes", "1"), ("train.steps", "3")])
+    with pytest.raises(RecipeError, match=r"command line: train.num_epochs: it and train.steps both say how long"):
+        load_recipe("tiny/sft", [("train.num_epochs", "1"), ("train.steps", "3")])

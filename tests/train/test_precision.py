@@ -34,8 +34,8 @@ def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) 
 def test_where_the_trainer_takes_both_a_ratio_begins_at_one_and_a_reference_at_no_distance(tmp_path: Path) -> None:
     recipe = make_recipe(
         "grpo",
-        rollout={"prompts": 4, "group": 4, "max_tokens": 10, "temperature": 1.5, "old_logprobs": "trainer"},
-        regularize={"kl": 0.1},
+        rollout={"num_prompts": 4, "group_size": 4, "max_tokens": 10, "temperature": 1.5, "old_logprobs": "trainer"},
+        regularize={"kl_coef": 0.1},
         train=COARSE,
     )
     run(tmp_path, recipe)

@@ -27,7 +27,7 @@ def task(name: str, **options: Any) -> Task:
 
 def read(tokenizer: Any, given: Task, shape: Shape) -> SupervisedSource:
     template = registry.find("template", "r1_zero").bind({"preamble": ""})()
-    recipe = make_recipe("judged", data={"batch": 2, "max_tokens": 512})
+    recipe = make_recipe("judged", data={"batch_size": 2, "max_length": 512})
     return SupervisedSource(recipe, given, template, tokenizer, 512, shape=shape)
 
 

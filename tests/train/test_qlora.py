@@ -73,7 +73,7 @@ def test_it_learns_and_the_base_stays(tmp_path: Path, parts: list[Any], bits: in
 def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path, bits: int) -> None:
     """With rollouts by the quantized model, the reference with the adapter off, and dropout in the adapter."""
     recipe = make_recipe(
-        "grpo", model=qlora(bits, dropout=0.2), objective="grpo", regularize={"kl": 0.1}, train={"steps": 2}
+        "grpo", model=qlora(bits, dropout=0.2), objective="grpo", regularize={"kl_coef": 0.1}, train={"steps": 2}
     )
     run(tmp_path / "whole", recipe)
     assert run(tmp_path / "cut", recipe, stop_after=1).reason == "interrupted"

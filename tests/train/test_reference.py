@@ -20,7 +20,7 @@ from posttrain.types import Batch
 from small_runs import make_recipe, run, save_perturbed
 
 KEPT = "ref_logprobs.safetensors"
-DPO = {"objective": {"name": "dpo"}, "data": {"batch": 3}}
+DPO = {"objective": {"name": "dpo"}, "data": {"batch_size": 3}}
 
 
 def batches(parts: Parts, steps: int = 4) -> list[Batch]:

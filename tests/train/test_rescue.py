@@ -15,7 +15,7 @@ from posttrain.train import held_out, loop
 from posttrain.train.sources.rollouts import RolloutSource
 from small_runs import Events, one_layer_recipe, recorded, run, same_bits, saved_tensors, untimed, watched
 
-EVALUATION = {"every": 2, "n": 3, "max_tokens": 8}
+EVALUATION = {"every": 2, "num_examples": 3, "max_tokens": 8}
 TWO_TASKS = {"tasks": [{"name": "stories", "size": 64, "split": s} for s in ("validation", "test")]}
 KL = {"kl_in_reward": {"weight": 0.1, "target": 0.5, "horizon": 40}}
 
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], object, str, int, bool, int | None]] = {
     "in the optimizer": ({"kind": "sft"}, loop, "apply_update", 3, True, None),
     "while sampling": ({"kind": "grpo", **KL}, RolloutSource, "draw", 4, False, 3),
     "after the rollouts": ({"kind": "grpo", **KL}, RolloutSource, "_collect", 4, True, 3),
-    "inside a rollout batch": ({"kind": "grpo", "train": {"epochs": 2}}, loop, "accumulate", 4, False, 3),
+    "inside a rollout batch": ({"kind": "grpo", "train": {"ppo_epochs": 2}}, loop, "accumulate", 4, False, 3),
     "in an evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 2, False, 2),
     "in the second evaluation": ({"kind": "sft", "eval": EVALUATION | TWO_TASKS}, held_out, "evaluate", 4, False, 2),
     "in the last evaluation": ({"kind": "sft", "eval": EVALUATION}, held_out, "evaluate", 3, False, 4),
@@ -116,8 +116,8 @@ def diverging(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, at:
 
 def test_no_older_checkpoint_gives_way_to_that_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a loss that is not finite, the weights may have been bad for a while."""
-    recipe = one_layer_recipe("sft", train={"steps": 6, "save_every": 1, "keep": 1})
-    stopped = one_layer_recipe("sft", train={"steps": 6, "save_every": 2, "keep": 1})
+    recipe = one_layer_recipe("sft", train={"steps": 6, "save_every": 1, "keep_checkpoints": 1})
+    stopped = one_layer_recipe("sft", train={"steps": 6, "save_every": 2, "keep_checkpoints": 1})
     diverging(stopped, tmp_path / "a", monkeypatch, at=4)
     assert checkpoint_steps(tmp_path / "a" / "checkpoints") == [2, 3]
     diverging(recipe, tmp_path / "b", monkeypatch, at=4)  # step 3 had been saved by itself

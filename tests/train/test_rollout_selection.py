@@ -108,7 +108,7 @@ def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) ->
 def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     rollout = {"prompts": 3, "group": 2, "select": {"name": "above", "threshold": 9.0}}
     changes: dict[str, Any] = {"objective": {"name": "cross_entropy"}, "rollout": rollout}
-    source = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
+    source = sampled(tokenizer, template, sums(20), **changes, train={"ppo_epochs": 2})
     draw = source(1)
     assert draw.batch is None
     assert draw.fresh
@@ -121,7 +121,7 @@ def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
     assert (again.batch, again.fresh, again.rollouts) == (None, False, [])
     assert source(3).batch is None
     assert source.take_notices() == [], "it is said once"
-    resumed = sampled(tokenizer, template, sums(20), **changes, train={"epochs": 2})
+    resumed = sampled(tokenizer, template, sums(20), **changes, train={"ppo_epochs": 2})
     resumed.restore(source.rollout_buffer(1), source.state())
     assert resumed(2).batch is None
     assert resumed.engine.calls == []  # type: ignore[attr-defined]
@@ -144,8 +144,8 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
     recipe = one_layer_recipe(
         "grpo",
         objective={"name": "dpo"},
-        rollout={"prompts": 2, "group": 2, "engine": {"name": "scripted", "texts": ["7 apples", "so many"]}},
-        train={"steps": 7, "minibatches": 2, "save_every": 1, "keep": 99, "warmup_steps": 4},
+        rollout={"num_prompts": 2, "group_size": 2, "engine": {"name": "scripted", "texts": ["7 apples", "so many"]}},
+        train={"steps": 7, "num_minibatches": 2, "save_every": 1, "keep_checkpoints": 99, "warmup_steps": 4},
     )
     run(tmp_path, recipe)
     rows = steps_of(tmp_path)
@@ -201,8 +201,12 @@ def test_minibatches_are_parts_of_the_prompts_that_gave_units(
         task,
         engine=mostly_uniform(tokenizer, chosen.__contains__),
         objective={"name": "dpo"},
-        rollout={"prompts": 6, "group": 8, "select": {"name": "right_and_wrong", "threshold": 5.0, "num_pairs": 2}},
-        train={"epochs": 2, "minibatches": minibatches},
+        rollout={
+            "num_prompts": 6,
+            "group_size": 8,
+            "select": {"name": "right_and_wrong", "threshold": 5.0, "num_pairs": 2},
+        },
+        train={"ppo_epochs": 2, "num_minibatches": minibatches},
     )
     draws = [source(step) for step in range(1, 2 * minibatches + 1)]
     whole = source._batch

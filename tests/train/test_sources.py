@@ -37,7 +37,7 @@ def supervised(tokenizer, template, task: Task, context_tokens: int = 1024, **ch
 @pytest.mark.parametrize("train_on", ["response", "all"])
 def test_what_is_trained(tokenizer, template, train_on: str) -> None:
     task = sums(6)
-    source = supervised(tokenizer, template, task, data={"batch": 6, "train_on": train_on})
+    source = supervised(tokenizer, template, task, data={"batch_size": 6, "train_on": train_on})
     batch = source(1).batch
     expected = {}
     for item in task.examples:
@@ -58,14 +58,14 @@ def test_what_is_trained(tokenizer, template, train_on: str) -> None:
 
 def test_the_rows_are_a_function_of_seed_and_step(tokenizer, template) -> None:
     task = sums(10)
-    source = supervised(tokenizer, template, task, data={"batch": 4})
+    source = supervised(tokenizer, template, task, data={"batch_size": 4})
     stream = [rows_of(source(step).batch) for step in range(1, 6)]
-    again = supervised(tokenizer, template, task, data={"batch": 4})
+    again = supervised(tokenizer, template, task, data={"batch_size": 4})
     assert [rows_of(again(step).batch) for step in (4, 2, 5, 1, 3)] == [stream[i] for i in (3, 1, 4, 0, 2)]
     flat = [row for batch in stream for row in batch]
     assert len(set(flat[:10])) == len(set(flat[10:])) == 10  # every row once an epoch, epochs in other orders
     assert flat[:10] != flat[10:]
-    other = supervised(tokenizer, template, task, data={"batch": 4}, train={"seed": 1})
+    other = supervised(tokenizer, template, task, data={"batch_size": 4}, train={"seed": 1})
     assert rows_of(other(1).batch) != stream[0]
     assert source.rollout_buffer(3) is None
 
@@ -81,8 +81,8 @@ def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> 
     assert 0 < too_long < 9
     kept = {n for n in lengths if n <= limit}
     for change, context, name in (
-        ({"data": {"max_tokens": limit}}, 1024, f"longer than data.max_tokens={limit}"),
-        ({"data": {"max_tokens": 999}}, limit, f"longer than the model's context={limit}"),
+        ({"data": {"max_length": limit}}, 1024, f"longer than data.max_length={limit}"),
+        ({"data": {"max_length": 999}}, limit, f"longer than the model's context={limit}"),
     ):
         source = supervised(tokenizer, template, task, context, **change)
         assert source.dropped == {"blank": 2, name: too_long}
@@ -93,7 +93,7 @@ def test_rows_that_are_too_long_are_dropped_and_counted(tokenizer, template) -> 
     limited = supervised(tokenizer, template, task, prompt={"max_prompt_tokens": prompts[-2]})
     assert limited.dropped == {"blank": 2, f"prompt longer than {prompts[-2]} tokens": 1}
     with pytest.raises(UsageError, match=r"task 'sums': no row is left.*longer than data\.max_tokens=2': 9"):
-        supervised(tokenizer, template, task, data={"max_tokens": 2})
+        supervised(tokenizer, template, task, data={"max_length": 2})
 
 
 # --- given answers ---
@@ -137,11 +137,11 @@ def pairs_task(size: int) -> Task:
 
 def test_pairs_of_given_answers(tokenizer, template) -> None:
     task = pairs_task(9)
-    source = given(tokenizer, template, task, "pair", data={"batch": 4, "max_tokens": 200})
+    source = given(tokenizer, template, task, "pair", data={"batch_size": 4, "max_length": 200})
     assert source.dropped == {
         "all responses have the same score": 1,
         "chosen and rejected are the same tokens": 1,
-        "longer than data.max_tokens=200": 1,  # the pair, not the one of its rows that is too long
+        "longer than data.max_length=200": 1,  # the pair, not the one of its rows that is too long
     }
     kept = [e for i, e in enumerate(task.examples) if i not in (3, 4, 5)]
     assert source.num_examples == 6
@@ -163,7 +163,7 @@ def test_pairs_of_given_answers(tokenizer, template) -> None:
 
 def test_labels_of_pairs_are_of_the_better_and_the_worse_answer(tokenizer, template) -> None:
     task = pairs_task(4)  # scores 1.0, 1.25, 1.5 against 0.25, and one pair of equal scores
-    source = given(tokenizer, template, task, "judged", data={"batch": 6})
+    source = given(tokenizer, template, task, "judged", data={"batch_size": 6})
     batch = source(1).batch
     assert source.num_examples == 6
     assert source.dropped == {"both answers of a pair have the same score": 2}
@@ -227,7 +227,7 @@ def test_ratings_without_threshold_and_one_label_are_refused(tokenizer, template
 
 def test_labelled_steps_are_trained_at_their_ends_alone(tokenizer, template) -> None:
     task = answered(4)
-    source = given(tokenizer, template, task, "steps", data={"batch": 2})
+    source = given(tokenizer, template, task, "steps", data={"batch_size": 2})
     assert source.dropped == {"no labelled steps": 8}
     assert source.num_examples == 2
     batch = source(1).batch
@@ -255,7 +255,9 @@ def encoded_steps(tokenizer, template, item: Example) -> tuple[int, ...]:
 
 def test_rows_masks_and_streams_of_a_rollout_batch(tokenizer, template) -> None:
     task = sums(9)
-    source = sampled(tokenizer, template, task, rollout={"prompts": 2, "group": 3}, advantage={"name": "centered"})
+    source = sampled(
+        tokenizer, template, task, rollout={"num_prompts": 2, "group_size": 3}, advantage={"name": "centered"}
+    )
     draw = source(1)
     batch = draw.batch
     assert [r.prompt_index for r in draw.rollouts] == [p for p in prompts_at(source, 0, 2) for _ in range(3)]
@@ -282,8 +284,8 @@ def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epo
         tokenizer,
         template,
         sums(40),
-        rollout={"prompts": 6, "group": 2},
-        train={"epochs": epochs, "minibatches": minibatches},
+        rollout={"num_prompts": 6, "group_size": 2},
+        train={"ppo_epochs": epochs, "num_minibatches": minibatches},
     )
     updates = epochs * minibatches
     orders = []
@@ -341,7 +343,7 @@ def test_the_bound_fills_the_batch_with_uniform_groups(tokenizer, template) -> N
         template,
         task,
         reward="always_the_same",
-        rollout={"prompts": 3, "group": 7, "drop_uniform_groups": True, "max_rounds": 2},
+        rollout={"num_prompts": 3, "group_size": 7, "drop_uniform_groups": True, "max_rounds": 2},
     )
     draw = source(1)
     assert len(source.engine.calls) == 2  # type: ignore[attr-defined]

@@ -22,9 +22,9 @@ from posttrain.train.distributed import check_devices
 from posttrain.types import with_float64
 from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, saved_tensors
 
-EVALUATION = {"every": 2, "n": 4, "max_tokens": 6}
+EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
-TRAIN = {"steps": 2, "lr": 1e-4, "tokens_per_micro": 300}
+TRAIN = {"steps": 2, "lr": 1e-4, "micro_batch_tokens": 300}
 SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
 NVIDIA: dict[str, dict[str, Any]] = {
@@ -32,11 +32,11 @@ NVIDIA: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kind": "sft", "train": {"gradient_checkpointing": True}, "eval": {**EVALUATION, "loss": True}},
-    "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl": 0.1}, "eval": {**DRAWN, "drift_prompts": 3}},
+    "grpo": {"kind": "grpo", "rollout": SHORT, "regularize": {"kl_coef": 0.1}, "eval": {**DRAWN, "num_kl_prompts": 3}},
     "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
     "lora and muon": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
     "dpo": {"kind": "judged", "objective": "dpo"},
-    "reward model": {"kind": "judged", "eval": {"every": 2, "n": 4, "tasks": ["small_runs:judged_sums"]}},
+    "reward model": {"kind": "judged", "eval": {"every": 2, "num_examples": 4, "tasks": ["small_runs:judged_sums"]}},
 }
 
 GPUS = {"mps": apple_gpu, "cuda": nvidia_gpu}

@@ -30,7 +30,7 @@ CLOSE = 3e-5
 
 
 def reference_recipe(**changes: Any) -> Recipe:
-    return make_recipe("grpo", objective="grpo", regularize={"kl": 0.1}, **changes)
+    return make_recipe("grpo", objective="grpo", regularize={"kl_coef": 0.1}, **changes)
 
 
 def update(parts: Parts, recipe: Recipe, step: int, lr: float = 1e-2) -> Batch:
@@ -267,7 +267,7 @@ def reads_mine(outputs: Outputs, batch: Batch) -> Loss:
 @pytest.mark.parametrize("rows_per_micro", [1, 3])
 def test_streams_do_not_depend_on_micro_batches(rows_per_micro: int) -> None:
     whole = prepare(reference_recipe(rollout={"old_logprobs": "trainer"})).source(1).batch
-    pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"rows_per_micro": rows_per_micro}))
+    pieces = prepare(reference_recipe(rollout={"old_logprobs": "trainer"}, train={"micro_batch_rows": rows_per_micro}))
     batch = pieces.source(1).batch
     assert torch.equal(batch.tokens, whole.tokens)
     for name in ("old_logprobs", "ref_logprobs"):
@@ -345,7 +345,7 @@ def test_the_streams_of_another_model_are_its_own_top_candidates(tmp_path: Path)
 def test_a_teacher_scores_the_tokens_that_were_sampled(tmp_path: Path) -> None:
     name = save_perturbed(tmp_path / "teacher")
     objective = {"name": "on_policy_distillation"}
-    recipe = make_recipe("grpo", objective=objective, teacher={"name": name}, train={"rows_per_micro": 3})
+    recipe = make_recipe("grpo", objective=objective, teacher={"name": name}, train={"micro_batch_rows": 3})
     parts = prepare(recipe)
     update(parts, recipe, 1, lr=1e-3)
     batch = parts.source(2).batch
@@ -379,7 +379,7 @@ def test_values_and_returns_of_ppo(trunk: str, bootstrap: bool, adapter: dict[st
         kl_in_reward={"weight": 0.2},
         head={"trunk": trunk, "init_std": 0.05, "lr_ratio": 2.0},
         rollout={"old_logprobs": "trainer"},
-        train={"epochs": 2, "rows_per_micro": 5},
+        train={"ppo_epochs": 2, "micro_batch_rows": 5},
     )
     parts = prepare(recipe)
     update(parts, recipe, 1, lr=1e-3)

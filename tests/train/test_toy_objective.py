@@ -99,7 +99,7 @@ def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
 def test_an_objective_over_pairs_learns_from_data(tmp_path: Path) -> None:
     """The right answer shall be 4 nats likelier than the wrong one: the error falls to less than a third."""
     path = write_recipe(
-        tmp_path, "judged", PAIRS, data={"batch": 10}, train={"steps": 12, "lr": 3e-4, "rows_per_micro": 6}
+        tmp_path, "judged", PAIRS, data={"batch_size": 10}, train={"steps": 12, "lr": 3e-4, "micro_batch_rows": 6}
     )
     recipe = resolved(path)
     assert recipe.aggregate is not None

@@ -198,7 +198,7 @@ def return_from(rollout: Rollout, k: int) -> float:
 @pytest.mark.parametrize("wrong", [float("nan"), "much"])
 def test_a_reward_of_a_turn_that_is_no_number_is_a_failure_of_the_environment(wrong: Any) -> None:
     Paying.wrong = wrong
-    recipe = paying_recipe(rollout={"retries": 0, "prompts": 8})
+    recipe = paying_recipe(rollout={"retries": 0, "num_prompts": 8})
     drawn = prepare(recipe).source.draw(1, 0)
     failed = [r for g in drawn.sampled for r in g if r.has_failed]
     assert failed

@@ -132,7 +132,7 @@ def test_ratios_are_one_on_the_first_pass_and_lengths_are_the_models_own(tmp_pat
 
 def test_a_failed_completion_is_left_out_and_the_rest_of_its_group_compared() -> None:
     Unsure.broken = {"6"}
-    recipe = game_recipe("test_turns:Unsure", advantage="leave_one_out", rollout={"retries": 1, "prompts": 8})
+    recipe = game_recipe("test_turns:Unsure", advantage="leave_one_out", rollout={"retries": 1, "num_prompts": 8})
     drawn = prepare(recipe).source(1)
     failed = [r for r in drawn.rollouts if r.has_failed]
     assert 0 < len(failed) < len(drawn.rollouts)

@@ -60,7 +60,7 @@ def test_only_micro_batches_go_to_the_models_device(monkeypatch: pytest.MonkeyPa
             return was(self, device)
 
         monkeypatch.setattr(kind, "to", move)
-    recipe = make_recipe("grpo", regularize={"kl": 0.1}, train={"tokens_per_micro": 60})
+    recipe = make_recipe("grpo", regularize={"kl_coef": 0.1}, train={"micro_batch_tokens": 60})
     parts = prepare(recipe)
     moved.clear()
     batch = parts.source(1).batch  # the reference's log-probabilities are filled
@@ -187,7 +187,7 @@ def test_unit_mean_by_hand(model) -> None:
     )
     weigh = registry.find("aggregation", "unit_mean").bind({})
     model.zero_grad(set_to_none=True)
-    train = TrainSection(rows_per_micro=2)
+    train = TrainSection(micro_batch_rows=2)
     loss, metrics = accumulate(Method(Forward(model), first_minus_second, weigh, "pair"), batch, train)
     assert loss == pytest.approx((sums[1] - 2 * sums[0] + sums[3] - 2 * sums[2]) / 2, abs=1e-9)
     assert metrics["sum"] == pytest.approx((sums[0] + sums[2]) / 2, abs=1e-9)

@@ -153,7 +153,7 @@ def run_step(name: str, recipe: str, options: str = "", *, resumed: bool = False
         own = (options.replace("tf32", "fp32") if smallest else options).split()
         short = ["--model.device", device, "--task.size", "64", "--eval.every", "0", *own]
         if smallest and "sft" not in recipe:
-            short += ["--rollout.prompts", "2", "--rollout.group", "2", "--rollout.max_tokens", "16"]
+            short += ["--rollout.num_prompts", "2", "--rollout.group_size", "2", "--rollout.max_tokens", "16"]
         half, whole = ("1", "2") if smallest else ("4", "8")
 
         def train(run: str, steps: str, *more: str) -> Command:

@@ -307,7 +307,7 @@ def write_story(
             ("ask the trained model", f"posttrain generate {plan.grpo}"),
             ("ask the one that guesses", f"posttrain generate {plan.sft}"),
             ("read the equation", "posttrain explain grpo"),
-            ("change something", f"posttrain train {story.grpo} --model.name {plan.sft} --rollout.group 16"),
+            ("change something", f"posttrain train {story.grpo} --model.name {plan.sft} --rollout.group_size 16"),
             ("see all runs", "posttrain runs"),
         ],
     )

@@ -21,6 +21,7 @@ from rich.console import Console
 from posttrain.commands.console import Text, open_console, plain_table, say
 from posttrain.errors import GONE, UnknownWord
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
+from posttrain.other_names import answer_other_name
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word, task_words
@@ -143,7 +144,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 def sections_with(name: str) -> list[str]:
-    """Return the sections with a key ``kl`` or ``regularize.kl``, or with one whose value may be ``lora``."""
+    """Return the sections with a key ``kl`` or ``regularize.kl_coef``, or with one whose value may be ``lora``."""
     return [
         section
         for section, model in sections().items()
@@ -236,6 +237,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if not (named or kinds or recipes or shown or having):
         if name in GONE:
             raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
+        if answer := answer_other_name(name):
+            console.print(Text(f"{name}:{answer}"))
+            return 0
         hint = suggest(name, all_names())
         raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
     for entry in named:

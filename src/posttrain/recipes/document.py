@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError
 from posttrain.option_types import faults, shorten
+from posttrain.other_names import answer_other_name
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
@@ -47,7 +48,7 @@ _MAX_BELOW = 20
 _SHIPPED = Path(__file__).parent
 Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
 # How long a training is: whoever says one of them means no other that stood there.
-LENGTHS = ("steps", "passes")
+LENGTHS = ("steps", "num_epochs")
 
 
 class Content(Section):
@@ -147,8 +148,8 @@ class Document(Generic[T]):
         content = copy.deepcopy(self.content)
         named = {key for key, _ in overrides}
         for key in sorted(named):
-            other = f"{key.removesuffix('.passes')}.steps"
-            if key.endswith(".passes") and other in named:
+            other = f"{key.removesuffix('.num_epochs')}.steps"
+            if key.endswith(".num_epochs") and other in named:
                 raise RecipeError(f"command line: {key}: it and {other} both say how long; give exactly one of them")
         if self.model.extensible and "extends" in named:
             raise RecipeError(
@@ -207,6 +208,9 @@ class Document(Generic[T]):
             names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
+        inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
+        if inner != key and (answer := answer_other_name(inner)):
+            return f"{where}{what} has no key {inner!r}.{answer}"
         known = _known_keys(self.model, path[:-1])
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked

@@ -139,8 +139,8 @@ class Recipe(Content):
             ": it compares the trainer's log-probabilities with the sampler's; set rollout.old_logprobs to trainer"
         )
         yield self.correction and rollout and rollout.old_logprobs != "trainer", "correction", compares
-        for key in ("epochs", "minibatches"):
-            passes = f": epochs and minibatches count passes over a rollout batch; 'data' has none, so leave {key} out"
+        for key in ("ppo_epochs", "num_minibatches"):
+            passes = f": ppo_epochs and num_minibatches are of a rollout batch; 'data' has none, so leave {key} out"
             yield data and getattr(train, key) != 1, f"train.{key}", passes
 
     def resolve(self, *, to_read: bool = False) -> Recipe:
@@ -192,11 +192,11 @@ class Recipe(Content):
             )
         if self.head is None and traits.get("head") is not None:
             self.head = HeadSection()
-        if self.eval.drift_prompts is None:
+        if self.eval.num_kl_prompts is None:
             known = [(word.name, f"rewards.{i}") for i, word in enumerate(self.rewards) if is_declared(word.name)]
             judged = any(registry.find("reward", *word).traits.get("asks_a_model") for word in known)
             is_pulled = judged and self.eval.every > 0 and not self.trains_scorer
-            self.eval.drift_prompts = min(DRIFT_PROMPTS, self.eval.n) if is_pulled else 0
+            self.eval.num_kl_prompts = min(DRIFT_PROMPTS, self.eval.num_examples) if is_pulled else 0
         if self.rollout is not None and (self.environment is not None or self.tools):
             for key, value in TURN_DEFAULTS.items():
                 if getattr(self.rollout, key) is None:

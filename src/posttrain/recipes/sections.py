@@ -226,14 +226,14 @@ class ModelSection(Section):
 class RegularizeSection(Section):
     """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
 
-    ``kl``: β; 0 loads no reference. ``kl_estimator``: from the sampled tokens, differentiated as it stands. On the
+    ``kl_coef``: β; 0 loads no reference. ``kl_estimator``: from the sampled tokens, differentiated as it stands. On the
     policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of KL(π_ref‖π), of
-    k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). ``entropy_bonus``: c_H.
+    k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). ``entropy_coef``: c_H.
     """
 
-    kl: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_bonus: float = 0.0
+    entropy_coef: float = 0.0
 
 
 class PromptSection(Section):
@@ -244,7 +244,7 @@ class PromptSection(Section):
 
 
 class RolloutSection(Section):
-    """Sampling for reinforcement learning: ``prompts`` × ``group`` completions a batch.
+    """Sampling for reinforcement learning: ``num_prompts`` × ``group_size`` completions a batch.
 
     ``max_total_tokens``: of a prompt and its answer together; a prompt that leaves no room is dropped and counted.
     ``temperature``: of sampling, and of the log-probabilities of objectives that follow the sampler.
@@ -261,8 +261,8 @@ class RolloutSection(Section):
     """
 
     engine: Word = Word(name="native")
-    prompts: Few = 16
-    group: Few = 8
+    num_prompts: Few = 16
+    group_size: Few = 8
     max_tokens: Tokens = 256
     max_total_tokens: int | None = Field(default=None, ge=2)
     temperature: float = Field(default=1.0, ge=1e-5)
@@ -335,7 +335,7 @@ class TeacherSection(Section):
 
 
 class DataSection(Section):
-    """Supervised rows: ``batch`` examples a step. Over-long rows are dropped and counted.
+    """Supervised rows: ``batch_size`` examples a step. Over-long rows are dropped and counted.
 
     ``train_on``: ``assistant`` (every turn of the assistant, its end token included; users and tools are read only),
     ``response`` (what follows the last message of the user) or ``all``. By default ``assistant`` for rows with
@@ -344,16 +344,16 @@ class DataSection(Section):
     a pair's better answer is desirable, and other scores must be 1 or 0.
     """
 
-    batch: Few = 16
-    max_tokens: Tokens = Field(default=1024, ge=2)
+    batch_size: Few = 16
+    max_length: Tokens = Field(default=1024, ge=2)
     train_on: Literal["assistant", "response", "all"] | None = None
     label_above: float | None = None
 
 
 class TrainSection(Section):
-    """The loop. ``steps`` counts optimizer steps; one rollout batch serves epochs × minibatches.
+    """The loop. ``steps`` counts optimizer steps; one rollout batch serves ppo_epochs × num_minibatches.
 
-    ``passes`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through.
+    ``num_epochs`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through.
     ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``. ``gradient_checkpointing`` computes
     activations again in the backward pass: less memory, a third more time.
     ``precision``: of the products in the model while it is trained; weights, optimizer state, log-probabilities and the
@@ -362,36 +362,36 @@ class TrainSection(Section):
     """
 
     steps: int | None = Field(default=100, ge=1)
-    passes: float | None = Field(default=None, gt=0, le=100_000)
+    num_epochs: float | None = Field(default=None, gt=0, le=100_000)
     lr: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    tokens_per_micro: int = Field(default=16_384, ge=1)
-    rows_per_micro: int | None = Field(default=None, ge=1)
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    micro_batch_rows: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     deterministic: bool = False
-    epochs: int = Field(default=1, ge=1)
-    minibatches: int = Field(default=1, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1)
     seed: Seed = 0
     save_every: Every = Field(default=0, ge=0)
-    keep: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
 
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or value.get("passes") is None:
+        if not isinstance(value, Mapping) or value.get("num_epochs") is None:
             return value
         if value.get("steps") is not None:
-            raise ValueError("'steps' and 'passes' both say how long the training is; give exactly one of them")
+            raise ValueError("'steps' and 'num_epochs' both say how long the training is; give exactly one of them")
         return {**value, "steps": None}
 
     @model_validator(mode="after")
     def _some_length(self) -> Self:
-        if self.steps is None and self.passes is None:
-            raise ValueError("nothing says how long the training is; give 'steps' or 'passes'")
+        if self.steps is None and self.num_epochs is None:
+            raise ValueError("nothing says how long the training is; give 'steps' or 'num_epochs'")
         return self
 
 
@@ -422,9 +422,9 @@ class ScaleSection(Section):
 class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps (0 or -1: never) and at the end.
 
-    ``tasks``: by default the validation split of the training task. ``n``: examples of each, always the same ``sample``
+    ``tasks``: by default the validation split of the training task. ``num_examples``: of each, always the same ``sample``
     (``items_seed`` draws another) or the ``first``. ``samples``: answers to each, at a ``temperature`` above 0.
-    ``drift_prompts``: so many prompts are answered at the temperature of training, for entropy and the KL from the
+    ``num_kl_prompts``: so many prompts are answered at the temperature of training, for entropy and the KL from the
     start; by default 64 where a reward model pays, else none.
     ``best``: the result that ranks the run and chooses ``checkpoints/best``; by default right answers, or what there
     is where nothing has a gold answer. ``loss``: also of held-out demonstrations; by default where these have no gold
@@ -433,7 +433,7 @@ class EvalSection(Section):
 
     tasks: Words = Field(default_factory=list)
     every: Every = Field(default=0, ge=0)
-    n: int = Field(default=256, ge=1)
+    num_examples: int = Field(default=256, ge=1)
     items: Literal["sample", "first"] = "sample"
     items_seed: Seed = 0
     max_tokens: Tokens | None = None
@@ -441,7 +441,7 @@ class EvalSection(Section):
     temperature: float = Field(default=0.0, ge=0)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    drift_prompts: int | None = Field(default=None, ge=0)
+    num_kl_prompts: int | None = Field(default=None, ge=0)
     best: str | None = None
     loss: bool | None = None
     engine: Word | None = None

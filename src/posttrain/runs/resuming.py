@@ -20,7 +20,7 @@ from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 
 ACCEPT = "--accept-changes"
-LENGTHS = ("train.steps", "train.passes")
+LENGTHS = ("train.steps", "train.num_epochs")
 _FILES = {
     "metrics": "metrics.jsonl: {} of {} lines",
     "rollouts": "rollouts.db: {} of {} rollouts",

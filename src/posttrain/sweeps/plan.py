@@ -256,8 +256,8 @@ def _rules(content: SweepFile, rows: Mapping[str, Row], overrides: Overrides) ->
             reward = "its reward is the reward model that it needs; name reward_model, or leave this out"
             yield "rewards" in source and not _reward_models(recipe), f"{where}.rewards", reward
         if models and (asked := content.best_of_n) is not None and recipe.rollout is not None:
-            measured = "give every and drift_prompts; there gold, proxy and KL are measured along the way"
-            yield not (recipe.eval.every and recipe.eval.drift_prompts), f"{where}.eval", measured
+            measured = "give every and num_kl_prompts; there gold, proxy and KL are measured along the way"
+            yield not (recipe.eval.every and recipe.eval.num_kl_prompts), f"{where}.eval", measured
             given = recipe.rollout.temperature
             same = f"{given} here and {asked.temperature} in best_of_n; give one value, for the KL"
             yield given != asked.temperature, f"{where}.rollout.temperature", same
@@ -328,7 +328,7 @@ class _Builder:
         from posttrain.train.checks import words_of
 
         if recipe.train.steps is None:
-            raise RecipeError(f"{name}: train.passes: other trials name its last step; give train.steps")
+            raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")
         try:  # before the first trial is trained, not when this one's turn has come
             words_of(recipe.resolve())
         except UsageError as error:

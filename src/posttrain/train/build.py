@@ -210,7 +210,7 @@ def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[T
         policy = _build_policy(words, loaded)
         forward, heads = forward_with_head(recipe, words.objective, policy)
         reference: Reference | None = None
-        if "reference" in words.parts or recipe.eval.drift_prompts:
+        if "reference" in words.parts or recipe.eval.num_kl_prompts:
             from posttrain.models.reference import Reference
 
             reference = Reference(policy)
@@ -232,7 +232,7 @@ def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
         return words.samples()
     from posttrain.train.held_out import is_read
 
-    return words.samples(all(is_read(task, words.recipe.eval.n) for task in eval_tasks))
+    return words.samples(all(is_read(task, words.recipe.eval.num_examples) for task in eval_tasks))
 
 
 def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
@@ -293,7 +293,7 @@ def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
         objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump()),
         words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
         level=words.level,
-        entropy="differentiable" if regularizers and regularizers.entropy_bonus else "detached",
+        entropy="differentiable" if regularizers and regularizers.entropy_coef else "detached",
         derive=words.objective.traits.get("derive", dict),
     )
 

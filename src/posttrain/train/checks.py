@@ -78,7 +78,7 @@ class Words:
         rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
         if reads is None:
             reads = not rollout and self.shape != "demonstration"
-        answers = bool(options.every) and (not reads or bool(options.drift_prompts))
+        answers = bool(options.every) and (not reads or bool(options.num_kl_prompts))
         if answers and options.engine is not None:
             engines.append(registry.find("engine", options.engine.name, "eval.engine"))
         in_place = [not engine.traits.get("takes_weights") for engine in engines]
@@ -104,7 +104,7 @@ def words_of(recipe: Recipe) -> Words:
         advantage = registry.find("advantage", recipe.advantage.name, "advantage")
     if rollout is not None and rollout.select is not None:
         selection = registry.find("selection", rollout.select.name, "rollout.select")
-    kl = recipe.regularize.kl if recipe.regularize is not None else 0.0
+    kl = recipe.regularize.kl_coef if recipe.regularize is not None else 0.0
     needs = needed_streams(objective, recipe.objective.options, rollout is not None, kl)
     needs |= {"ref_logprobs"} if recipe.kl_in_reward is not None else set()
     needs |= {"correction"} if recipe.correction is not None else set()
@@ -152,7 +152,7 @@ def _of_objective(w: Words) -> Iterator[Rule]:
     yield r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"
     yield r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
     drift = f": {objective} trains no policy that could drift; leave it out"
-    yield r.eval.drift_prompts and w.only_scores, "eval.drift_prompts", drift
+    yield r.eval.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", drift
     mute = ": a reward model writes no answers; leave it out"
     yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
     imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
@@ -241,24 +241,28 @@ def _of_rollouts(w: Words) -> Iterator[Rule]:
     )
     differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
     yield differ, "rollout.select.threshold", both
-    alone = rollout.group < 2
-    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group"
-    uniform = ": a group of one completion is always uniform; give rollout.group"
+    alone = rollout.group_size < 2
+    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"
+    uniform = ": a group of one completion is always uniform; give rollout.group_size"
     yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
     shown = (
         f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
     )
     yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
-    parts = w.recipe.train.minibatches
-    yield rollout.prompts % parts, "train.minibatches", f"={parts} does not divide rollout.prompts={rollout.prompts}"
+    parts = w.recipe.train.num_minibatches
+    yield (
+        rollout.num_prompts % parts,
+        "train.num_minibatches",
+        f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}",
+    )
 
 
 def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
     name, traits, kl = advantage.name, advantage.traits, w.recipe.kl_in_reward
     objective = f"objective {w.recipe.objective.name!r}"
-    smallest, batch = traits.get("min_group", 1), rollout.prompts * rollout.group
-    few = f"={rollout.group}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
-    yield rollout.group < smallest, "rollout.group", few
+    smallest, batch = traits.get("min_group", 1), rollout.num_prompts * rollout.group_size
+    few = f"={rollout.group_size}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
+    yield rollout.group_size < smallest, "rollout.group_size", few
     values = (
         f": {name!r} needs values, which {objective} does not learn; "
         "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"

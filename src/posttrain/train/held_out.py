@@ -63,7 +63,7 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
         if any((task.name, task.split) == (other.name, other.split) for other in tasks):
             task = replace(task, name=f"{task.name}-{index + 1}")
         if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
-            size, n = len(task.examples), recipe.eval.n
+            size, n = len(task.examples), recipe.eval.num_examples
             first = list(range(min(n, size)))
             indices = first if recipe.eval.items == "first" else held_out_indices(size, n, recipe.eval.items_seed)
             task = replace(task, examples=[task.examples[i] for i in indices])
@@ -74,7 +74,7 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
 def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task], words: Words) -> dict[str, HeldOut]:
     """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
 
-    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.n`` examples that
+    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples`` examples that
     every evaluation of the task uses; if these have more units, a fixed sample of them, so that one problem with many
     solutions does not stand for all. Other tasks are evaluated by sampled answers alone. ``read``: the recipe's source
     over a task.
@@ -83,7 +83,7 @@ def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task]
         RecipeError: a task to evaluate a reward model on has no responses.
         UsageError: a task is empty, or none of its units can be used.
     """
-    n, loss = words.recipe.eval.n, words.recipe.eval.loss
+    n, loss = words.recipe.eval.num_examples, words.recipe.eval.loss
     chosen: dict[str, HeldOut] = {}
     for task in tasks:
         if len(task.examples) == 0:
@@ -218,11 +218,11 @@ class Evaluator:
         options = self.recipe.eval
         sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
         samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
-        asked = Questions(task, sampling, options.n, samples=samples, ks=ks, seed=seed, step=step)
+        asked = Questions(task, sampling, options.num_examples, samples=samples, ks=ks, seed=seed, step=step)
         evaluation = evaluate(self.sampler, asked)
         if held_out is not None:
             started = time.perf_counter()
-            tokens_per_micro = self.recipe.train.tokens_per_micro
+            tokens_per_micro = self.recipe.train.micro_batch_tokens
             loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.world)
             evaluation.results.update(loss)
             evaluation.results["seconds"] += time.perf_counter() - started
@@ -230,17 +230,17 @@ class Evaluator:
 
     def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
         """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
-        if not self.recipe.eval.drift_prompts:
+        if not self.recipe.eval.num_kl_prompts:
             return evaluation
         assert self.start is not None, "the setup makes a reference for whoever needs one"
         started = time.perf_counter()
         sampling = self.sampling(self.policy.temperature)
         drift = measure_drift(
             self.sampler,
-            Questions(task, sampling, self.recipe.eval.drift_prompts, seed=self.recipe.train.seed),
+            Questions(task, sampling, self.recipe.eval.num_kl_prompts, seed=self.recipe.train.seed),
             policy=self.policy,
             start=self.start,
-            tokens_per_micro=self.recipe.train.tokens_per_micro,
+            tokens_per_micro=self.recipe.train.micro_batch_tokens,
         )
         evaluation.results.update(drift)
         evaluation.results["seconds"] += time.perf_counter() - started

@@ -144,12 +144,12 @@ class Loop:
         Raises:
             UsageError: they are fewer than were made.
         """
-        passes = self.recipe.train.passes
+        passes = self.recipe.train.num_epochs
         if passes is None:
             return
-        comes_to = f"train.passes {passes:g} comes to {self.steps} steps over the data as they are"
+        comes_to = f"train.num_epochs {passes:g} comes to {self.steps} steps over the data as they are"
         if self.step > self.steps:
-            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more passes")
+            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more epochs")
         if began not in (None, self.steps):
             self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
 
@@ -232,7 +232,7 @@ class Loop:
         if batch is not None and "kl_baseline" in batch.streams and not has_other_prompts(batch):
             warnings["kl_baseline"] = (
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
-                "other prompts, is 0. Set data.batch (or rollout.prompts) so that a batch has several prompts"
+                "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
         for name in warnings.keys() - self.warned:
             self.warned.add(name)
@@ -361,7 +361,7 @@ class Loop:
         best = int(self.best["step"]) if self.best is not None else -1
         if best in checkpoint_steps(self.files.checkpoints):
             mark_best(self.files.checkpoints, best)
-        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep, {best})
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep_checkpoints, {best})
 
     def _save_batch(self, batch: Batch, step: int) -> str:
         """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
@@ -402,9 +402,9 @@ def train(
         kept = _records(recipe, files, trackers, world)
         with closing(parts), closing(parts.source), kept as (metrics, rollouts):
             steps, length = recipe.train.steps, None
-            if recipe.train.passes is not None:
-                steps, length = parts.source.length_of(recipe.train.passes)
-            assert steps is not None, "a recipe says steps or passes"
+            if recipe.train.num_epochs is not None:
+                steps, length = parts.source.length_of(recipe.train.num_epochs)
+            assert steps is not None, "a recipe says steps or num_epochs"
             loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
             if resume:
                 loop.resume()

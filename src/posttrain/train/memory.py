@@ -172,7 +172,7 @@ def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Mem
     micro = micro_batch(recipe, words)
     has_critic = words.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
     logits = 0 if words.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
-    reads = "reference" in words.parts or bool(recipe.eval.drift_prompts)
+    reads = "reference" in words.parts or bool(recipe.eval.num_kl_prompts)
     activations = _activations(recipe, config, micro, size, weights, logits)
     return Memory(
         weights=base + 4 * sum(w.numel for w in low_rank),
@@ -210,16 +210,16 @@ def micro_batch(recipe: Recipe, words: Words) -> Micro:
     unit = 2 if words.level == "pair" else 1
     if rollout is None:
         assert recipe.data is not None, "a recipe has 'rollout' or 'data'"
-        prompt, answer, group = 0, recipe.data.max_tokens, 1
-        own, rows = answer - unread, recipe.data.batch * unit
+        prompt, answer, group = 0, recipe.data.max_length, 1
+        own, rows = answer - unread, recipe.data.batch_size * unit
     else:
         prompt, own = longest_row(recipe, rollout)
-        group = 2 if words.unit == "pair" else rollout.group
-        rows = rollout.prompts * group // train.minibatches
+        group = 2 if words.unit == "pair" else rollout.group_size
+        rows = rollout.num_prompts * group // train.num_minibatches
         prompt, answer = (0, prompt + own) if group == 1 else (prompt, own)
-    most, count = min(rows, train.rows_per_micro or rows), unit
+    most, count = min(rows, train.micro_batch_rows or rows), unit
     while count + unit <= most:
-        if -(-(count + unit) // group) * prompt + (count + unit) * answer > train.tokens_per_micro:
+        if -(-(count + unit) // group) * prompt + (count + unit) * answer > train.micro_batch_tokens:
             break
         count += unit
     return Micro(count, -(-count // group), prompt, answer - unread, count * own)
@@ -328,16 +328,16 @@ def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None)
     rollout = recipe.rollout
     if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
         return 0
-    slots = min(rollout.prompts * rollout.group, int(rollout.engine.options.get("slots", 64)))
+    slots = min(rollout.num_prompts * rollout.group_size, int(rollout.engine.options.get("slots", 64)))
     prompt, answer = longest_row(recipe, rollout)
-    shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group > 1
+    shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group_size > 1
     before = 0 if shares else prompt
     columns, longest = _up_to(COLUMNS_ALIGNED, before + min(answer, FIRST_COLUMNS) + 1), before + answer
     if rollout.max_turns is not None:  # a turn has a token, and its reply
         longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * (STEPS_BETWEEN_LOOKS - 1)
     while columns <= longest:
         columns = _up_to(COLUMNS_ALIGNED, int(columns * GROWTH) + 1)
-    tokens = slots * columns + (-(-slots // rollout.group) * prompt if shares else 0)
+    tokens = slots * columns + (-(-slots // rollout.group_size) * prompt if shares else 0)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * size * tokens)
@@ -348,6 +348,6 @@ def _rollout_bytes(recipe: Recipe, words: Words) -> int:
     rollout = recipe.rollout
     if rollout is None:
         return 0
-    group = 2 if words.unit == "pair" else rollout.group
+    group = 2 if words.unit == "pair" else rollout.group_size
     streams = words.needs | {"sampler_logprobs"}
-    return rollout.prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(streams)))
+    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(streams)))

@@ -56,7 +56,7 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
             from the model's own forward pass.
     """
     options, kl = recipe.rollout, metrics.get("mismatch_kl", 0.0)
-    is_first = (step - 1) % (recipe.train.epochs * recipe.train.minibatches) == 0
+    is_first = (step - 1) % (recipe.train.ppo_epochs * recipe.train.num_minibatches) == 0
     if options is None or options.staleness or not is_first or kl <= MAX_KL:
         return
     engine = "native" if options.engine is None else options.engine.name

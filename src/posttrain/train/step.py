@@ -103,7 +103,7 @@ def accumulate(
     total = with_float64(torch.zeros((), device=device)).to(torch.float64)
     means = MeanOverBatch()
     slots = used = 0.0
-    pieces = split_rows(batch, options.tokens_per_micro, options.rows_per_micro, world)
+    pieces = split_rows(batch, options.micro_batch_tokens, options.micro_batch_rows, world)
     for rows, counts in even_pieces(pieces, batch, world, is_sharded=forward.is_sharded):
         planned = batch.select(rows)
         part = planned.to(device)

@@ -353,7 +353,7 @@ class Streams:
     @torch.no_grad()
     def _fill(self, entry: Entry, batch: Batch, seen: Batch) -> None:
         label, teacher = f"stream {entry.name!r}", self.teacher
-        sizes = (self.recipe.train.tokens_per_micro, self.recipe.train.rows_per_micro, self.world)
+        sizes = (self.recipe.train.micro_batch_tokens, self.recipe.train.micro_batch_rows, self.world)
         policy = self.forward.policy if isinstance(self.forward, ActorCritic) else self.forward
         parts = {
             "batch": batch,

@@ -29,7 +29,7 @@ def reinforce(outputs: Outputs, batch: Batch) -> Loss:
     learning"; the baseline is in the advantage (``raw``, ``centered``, ``leave_one_out`` ...).
 
     There is no importance ratio: with several optimizer steps per rollout batch
-    (``train.epochs`` × ``train.minibatches`` > 1) the later steps are off-policy.
+    (``train.ppo_epochs`` × ``train.num_minibatches`` > 1) the later steps are off-policy.
     """
     return Loss(-batch.stream("advantages") * outputs.logprobs)
 

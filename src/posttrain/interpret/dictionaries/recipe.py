@@ -88,7 +88,7 @@ class DictionaryTrainSection(Section):
     seed: Seed = 0
     log_every: int = Field(default=20, ge=1)
     save_every: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
 
     @property
     def schedule(self) -> str:

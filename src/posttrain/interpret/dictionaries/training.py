@@ -328,7 +328,7 @@ class _Training(lightning.LightningModule):
             replace_file(aside / "state.json", json.dumps(state, sort_keys=True).encode())
             seal(aside, step)
             rename_into_place(aside, final)
-        prune_checkpoints(self.checkpoints, self.recipe.train.keep)
+        prune_checkpoints(self.checkpoints, self.recipe.train.keep_checkpoints)
         self.observer("checkpoint", {"step": step, "path": str(final)})
 
 

@@ -100,7 +100,7 @@ class RowOrder:
             if not own:
                 raise UsageError(
                     f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
-                    "to learn from. Leave the part out, or make room for it (data.max_tokens, prompt.max_prompt_tokens)"
+                    "to learn from. Leave the part out, or make room for it (data.max_length, prompt.max_prompt_tokens)"
                 )
         self._at = 0, [0] * len(self.names)  # a batch, and how many rows each part gave before it
 

@@ -45,7 +45,7 @@ class AheadSource(RolloutSource):
         if in_thread:
             self.world = ONE
         train = self.recipe.train
-        steps = train.steps if train.steps is not None else self.length_of(train.passes or 0.0)[0]
+        steps = train.steps if train.steps is not None else self.length_of(train.num_epochs or 0.0)[0]
         self._last = -(-steps // self.updates) - 1  # the last batch of the run
         self._waiting: dict[int, Future[Drawn]] = {}
         self._next = 0  # the first batch that was not begun

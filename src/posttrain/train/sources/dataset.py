@@ -79,7 +79,7 @@ class Labels:
 
 
 class SupervisedSource(Source):
-    """Rows of a task, ``data.batch`` units a step, in an order that is a function of (seed, epoch).
+    """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
 
     ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
     (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
@@ -100,15 +100,15 @@ class SupervisedSource(Source):
         draws: bool = True,
     ) -> None:
         assert recipe.data is not None
-        self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch, shape, streams
+        self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch_size, shape, streams
         self.train_all = recipe.data.train_on == "all"
         self.rows_per_unit = 2 if shape == "pair" else 1
         self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
         self.origin = task.origin
         self.units: list[tuple[Row, ...]] = []
         unit_parts = list[str]()  # of a mixture
-        limit = min(recipe.data.max_tokens, context_tokens)
-        named = "data.max_tokens" if limit == recipe.data.max_tokens else "the model's context"
+        limit = min(recipe.data.max_length, context_tokens)
+        named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
         prompt_limit = recipe.prompt.max_prompt_tokens or limit
         labels = Labels(recipe.data.label_above)
         for example in task.examples:

@@ -41,8 +41,8 @@ OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # metrics of each
 
 
 class RolloutSource(Source):
-    """Samples and grades completions with the current weights; one batch serves ``train.epochs`` ×
-    ``train.minibatches`` updates.
+    """Samples and grades completions with the current weights; one batch serves ``train.ppo_epochs`` ×
+    ``train.num_minibatches`` updates.
 
     Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
     selection, whose units have ``rows_per_unit`` rows.
@@ -66,8 +66,8 @@ class RolloutSource(Source):
     ) -> None:
         assert recipe.rollout is not None
         self.recipe, self.options, self.seed = recipe, recipe.rollout, recipe.train.seed
-        self.minibatches = recipe.train.minibatches
-        self.updates = recipe.train.epochs * recipe.train.minibatches
+        self.minibatches = recipe.train.num_minibatches
+        self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
         self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
         self.context_tokens = context_tokens = recipe.within(context_tokens)
         self.select, self.rows_per_unit = select, rows_per_unit
@@ -85,7 +85,7 @@ class RolloutSource(Source):
         self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
         rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
         further = self.options.max_rounds - 1
-        self.order = RowOrder(self.seed, "prompts", self.options.prompts, task.parts, rows, further)
+        self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, rows, further)
         self.sampling = Sampling(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -117,11 +117,11 @@ class RolloutSource(Source):
 
     def length_of(self, passes: float) -> tuple[int, str]:
         """The number of steps that sample every prompt ``passes`` times, rounded up, and a line about it."""
-        batches = num_batches(passes, self.num_examples, self.options.prompts)
+        batches = num_batches(passes, self.num_examples, self.options.num_prompts)
         over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
         what = "steps" if self.updates == 1 else "rollout batches"
         each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
-        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.prompts}{each}"
+        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.num_prompts}{each}"
 
     def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
         return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
@@ -223,14 +223,14 @@ class RolloutSource(Source):
         machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
         sampler = Sampler(*machine, world=self.world, stage=self.stage)
         while drawn is None:
-            attempt = len(sampled) // self.options.prompts
+            attempt = len(sampled) // self.options.num_prompts
             turn = self.order.turn(cycle, attempt)
             request = RolloutRequest(
                 [self.task.examples[self.kept[p]] for p in turn.places],
                 [self.prompts[p] for p in turn.places],
                 self.sampling,
                 key=(self.seed, f"rollout {attempt}", step),
-                group=self.options.group,
+                group=self.options.group_size,
                 step=step,
                 prompt_indices=[self.kept[p] for p in turn.places],
                 passes=turn.passes,
@@ -248,12 +248,12 @@ class RolloutSource(Source):
         options = self.options
         fitting = [g for g in sampled if self._fits(g)]
         rest: Groups = []
-        if options.drop_uniform_groups and len(fitting) < options.prompts:
-            if len(sampled) < options.max_rounds * options.prompts:
+        if options.drop_uniform_groups and len(fitting) < options.num_prompts:
+            if len(sampled) < options.max_rounds * options.num_prompts:
                 return None
             # the bound is reached: fill up, mostly with groups that add nothing
             rest = [g for g in sampled if not self._fits(g)]
-        return Drawn(sampled, (fitting + rest)[: options.prompts], len(fitting) / len(sampled), cycle, {})
+        return Drawn(sampled, (fitting + rest)[: options.num_prompts], len(fitting) / len(sampled), cycle, {})
 
     def _fits(self, group: Sequence[Rollout]) -> bool:
         """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
@@ -274,7 +274,7 @@ class RolloutSource(Source):
         kept = []
         for group in groups:
             played = [r for r in group if not r.has_failed]
-            if len(played) >= min(2, self.options.group):
+            if len(played) >= min(2, self.options.group_size):
                 kept.append(played)
                 continue
             for rollout in played:

@@ -84,7 +84,7 @@ def check_written(stated: Mapping[str, Any], source: Prompts, vocabulary: int) -
     parts = {name for name, _, _ in source.grader.rewards}
     if type(stated.get("accepted", 0.0)) is not float:
         raise ValueError("no share that fits")
-    if any(len(rollouts) != source.options.group for rollouts in stated["sampled"]):
+    if any(len(rollouts) != source.options.group_size for rollouts in stated["sampled"]):
         raise ValueError("other groups")
     for rollout in (rollout for rollouts in stated["sampled"] for rollout in rollouts):
         completion = rollout["completion"]
