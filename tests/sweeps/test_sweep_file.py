@@ -104,7 +104,7 @@ def test_a_base_may_be_a_name_with_a_method_of_its_own(tmp_path: Path) -> None:
     assert second.objective == first.objective
     assert (first.regularize.kl, second.regularize.kl) == (0.0, 0.1)
     assert first.task.options["seed"] == 2  # tiny/grpo's
-    assert first.model.name == "tiny"
+    assert first.model.name == "tiny-sft"
 
 
 def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -> None:
