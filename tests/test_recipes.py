@@ -28,6 +28,9 @@ NAMES = sorted(str(path.relative_to(PACKAGE / "recipes").with_suffix("")) for pa
 # The family of each model that a recipe names; a new one is entered here with its transformers name.
 FAMILIES = {
     "tiny": "qwen3",
+    "tiny-sft": "qwen3",
+    "runs/tiny-rm": "qwen3",
+    "runs/tiny-sft-calculator": "qwen3",
     "Qwen/Qwen3-0.6B": "qwen3",
     "Qwen/Qwen3-0.6B-Base": "qwen3",
     "Qwen/Qwen3-1.7B": "qwen3",

@@ -9,7 +9,7 @@ from posttrain.commands.explain import all_names
 from posttrain.errors import nearest
 
 MEANT = {  # of all that `posttrain explain` knows
-    "kll": "kl",
+    "kl_cof": "kl_coef",
     "qlora": "lora",
     "gropo": "grpo",
     "gpro": "grpo",
@@ -32,7 +32,6 @@ MEANT = {  # of all that `posttrain explain` knows
     "reinforce++": "reinforce",
     "vlm": "vllm",
     "trian": "train",
-    "kl_coef": None,
     "qwen": None,
     "4bit": None,
     "zzz": None,
@@ -61,7 +60,7 @@ def test_an_option_of_words_is_explained_by_them(
     assert not [line for line in told if line not in out], out
 
 
-@pytest.mark.parametrize(("name", "meant"), [("qlora", "lora"), ("kll", "kl"), ("clip_lo", "clip_low")])
+@pytest.mark.parametrize(("name", "meant"), [("qlora", "lora"), ("kl_cof", "kl_coef"), ("clip_lo", "clip_low")])
 def test_what_explain_suggests_it_explains(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", name]) == 2
     assert f"nothing is called '{name}'. Did you mean '{meant}'?" in capsys.readouterr().err

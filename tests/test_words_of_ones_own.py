@@ -26,6 +26,7 @@ BLOCKS = [
 IMPORTS = next(block for block in BLOCKS if "@register" not in block)
 TABLE = re.findall(r"^\| (\w+) \| `(\w+)` \| (\d+) \|", TEXT, re.MULTILINE)
 SMALL = {
+    "model.name": "tiny",
     "task": "{name: stories, size: 64, max_steps: 1}",
     "rewards": "small_runs:digit_share",
     "rollout.num_prompts": "4",

@@ -272,7 +272,16 @@ def test_feedback_command_dpo_on_its_pairs_breaks_the_rule_less(
     assert all(
         row["rejected"].replace("So the answer is", "Answer:") == row["chosen"] != row["rejected"] for row in rows
     )
-    changes = ["--model.name", "tiny", "--model.adapter", "null", "--prompt.template", "plain", "--data.batch_size", "8"]
+    changes = [
+        "--model.name",
+        "tiny",
+        "--model.adapter",
+        "null",
+        "--prompt.template",
+        "plain",
+        "--data.batch_size",
+        "8",
+    ]
     changes += ["--train.steps", "30", "--train.lr", "2e-4", "--train.warmup_steps", "3", "--eval.every", "0"]
     assert main(["train", "dpo-preferences", "--task.path", "pairs.jsonl", "--run", "dpo", *changes, "--quiet"]) == 0
     held_out = ["--task-options", '{"split": "validation"}', "--n", "96", "--seed", "5"]

@@ -41,7 +41,10 @@ HOMES: dict[str, dict[str, str]] = {
     "aggregation": {"posttrain.algorithms.aggregation": "constant sequence_mean token_mean unit_mean"},
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
-    "environment": {"posttrain.environments.built_in": "calculator number_guess python"},
+    "environment": {
+        "posttrain.environments.built_in": "calculator number_guess python",
+        "posttrain.environments.search": "search",
+    },
     "reward": {
         "posttrain.rewards.words": (
             "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"

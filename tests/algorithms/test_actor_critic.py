@@ -77,7 +77,7 @@ def test_the_policy_part_is_the_clipped_surrogate():
     batch.streams["ref_logprobs"] = torch.randn(1, 7, generator=generator, dtype=F64)
     options = {"clip_low": 0.1, "clip_high": 0.3}
     objectives = (partial(ppo, value_weight=0.0, **options), partial(grpo, **options))
-    regularizers = {"kl": 0.05, "kl_estimator": "k2", "entropy_bonus": 0.01}
+    regularizers = {"kl_coef": 0.05, "kl_estimator": "k2", "entropy_coef": 0.01}
     ours, theirs = (with_regularizers(each, **regularizers)(outputs, batch) for each in objectives)
     assert torch.equal(ours.values, theirs.values)
     for name, metric in theirs.metrics.items():

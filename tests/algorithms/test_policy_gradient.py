@@ -70,9 +70,8 @@ def test_grpo_kl_by_hand():
     outputs, batch = one_token(math.log(0.5), math.log(0.5), 0.0, ref_logprobs=math.log(0.25))
     r = math.log(2.0)  # log π − log π_ref
     for name, expected in (("k1", r), ("k2", r * r / 2), ("k3", 0.5 - 1 + r)):
-        assert with_regularizers(grpo, kl=0.1, kl_estimator=name)(outputs, batch).values[0, 1].item() == pytest.approx(
-            0.1 * expected, abs=1e-12
-        )
+        found = with_regularizers(grpo, kl_coef=0.1, kl_estimator=name)(outputs, batch).values[0, 1].item()
+        assert found == pytest.approx(0.1 * expected, abs=1e-12)
 
 
 def test_grpo_on_policy_gradient_is_reinforce():
@@ -97,7 +96,7 @@ def test_grpo_against_a_plain_python_reference():
     mask = torch.ones(3, 4, dtype=torch.bool)
     batch = make_batch(mask, advantages=adv, old_logprobs=old, ref_logprobs=ref)
     clipped = partial(grpo, clip_low=0.1, clip_high=0.3)
-    got = with_regularizers(clipped, kl=0.05)(Outputs(logprobs=new), batch).values
+    got = with_regularizers(clipped, kl_coef=0.05)(Outputs(logprobs=new), batch).values
     for b in range(3):
         for t in range(4):
             rho = math.exp(new[b, t] - old[b, t])
@@ -110,18 +109,18 @@ def test_grpo_gradient_by_finite_differences():
     outputs, batch = one_token(-1.3, -1.25, 0.7, ref_logprobs=-1.6)
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
-        return with_regularizers(grpo, kl=0.3)(Outputs(logprobs=logprobs), batch).values[:, 1:].sum()
+        return with_regularizers(grpo, kl_coef=0.3)(Outputs(logprobs=logprobs), batch).values[:, 1:].sum()
 
     assert torch.autograd.gradcheck(value, (outputs.logprobs.detach().requires_grad_(),), eps=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_entropy_bonus_lowers_the_value_by_the_entropy(name: str):
+def test_entropy_coef_lowers_the_value_by_the_entropy(name: str):
     outputs, batch = one_token(-0.5, -0.5, 1.0)
     outputs.entropy = torch.tensor([[0.0, 1.5]], dtype=torch.float64, requires_grad=True)
     objective = getattr(policy_gradient, name)
     plain = objective(outputs, batch).values[0, 1].item()
-    loss = with_regularizers(objective, entropy_bonus=0.2)(outputs, batch)
+    loss = with_regularizers(objective, entropy_coef=0.2)(outputs, batch)
     assert loss.values[0, 1].item() == pytest.approx(plain - 0.3, abs=1e-12)
     assert loss.metrics["entropy"].tolist() == [[0.0, 1.5]]
     assert not loss.metrics["entropy"].requires_grad
@@ -135,7 +134,7 @@ def test_every_objective_takes_the_same_kl(name: str, estimator: str):
     outputs, batch = one_token(math.log(0.5), math.log(0.4), 1.5, ref_logprobs=math.log(0.25))
     objective = getattr(policy_gradient, name)
     plain = objective(outputs, batch)
-    with_kl = with_regularizers(objective, kl=0.1, kl_estimator=estimator)(outputs, batch)
+    with_kl = with_regularizers(objective, kl_coef=0.1, kl_estimator=estimator)(outputs, batch)
     r = math.log(2.0)
     value = {"k1": r, "k2": r * r / 2, "k3": 0.5 - 1 + r}[estimator]
     slope = {"k1": 1.0, "k2": r, "k3": 1 - 0.5}[estimator]  # dk/dr

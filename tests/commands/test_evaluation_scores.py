@@ -15,7 +15,8 @@ from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
-SMALL = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
+SMALL = ["--model.name", "tiny", "--task.size", "40", "--data.batch_size", "2", "--train.steps", "2"]
+SMALL += ["--eval.every", "0", "--quiet"]
 EVERY_STEP = ["--train.save_every", "1"]
 
 

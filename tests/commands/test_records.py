@@ -23,10 +23,10 @@ SFT = """\
 model: {name: tiny}
 task: {name: stories, size: 40, max_steps: 1}
 prompt: {template: {name: r1_zero, preamble: ""}}
-data: {batch: 2, max_tokens: 256}
+data: {batch_size: 2, max_length: 256}
 objective: cross_entropy
-train: {steps: 3, lr: 1.0e-4, save_every: 1, keep: 9}
-eval: {every: 3, n: 3, max_tokens: 4}
+train: {steps: 3, lr: 1.0e-4, save_every: 1, keep_checkpoints: 9}
+eval: {every: 3, num_examples: 3, max_tokens: 4}
 """
 COMPARE = "base: {}\nrows: {plain: {}}\nseeds: 1\n"
 

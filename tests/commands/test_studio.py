@@ -104,7 +104,7 @@ def test_names_that_are_not_offered_are_refused(
 
 def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(["given"], runs)
-    assert library.models() == ["given", "rl", "sft", "tiny"]
+    assert library.models() == ["given", "rl", "sft", "tiny", "tiny-sft"]
     assert library.runs(trains_scorer=True) == []
     rows = library.rollouts("rl", TRAINING, 1, "")
     assert len(rows) == 6

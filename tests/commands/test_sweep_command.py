@@ -24,7 +24,7 @@ rows:
     task: {name: stories, split: train, seed: 7, size: 40}
     prompt: {template: {name: r1_zero, preamble: ""}}
     rewards: [xml_format]
-    rollout: {prompts: 8, group: 4, max_tokens: 8, select: best_and_worst}
+    rollout: {num_prompts: 8, group_size: 4, max_tokens: 8, select: best_and_worst}
     objective: bradley_terry
     train: {steps: 1}
     eval: {every: 0}
@@ -32,9 +32,9 @@ rows:
     recipe: rl/grpo
     needs: proxy
     task: {size: 40}
-    rollout: {prompts: 2, group: 2, max_tokens: 8}
-    train: {steps: 2, warmup_steps: 0, keep: 1}
-    eval: {every: 1, n: 3, drift_prompts: 3, max_tokens: 8}
+    rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}
+    train: {steps: 2, warmup_steps: 0, keep_checkpoints: 1}
+    eval: {every: 1, num_examples: 3, num_kl_prompts: 3, max_tokens: 8}
 best_of_n: {task: {name: stories, split: validation}, n: 3, samples: 4, max_tokens: 8}
 seeds: 1
 """
@@ -45,14 +45,14 @@ rows:
   orm:
     task: {name: stories, split: train, size: 40}
     prompt: {template: {name: r1_zero, preamble: ""}}
-    rollout: {prompts: 4, group: 2, max_tokens: 8}
+    rollout: {num_prompts: 4, group_size: 2, max_tokens: 8}
     objective: outcome
     train: {steps: 1}
     eval: {every: 0}
   prm:
     needs: labelled
     prompt: {template: {name: r1_zero, preamble: ""}}
-    data: {batch: 4}
+    data: {batch_size: 4}
     objective: process
     train: {steps: 1}
     eval: {every: 0}
@@ -61,21 +61,21 @@ seeds: 1
 """
 RLHF = """\
 description: A small one.
-start: {recipe: tiny/sft, task: {size: 40}, data: {batch: 2}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
+start: {recipe: tiny/sft, task: {size: 40}, data: {batch_size: 2}, train: {steps: 1, warmup_steps: 0}, eval: {every: 0}}
 rows:
-  proxy: {recipe: tiny/rm, task: {size: 40}, data: {batch: 2}, train: {steps: 1}, eval: {every: 0}}
-  judge: {recipe: tiny/rm, task: {size: 40, seed: 9}, data: {batch: 2}, train: {steps: 1}, eval: {every: 0}}
+  proxy: {recipe: tiny/rm, task: {size: 40}, data: {batch_size: 2}, train: {steps: 1}, eval: {every: 0}}
+  judge: {recipe: tiny/rm, task: {size: 40, seed: 9}, data: {batch_size: 2}, train: {steps: 1}, eval: {every: 0}}
   grpo:
     recipe: rl/grpo
     needs: proxy
     task: {size: 40}
-    rollout: {prompts: 2, group: 2, max_tokens: 8}
+    rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}
     train: {steps: 1, warmup_steps: 0, lr: 1.0e-3}
     eval: {every: 0}
   dpo-files:
     recipe: tiny/rm
     task: {size: 40}
-    data: {batch: 2}
+    data: {batch_size: 2}
     objective: {name: dpo, beta: 0.1}
     head: null
     train: {steps: 1}

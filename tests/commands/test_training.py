@@ -21,10 +21,10 @@ model: {name: tiny}
 task: {name: stories, size: 40, max_steps: 2}
 prompt: {template: {name: r1_zero, preamble: ""}}
 rewards: [{name: correct, weight: 1.0}, {name: xml_format, weight: 0.2}]
-rollout: {prompts: 2, group: 2, max_tokens: 8}
+rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}
 objective: grpo
 train: {steps: 3, lr: 1.0e-4, save_every: 1}
-eval: {every: 3, n: 5}
+eval: {every: 3, num_examples: 5}
 """
 
 

@@ -39,7 +39,7 @@ ENDLESS_TEMPLATES = {
 
 @pytest.mark.parametrize("name", ENDLESS_TEMPLATES)
 def test_chat_template_that_does_not_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.models.tokenizer.TRIAL_SECONDS", 1)
+    monkeypatch.setattr("posttrain.models.patterns.TRIAL_SECONDS", 1)
     with pytest.raises(UsageError, match=r"here: the chat template does not end on a short conversation within 1 s"):
         check_chat_template(ENDLESS_TEMPLATES[name], "here: ")
 

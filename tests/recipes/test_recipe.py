@@ -21,7 +21,7 @@ task: {name: stories, split: train}
 rewards:
   - correct
   - {name: xml_format, weight: 0.2}
-rollout: {prompts: 4, group: 4}
+rollout: {num_prompts: 4, group_size: 4}
 objective: {name: grpo, clip_high: 0.28}
 train:
   steps: 5
@@ -170,7 +170,7 @@ def test_words_that_do_not_belong_together():
     assert validate_recipe(supervised).rollout is None
     with pytest.raises(RecipeError, match="advantage: 'advantage' belongs to 'rollout'"):
         validate_recipe(supervised | {"advantage": "raw"})
-    with pytest.raises(RecipeError, match=r"^recipe: train\.epochs: .*passes over a rollout batch"):
+    with pytest.raises(RecipeError, match=r"^recipe: train\.ppo_epochs: .*are of a rollout batch"):
         validate_recipe(supervised | {"train": {"ppo_epochs": 2}})
 
 
@@ -454,9 +454,9 @@ def test_a_null_that_was_asked_for_stays(name: str, key: str, tmp_path: Path) ->
 def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
     base = {"task": "stories", "rollout": {"num_prompts": 2, "group_size": 2}, "objective": "grpo"}
     assert validate_recipe(base).resolve().dump()["regularize"] == {
-        "kl": 0.0,
+        "kl_coef": 0.0,
         "kl_estimator": "k3",
-        "entropy_bonus": 0.0,
+        "entropy_coef": 0.0,
     }
     recipe = validate_recipe(base | {"regularize": {"kl_coef": 0.1, "entropy_coef": 0.01}}).resolve()
     assert (recipe.regularize.kl_coef, recipe.regularize.entropy_coef) == (0.1, 0.01)

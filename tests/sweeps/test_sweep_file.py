@@ -29,9 +29,9 @@ def load_text(tmp_path: Path, text: str, *overrides: tuple[str, str], **wanted: 
 BASE = """\
 base:
   task: {name: stories, size: 40}
-  rollout: {prompts: 2, group: 2, max_tokens: 8}
+  rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}
   train: {steps: 2}
-  eval: {every: 1, n: 5}
+  eval: {every: 1, num_examples: 5}
 """
 
 
@@ -95,7 +95,7 @@ def test_a_key_of_the_command_line_reaches_every_row() -> None:
 
 
 def test_a_base_may_be_a_name_with_a_method_of_its_own(tmp_path: Path) -> None:
-    text = "base: {recipe: tiny/grpo, task: {size: 40}}\nrows: {as_it_is: , kl: {regularize: {kl: 0.1}}}\n"
+    text = "base: {recipe: tiny/grpo, task: {size: 40}}\nrows: {as_it_is: , kl: {regularize: {kl_coef: 0.1}}}\n"
     plan = load_text(tmp_path, text)
     assert plan.num_seeds == 3
     assert plan.start is None
@@ -104,7 +104,7 @@ def test_a_base_may_be_a_name_with_a_method_of_its_own(tmp_path: Path) -> None:
     assert second.objective == first.objective
     assert (first.regularize.kl_coef, second.regularize.kl_coef) == (0.0, 0.1)
     assert first.task.options["seed"] == 2  # tiny/grpo's
-    assert first.model.name == "tiny"
+    assert first.model.name == "tiny-sft"
 
 
 def test_defaults_follow_the_objective_that_a_method_ends_with(tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ start: {recipe: tiny/sft, train: {steps: 2, warmup_steps: 0}}
 rows:
   proxy:
     task: {name: stories, split: train, seed: 7, size: 40}
-    rollout: {prompts: 8, group: 4, max_tokens: 8, select: best_and_worst}
+    rollout: {num_prompts: 8, group_size: 4, max_tokens: 8, select: best_and_worst}
     objective: bradley_terry
-    train: {steps: 2, minibatches: 2}
+    train: {steps: 2, num_minibatches: 2}
     eval: {every: 0}
-  grpo: {recipe: rl/grpo, needs: proxy, eval: {drift_prompts: 4}}
+  grpo: {recipe: rl/grpo, needs: proxy, eval: {num_kl_prompts: 4}}
 best_of_n: {task: {name: stories, split: validation}, n: 5, samples: 4, max_tokens: 8}
 seeds: 2
 """
@@ -266,7 +266,7 @@ start: tiny/sft
 labelled: {task: {name: stories, split: train, size: 50}, n: 6, samples: 2}
 rows:
   orm: {recipe: tiny/orm}
-  prm: {needs: labelled, data: {batch: 2}, objective: process, train: {steps: 2}, eval: {every: 0}}
+  prm: {needs: labelled, data: {batch_size: 2}, objective: process, train: {steps: 2}, eval: {every: 0}}
 best_of_n: {task: stories}
 seeds: 2
 """

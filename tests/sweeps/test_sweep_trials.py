@@ -32,18 +32,18 @@ from posttrain.sweeps.runner import Outcome, read_states, trial_command
 TEXT = """\
 base:
   task: {name: stories, size: 40}
-  rollout: {prompts: 2, group: 2, max_tokens: 8}
+  rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}
   train: {steps: 2}
-  eval: {every: 1, n: 5}
+  eval: {every: 1, num_examples: 5}
 rows: {good: {objective: grpo}, other: {objective: reinforce}}
 seeds: 1
 """
 NEEDS = """\
 start: {recipe: tiny/sft, train: {steps: 2, warmup_steps: 0}}
 rows:
-  proxy: {task: {name: stories, size: 40}, rollout: {prompts: 8, group: 4, select: best_and_worst},
+  proxy: {task: {name: stories, size: 40}, rollout: {num_prompts: 8, group_size: 4, select: best_and_worst},
           objective: bradley_terry, train: {steps: 2}, eval: {every: 0}}
-  grpo: {recipe: rl/grpo, needs: proxy, train: {steps: 2}, eval: {drift_prompts: 4}}
+  grpo: {recipe: rl/grpo, needs: proxy, train: {steps: 2}, eval: {num_kl_prompts: 4}}
 best_of_n: {task: stories, n: 5, samples: 4}
 seeds: 2
 """

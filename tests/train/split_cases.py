@@ -27,12 +27,12 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
     "constant": {"length": 12},
     "unit_mean": {},
 }
-REGULARIZED = {"kl": 0.05, "entropy_bonus": 0.1}
-REGULARIZERS = ("kl", "kl_estimator", "entropy_bonus")
+REGULARIZED = {"kl_coef": 0.05, "entropy_coef": 0.1}
+REGULARIZERS = ("kl_coef", "kl_estimator", "entropy_coef")
 WIDE_CLIP = {"clip_low": 0.9, "clip_high": 5.0}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "reinforce": [REGULARIZED],
-    "grpo": [REGULARIZED, {"kl": 0.05, "kl_estimator": "k2"}],
+    "grpo": [REGULARIZED, {"kl_coef": 0.05, "kl_estimator": "k2"}],
     "gspo": [{}, WIDE_CLIP | REGULARIZED],
     "gspo_token": [WIDE_CLIP | REGULARIZED],
     "cispo": [REGULARIZED],
@@ -114,7 +114,7 @@ class Case:
         traits, options = self.entry.traits, self.entry.options(self.own_options)
         needs = set(traits["needs"])
         needs |= {stream for option, stream in traits.get("optional_needs", {}).items() if options[option]}
-        needs |= {"ref_logprobs"} if self.options.get("kl") else set()
+        needs |= {"ref_logprobs"} if self.options.get("kl_coef") else set()
         fillers(needs, "the case")  # refuses what nothing fills
         return needs | ({"correction"} if self.with_correction else set()) | {"sampler_logprobs"}
 

@@ -93,7 +93,7 @@ class Trainer:
             self.case.bind(),
             registry.find("aggregation", aggregate).bind(AGGREGATIONS[aggregate]),
             level=self.case.entry.traits["level"],
-            entropy="differentiable" if self.case.options.get("entropy_bonus") else "detached",
+            entropy="differentiable" if self.case.options.get("entropy_coef") else "detached",
             derive=self.case.entry.traits.get("derive", dict),
         )
         loss, metrics = accumulate(method, batch, TrainSection(**train))

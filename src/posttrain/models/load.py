@@ -21,8 +21,8 @@ from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.config import check_folder, check_sizes
 from posttrain.models.forward.precision import keep_angles_exact
 from posttrain.models.sources import (
+    EMBEDDED,
     SCORE,
-    TINY,
     base_of,
     check_files,
     explain_loading,
@@ -187,7 +187,7 @@ def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     length, template = tokenizer.model_max_length, tokenizer.chat_template
     if not isinstance(length, int | float):  # it is compared with lengths later
         raise TypeError(f"tokenizer_config.json: model_max_length is {shorten(repr(length))}, no number")
-    if source != str(TINY) and template:
+    if template and Path(source) not in EMBEDDED.values():
         from posttrain.models.patterns import check_chat_template
         from posttrain.models.tokenizer import CHAT_TEMPLATE
 

@@ -11,7 +11,6 @@ from urllib.request import Request, urlopen
 
 from posttrain.errors import UsageError, first_line
 from posttrain.models.config import check_folder, read_object
-from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
 from posttrain.option_types import shorten
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.store.checkpoint_files import STEP_FOLDER, refuse_damaged
@@ -50,6 +49,8 @@ def resolve_model_name(name: str) -> str:
     kind = kind_of_file(path)
     if kind == "folder":
         check_folder(path)
+        from posttrain.models.patterns import check_tokenizer
+
         check_tokenizer(path)
         if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
             raise UsageError(
@@ -149,6 +150,8 @@ def check_files(source: str) -> None:
                 f"model.name: {source}: {ADAPTER_CONFIG} describes something else than a plain LoRA adapter, and that "
                 "could run code of its choice; merge it into its base with what made it, and give the merged model"
             )
+        from posttrain.models.patterns import check_adapter_patterns, check_tokenizer
+
         check_adapter_patterns(settings, f"model.name: {source}: {ADAPTER_CONFIG}: ")
         check_tokenizer(Path(source))
         patterns = settings.get("alpha_pattern")

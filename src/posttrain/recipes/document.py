@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.errors import GONE, RecipeError
+from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
 from posttrain.other_names import answer_other_name
 from posttrain.recipes.sections import Section, Word
@@ -208,10 +208,12 @@ class Document(Generic[T]):
             names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
-        inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
-        if inner != key and (answer := answer_other_name(inner)):
-            return f"{where}{what} has no key {inner!r}.{answer}"
         known = _known_keys(self.model, path[:-1])
+        inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
+        meant = nearest(path[0], known) if inner != key else None
+        is_slip = meant is not None and inner.partition(".")[2] in _known_keys(self.model, [meant])
+        if inner != key and not is_slip and (answer := answer_other_name(inner)):
+            return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
         inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in _known_keys(self.model, [name])]

@@ -33,7 +33,6 @@ from posttrain.runs.directory import (
     run_names,
 )
 from posttrain.runs.processes import check_scale, join_processes, task_of
-from posttrain.runs.resuming import claim_to_resume, describe_changes, hard_changes
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
 from posttrain.train.files import Observer, RunFiles
@@ -219,6 +218,8 @@ def _refuse_taken(directory: RunDirectory, recipe: Recipe) -> None:
     if status is not None:  # no process works in it: "running" is the state of a killed one
         state = "killed" if status.state == "running" else status.state
         where = f"is at step {status.step} of {status.steps} ({state})"
+    from posttrain.runs.resuming import describe_changes, hard_changes
+
     if hard_changes(changed):
         raise RunConflict(
             f"{folder}: this run belongs to another recipe and {where}. {describe_changes(changed)}\n{other}"
@@ -253,6 +254,8 @@ def _newest_of(root: Path, names: Sequence[str]) -> Path:
 def _claim(directory: RunDirectory, recipe: Recipe, resume: bool, accept_changes: bool) -> list[str]:
     """Make the locked directory ours, or refuse; returns notices to show."""
     if resume:
+        from posttrain.runs.resuming import claim_to_resume
+
         notices, status = claim_to_resume(directory, recipe, accept_changes), directory.read_status()
         if not notices and status is not None and status.state == "finished":
             return ["this run had finished; it is only checked, and its results shown again"]

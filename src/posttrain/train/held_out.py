@@ -74,8 +74,8 @@ def build_eval_tasks(recipe: Recipe) -> list[Task]:
 def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task], words: Words) -> dict[str, HeldOut]:
     """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
 
-    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples`` examples that
-    every evaluation of the task uses; if these have more units, a fixed sample of them, so that one problem with many
+    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
+    examples that every evaluation of the task uses; if these have more units, a fixed sample of them, so that one problem with many
     solutions does not stand for all. Other tasks are evaluated by sampled answers alone. ``read``: the recipe's source
     over a task.
 

@@ -31,9 +31,9 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 def with_regularizers(
     objective: Callable[[Outputs, Batch], Loss],
     *,
-    kl: float = 0.0,
+    kl_coef: float = 0.0,
     kl_estimator: KlEstimator = "k3",
-    entropy_bonus: float = 0.0,
+    entropy_coef: float = 0.0,
 ) -> Callable[[Outputs, Batch], Loss]:
     """The objective with ``regularize`` behind it."""
 
@@ -41,17 +41,17 @@ def with_regularizers(
         loss = objective(outputs, batch)
         if not isinstance(loss, Loss):
             return loss  # of a user's own function; the loop says what is wrong with it
-        return regularize(loss, outputs, batch, kl=kl, kl_estimator=kl_estimator, entropy_bonus=entropy_bonus)
+        return regularize(loss, outputs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef)
 
     return regularized
 
 
 def regularize(
-    loss: Loss, outputs: Outputs, batch: Batch, *, kl: float, kl_estimator: KlEstimator, entropy_bonus: float
+    loss: Loss, outputs: Outputs, batch: Batch, *, kl_coef: float, kl_estimator: KlEstimator, entropy_coef: float
 ) -> Loss:
     """``values + β · kl − c_H · H`` of an objective with a policy term, whose values are per token, ``[B, T]``.
 
-    The metrics ``kl_ref`` (k3, if β > 0) and ``entropy`` are added. ``kl`` is β, ``entropy_bonus`` c_H in nats.
+    The metrics ``kl_ref`` (k3, if β > 0) and ``entropy`` are added. ``kl_coef`` is β, ``entropy_coef`` c_H in nats.
 
     What counts of an estimator in the loss is its gradient, and an unbiased estimator of the KL need
     not have an unbiased gradient. With tokens drawn from the policy itself (Tang & Munos 2025, "On a
@@ -66,13 +66,13 @@ def regularize(
     reweighted for that.
     """
     values, metrics = loss.values, dict(loss.metrics)
-    if kl != 0.0:
+    if kl_coef != 0.0:
         to_reference = log_ratio(outputs.logprobs, batch.stream("ref_logprobs"), batch.mask)
-        values = values + kl * KL_ESTIMATORS[kl_estimator](to_reference)
+        values = values + kl_coef * KL_ESTIMATORS[kl_estimator](to_reference)
         metrics["kl_ref"] = kl_k3(to_reference.detach())
     if outputs.entropy is None:
-        assert entropy_bonus == 0.0, "the forward pass was not asked for the entropy"
+        assert entropy_coef == 0.0, "the forward pass was not asked for the entropy"
         return Loss(values, metrics)
-    if entropy_bonus != 0.0:
-        values = values - entropy_bonus * outputs.entropy
+    if entropy_coef != 0.0:
+        values = values - entropy_coef * outputs.entropy
     return Loss(values, metrics | {"entropy": outputs.entropy.detach()})

@@ -11,11 +11,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
 from typing import IO, Any
+
+try:
+    import resource
+except ImportError:  # Windows: no limits; the parent ends what takes too long
+    resource = None  # type: ignore[assignment]
 
 MAX_REASON_CHARS = 300
 STATM = "/proc/self/statm"
@@ -77,17 +81,19 @@ def answer_item(function: Callable[[Any], Any], item: Any, settings: dict[str, A
 
 
 def _set_timers(cpu_seconds: float, wall_seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+    if resource is not None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
 
 
 def _take_pipes() -> tuple[IO[bytes], int]:
     """Move the two pipes away from standard input and output, where a library might read or print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if resource is not None:
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -97,6 +103,8 @@ def _take_pipes() -> tuple[IO[bytes], int]:
 
 def _limit_memory(num_bytes: int | None) -> None:
     """Let the address space grow by ``num_bytes`` from here; None lifts the limit."""
+    if resource is None:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft, size = hard, _address_space()
     if num_bytes is not None and size:

@@ -127,11 +127,14 @@ class RowOrder:
 
     def _parts(self, turns: list[int]) -> list[int]:
         """Return the parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
+        if len(turns) == 1:
+            turns[0] += self.size
+            return [0] * self.size
         from posttrain.tasks.mixture import next_turn
 
         parts = []
         for _ in range(self.size):
-            parts.append(next_turn(self.weights, turns) if len(turns) > 1 else 0)
+            parts.append(next_turn(self.weights, turns))
             turns[parts[-1]] += 1
         return parts
 
