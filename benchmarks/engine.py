@@ -153,7 +153,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "what": "tokens of completions per second, log-probabilities on; medians over alternating pairs",
         "shape": SHAPE | {"parameters": sum(p.numel() for p in model.parameters())},
-        "work": {"prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS},
+        "work": {"num_prompts": PROMPTS, "group_size": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS},
         "versions": {"python": platform.python_version(), "torch": torch.__version__}
         | {"transformers": transformers.__version__},
         "pairs": arguments.pairs,

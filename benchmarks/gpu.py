@@ -152,7 +152,7 @@ def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
     }
     if kind == "sft":
         return stated | {"objective": "cross_entropy", "data": {"batch_size": 8, "train_on": "all"}}
-    rollout = {"prompts": 8, "group": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
+    rollout = {"num_prompts": 8, "group_size": GROUP, "max_tokens": 64, "old_logprobs": "trainer"}
     return stated | {"objective": "grpo", "rewards": ["training_reward:digits"], "rollout": rollout}
 
 

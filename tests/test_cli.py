@@ -174,7 +174,7 @@ def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.C
     section = explained("regularize")
     assert "one of k1, k2, k3" in section
     assert "--regularize.kl_coef VALUE" in section
-    for name, section in (("lora", "model.adapter"), ("kl", "regularize"), ("regularize.kl_coef", "regularize")):
+    for name, section in (("lora", "model.adapter"), ("kl_coef", "regularize"), ("regularize.kl_coef", "regularize")):
         assert explained(name).startswith(f"{section}  section of a recipe")
     # a default that is a line's end is one word of the table
     assert 'step_separator    str                              "\\n"' in explained("preferences")

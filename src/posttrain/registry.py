@@ -19,7 +19,6 @@ from pydantic import PydanticUserError, ValidationError, create_model
 
 from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
-from posttrain.other_names import answer_other_name
 from posttrain.untrusted import is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
@@ -336,6 +335,8 @@ def explain_fault(item: Mapping[str, Any], key: str, label: str, known: Sequence
         return f"{explain_type(item['msg'], item['input'])}{hint}"
     if key in GONE:
         return f"this key was removed. Use {GONE[key]}."
+    from posttrain.other_names import answer_other_name  # a long table, for errors alone
+
     last = str(item["loc"][-1])
     if answer := answer_other_name(key):
         return f"{label} has no key {last!r}.{answer}"

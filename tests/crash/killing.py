@@ -70,7 +70,7 @@ def sft_recipe(steps: int, **train: Any) -> dict[str, Any]:
 
 def ahead_recipe(steps: int, staleness: int = 1, **rollout: Any) -> dict[str, Any]:
     """GRPO that samples ahead, with dropped groups and four updates per batch."""
-    recipe = grpo_recipe(steps, epochs=2, minibatches=2)
+    recipe = grpo_recipe(steps, ppo_epochs=2, num_minibatches=2)
     drops = {"drop_uniform_groups": True, "max_rounds": 3, "staleness": staleness, "max_tokens": 6}
     rewards = [{"name": "vowels:begins_with_a_vowel"}]
     return recipe | {"rollout": recipe["rollout"] | drops | rollout, "rewards": rewards}
@@ -105,7 +105,7 @@ RECIPES: dict[str, Callable[[int], dict[str, Any]]] = {
     "grpo": grpo_recipe,
     "sft": sft_recipe,
     # Four updates per rollout batch, saved after every third: most checkpoints fall inside a batch.
-    "grpo in passes": lambda steps: grpo_recipe(steps, epochs=2, minibatches=2),
+    "grpo in passes": lambda steps: grpo_recipe(steps, ppo_epochs=2, num_minibatches=2),
     "grpo ahead": ahead_recipe,
     **{f"turns with {name}": partial(turns_recipe, name) for name in PLAYED},
 }

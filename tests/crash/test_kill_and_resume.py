@@ -74,7 +74,7 @@ def test_kills_in_every_gap(
     starters: tuple[killing.Starter, killing.Starter], tmp_path: Path, gaps: list[tuple[str, str, str, int]]
 ) -> None:
     recipe = tmp_path / "mine.yaml"
-    content = killing.grpo_recipe(12, epochs=2, minibatches=2, save_every=2)
+    content = killing.grpo_recipe(12, ppo_epochs=2, num_minibatches=2, save_every=2)
     recipe.write_text(yaml.safe_dump(content | {"eval": killing.EVALUATION | {"every": 2}}))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     killing.run_undisturbed(starters[0], recipe, whole)

@@ -175,7 +175,7 @@ def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel,
 
 def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
     """Of two updates a batch, those before the first of them."""
-    evaluation = {"every": 3, "n": 2, "max_tokens": 4}
+    evaluation = {"every": 3, "num_examples": 2, "max_tokens": 4}
     run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"ppo_epochs": 2, "steps": 4}))
     training, evaluations = recorded(tmp_path / "own")
     assert {(row.step, row.version) for row in training} == {(1, 0), (3, 2)}
@@ -184,7 +184,7 @@ def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
 
 def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
     place = {"engine": {"name": "vllm", "url": server.url}}
-    evaluation = {"every": 2, "n": 2, "max_tokens": 4}
+    evaluation = {"every": 2, "num_examples": 2, "max_tokens": 4}
     run(tmp_path / "run", make_recipe("grpo", rollout=place, eval=evaluation, train={"steps": 2}))
     rows, evaluations = recorded(tmp_path / "run")
     assert [row.version for row in rows] == [row.step - 1 for row in rows]

@@ -195,7 +195,8 @@ def test_memory_of_an_update_is_what_was_planned(checkpointing: bool, tmp_path: 
     tokenizer.save_pretrained(tmp_path)
     keys = {
         "model.name": str(tmp_path), "model.dtype": "bfloat16", "model.adapter.rank": "8", "model.device": "cuda",
-        "rollout.num_prompts": "1", "rollout.group_size": "8", "rollout.max_tokens": "700", "prompt.max_prompt_tokens": "300",
+        "rollout.num_prompts": "1", "rollout.group_size": "8", "rollout.max_tokens": "700",
+        "prompt.max_prompt_tokens": "300",
         "train.gradient_checkpointing": str(checkpointing).lower(), "eval.every": "0", "task.size": "40",
     }  # fmt: skip
     recipe = load_recipe("tiny/grpo", list(keys.items())).resolve()

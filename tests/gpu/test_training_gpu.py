@@ -141,7 +141,7 @@ def test_gradients_on_cuda_do_not_depend_on_the_split() -> None:
     model = random_model("qwen3")
     forward = Forward(model)
     gradients = []
-    for options in ({}, {"rows_per_micro": 1}, {"tokens_per_micro": 60}):
+    for options in ({}, {"micro_batch_rows": 1}, {"micro_batch_tokens": 60}):
         model.zero_grad(set_to_none=True)
         accumulate(Method(forward, objective, aggregate), ragged_batch(), TrainSection(**options))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

@@ -13,7 +13,7 @@ from typing import Any
 from small_runs import MOST_SECONDS, end_of, make_recipe, start, train_command
 
 TESTS = Path(__file__).parent.parent
-SHORT = {"prompts": 4, "group": 2, "max_tokens": 6, "temperature": 1.5}
+SHORT = {"num_prompts": 4, "group_size": 2, "max_tokens": 6, "temperature": 1.5}
 
 
 class Machines:

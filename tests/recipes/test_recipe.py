@@ -65,7 +65,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path):
         ("  steps: 5", "  steps: 0", r"mine\.yaml:9: train\.steps: .*greater than or equal to 1"),
         ("train:", "trian:", r"mine\.yaml:8: trian: a recipe has no key 'trian'\. Did you mean 'train'\?"),
         ("task: {name: stories, split: train}\n", "", r"task: a recipe needs this key"),
-        ("rollout: {prompts: 4, group: 4}\n", "", r"exactly one of 'rollout' .* and 'data'"),
+        ("rollout: {num_prompts: 4, group_size: 4}\n", "", r"exactly one of 'rollout' .* and 'data'"),
         ("  lr: 1e-4", "  lr: 1e-4\n  lr: 2e-4", r"mine\.yaml:11: train\.lr: this key stands twice"),
         ("train:", "train: [", r"mine\.yaml:\d+: not valid YAML"),
     ],
@@ -175,7 +175,7 @@ def test_words_that_do_not_belong_together():
 
 
 def test_words_that_do_not_belong_together_are_named_with_their_line(tmp_path: Path):
-    lines = TEXT.replace("rollout: {prompts: 4, group: 4}", "data: {}").splitlines()
+    lines = TEXT.replace("rollout: {num_prompts: 4, group_size: 4}", "data: {}").splitlines()
     path = write(tmp_path, "\n".join([*lines, "advantage: raw", ""]))
     line = len(lines) + 1
     with pytest.raises(RecipeError, match=rf"mine\.yaml:{line}: advantage: 'advantage' belongs to 'rollout'; a superv"):
@@ -240,9 +240,7 @@ def test_a_section_with_a_key_called_name_is_no_word(tmp_path: Path) -> None:
 
 def test_null_takes_a_key_away(tmp_path: Path) -> None:
     base = TEXT.replace("train:", "advantage: raw\ntrain:")
-    supervised = (
-        "extends: BASE\nrollout: null\nadvantage: null\nrewards: null\ndata: {batch: 3}\nobjective: cross_entropy\n"
-    )
+    supervised = "extends: BASE\nrollout: null\nadvantage: null\nrewards: null\ndata: {batch_size: 3}\nobjective: cross_entropy\n"
     recipe = extending(tmp_path, supervised, base=base)
     assert (recipe.rollout, recipe.advantage, recipe.rewards) == (None, None, [])
     assert recipe.data is not None
@@ -486,7 +484,7 @@ def test_regularizers_belong_to_objectives_with_a_policy_term() -> None:
         ("rollout", "3", "rollout: Input should be a section of keys; got 3"),
         ("train.lr", "{fast: 3}", "train.lr: Input should be a valid number; got a section with the keys 'fast'"),
         ("train.steps", str([*range(60)]), "train.steps: Input should be a valid integer; got a list of 60 values"),
-        ("data", "{batch: 4}", "give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"),
+        ("data", "{batch_size: 4}", "give exactly one of 'rollout' (reinforcement learning) and 'data' (supervised)"),
         (
             "train.num_epochs",
             "often",

@@ -26,7 +26,7 @@ from posttrain.store.rollouts import RolloutStore
 from small_runs import MOST_SECONDS, Events, end_of, make_recipe, same_bits, saved_tensors, start, train_command
 
 TESTS = Path(__file__).parent
-SHORT = {"prompts": 4, "group": 2, "max_tokens": 6, "temperature": 1.5}
+SHORT = {"num_prompts": 4, "group_size": 2, "max_tokens": 6, "temperature": 1.5}
 
 
 def recipe_of(reward: str, processes: int = 2, **options: Any) -> Any:

@@ -194,7 +194,7 @@ def test_with_method_of_and_differences_are_apart() -> None:
     }
     base = {"objective": {"name": "y"}, "advantage": {"name": "z"}, "rollout": {"group_size": 4, "max_rounds": 3}}
     assert with_method_of(base, data) == {"objective": {"name": "x"}, "rollout": {"group_size": 4, "select": "every"}}
-    assert base["rollout"] == {"group": 4, "max_rounds": 3}  # unchanged
+    assert base["rollout"] == {"group_size": 4, "max_rounds": 3}  # unchanged
     other = {**data, "objective": {"name": "y"}, "train": {"lr": 2, "seed": 5}, "description": "z"}
     assert differences(data, other) == {"train.lr": (1, 2)}
 
@@ -396,8 +396,13 @@ def test_reward_models_of_steps_learn_from_labelled_answers(tmp_path: Path) -> N
         (NEEDS, "bradley_terry", "dpo", "best_of_n: a reward model chooses; none of the rows trains one"),
         (NEEDS, "rl/grpo", "tiny/sft", "mine.yaml:9: rows.grpo: a reward model rewards answers that are sampled"),
         (NEEDS, "needs: proxy", "needs: proxy, rewards: correct", "rows.grpo.rewards: its reward is the reward model"),
-        (NEEDS, "drift_prompts: 4", "every: 0", "rows.grpo.eval: give every and drift_prompts"),
-        (NEEDS, "eval: {drift", "rollout: {temperature: 0.7}, eval: {drift", "rows.grpo.rollout.temperature: 0.7 here"),
+        (NEEDS, "num_kl_prompts: 4", "every: 0", "rows.grpo.eval: give every and num_kl_prompts"),
+        (
+            NEEDS,
+            "eval: {num_kl",
+            "rollout: {temperature: 0.7}, eval: {num_kl",
+            "rows.grpo.rollout.temperature: 0.7 here",
+        ),
         (NEEDS, "  proxy:\n", "  other: tiny/rm\n  proxy:\n", "best_of_n: next to policies there is one"),
         (
             NEEDS,

@@ -171,7 +171,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> type[Remote]:
 
 
 def served_recipe(staleness: int, **changes: Any) -> Recipe:
-    rollout = {"prompts": 4, "group": 2, "max_tokens": 4, "engine": "test_asynchrony:remote"}
+    rollout = {"num_prompts": 4, "group_size": 2, "max_tokens": 4, "engine": "test_asynchrony:remote"}
     usual = {"train": {"steps": 8, "num_minibatches": 2, "lr": 1e-3, "save_every": 3, "keep_checkpoints": 9}}
     return stale_recipe(staleness, rollout=rollout, **(usual | changes))
 

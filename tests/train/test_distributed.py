@@ -25,7 +25,7 @@ from posttrain.world import ONE, World
 from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
 
 SHARDED = {"scale": {"sharding": "fsdp2"}}
-SHORT = {"prompts": 6, "group": 4, "max_tokens": 8, "temperature": 1.5}
+SHORT = {"num_prompts": 6, "group_size": 4, "max_tokens": 8, "temperature": 1.5}
 TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "micro_batch_tokens": 400}
 EVALUATION = {"every": 5, "num_examples": 6, "max_tokens": 6}
 CASES: dict[str, dict[str, Any]] = {
@@ -378,7 +378,7 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
             }
             about: dict[str, Any] = {"model": {"name": shallow(2)}}
             about |= {} if case in ("kto", "sft") else {"rollout": {**SHORT, "engine": engine}}
-            uneven = {"steps": 3, "tokens_per_micro": 60}
+            uneven = {"steps": 3, "micro_batch_tokens": 60}
             recipe = recipe_of(case, "float64", **about, eval=shown, train=uneven, **scale)
             train_case(world, recipe, folders[name])
             assert server.label.endswith(":3")

@@ -109,7 +109,7 @@ def test_an_unknown_best_is_refused_before_the_first_update(tmp_path: Path, monk
 
 def test_a_policy_without_gold_answers_is_told_by_its_reward(pairs: Path, tmp_path: Path) -> None:
     task = {"name": "preferences", "path": str(pairs), "validation_share": 0.2}
-    evaluation = {"every": 2, "n": 4, "max_tokens": 8, "drift_prompts": 2}
+    evaluation = {"every": 2, "num_examples": 4, "max_tokens": 8, "num_kl_prompts": 2}
     recipe = one_layer_recipe("grpo", train={"steps": 4}, eval=evaluation)
     data = recipe.dump() | {"task": task, "prompt": {"template": "dialogue"}}
     events = Events()

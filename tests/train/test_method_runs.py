@@ -15,8 +15,8 @@ from posttrain.recipes.sections import ModelSection
 from small_runs import make_recipe, recorded, run, same_bits, save_perturbed, saved_tensors, shallow, steps_of, untimed
 
 # Two minibatches, twice: of the six steps the first four share a rollout batch.
-SHARED_BATCH = {"steps": 6, "epochs": 2, "minibatches": 2}
-JUDGING = {"label_above": 0.1, "group": 6, "max_tokens": 8}
+SHARED_BATCH = {"steps": 6, "ppo_epochs": 2, "num_minibatches": 2}
+JUDGING = {"label_above": 0.1, "group_size": 6, "max_tokens": 8}
 BALANCED = JUDGING | {"select": {"name": "balanced", "threshold": 0.1, "keep": 2}}
 SHORT = {"max_tokens": 8}
 TEACHER = {"top_k": 5}

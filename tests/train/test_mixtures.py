@@ -29,7 +29,7 @@ def mixed(weights: dict[str, float], **options: Any) -> dict[str, Any]:
     return {"name": "mixture", "parts": parts}
 
 
-UPDATES = {"steps": 6, "lr": 1e-3, "epochs": 1, "minibatches": 2, "save_every": 1, "keep": 20}
+UPDATES = {"steps": 6, "lr": 1e-3, "ppo_epochs": 1, "num_minibatches": 2, "save_every": 1, "keep_checkpoints": 20}
 
 
 def shares_of(folder: Path, *names: str) -> list[tuple[float, ...]]:
@@ -39,7 +39,7 @@ def shares_of(folder: Path, *names: str) -> list[tuple[float, ...]]:
 
 
 def test_prompts_by_part_in_rollouts_that_replace_groups_and_resume(tmp_path: Path) -> None:
-    rollout = {"group": 2, "max_tokens": 4, "drop_uniform_groups": True, "max_rounds": 3, "staleness": 1}
+    rollout = {"group_size": 2, "max_tokens": 4, "drop_uniform_groups": True, "max_rounds": 3, "staleness": 1}
     task = mixed({"one": 3, "two": 1})
     recipe = one_layer_recipe("grpo", task=task, train=UPDATES, rollout=rollout, rewards=["small_runs:many_vowels"])
     run(tmp_path / "whole", recipe)

@@ -24,7 +24,7 @@ def test_batches_of_so_many_passes(passes: float, examples: int, batch: int, exp
 def passes_over(passes: float, kind: str = "sft", **train: Any) -> Any:
     """A small recipe that counts passes over 7 stories."""
     plain = one_layer_recipe(kind, train={"schedule": "linear", **train}).dump()
-    plain["train"] |= {"steps": None, "passes": passes}
+    plain["train"] |= {"steps": None, "num_epochs": passes}
     plain["task"] |= {"size": 7}
     return validate_recipe(plain).resolve()
 

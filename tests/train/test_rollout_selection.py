@@ -62,7 +62,7 @@ def right_and_wrong_by_hand(group: list[Rollout], threshold: float, most: int) -
 
 def test_rows_of_pairs_alternate_and_share_their_prompt(tokenizer, template) -> None:
     select = {"name": "right_and_wrong", "threshold": 4.5, "num_pairs": 2}
-    rollout = {"prompts": 5, "group": 6, "select": select, "label_above": 7.0}
+    rollout = {"num_prompts": 5, "group_size": 6, "select": select, "label_above": 7.0}
     source = sampled(tokenizer, template, sums(20), objective={"name": PAIRS}, rollout=rollout)
     draw = source(1)
     batch = draw.batch
@@ -92,7 +92,7 @@ def test_rows_of_pairs_alternate_and_share_their_prompt(tokenizer, template) -> 
 
 def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) -> None:
     """Expert iteration: cross-entropy on what was rewarded."""
-    rollout = {"prompts": 4, "group": 4, "select": {"name": "above", "threshold": 6.5}}
+    rollout = {"num_prompts": 4, "group_size": 4, "select": {"name": "above", "threshold": 6.5}}
     source = sampled(tokenizer, template, sums(20), objective={"name": "cross_entropy"}, rollout=rollout)
     draw = source(1)
     kept = [ids_of(r) for r in draw.rollouts if r.reward > 6.5]
@@ -106,7 +106,7 @@ def test_answers_to_imitate_carry_nothing_but_themselves(tokenizer, template) ->
 
 
 def test_nothing_selected_is_no_batch(tokenizer, template) -> None:
-    rollout = {"prompts": 3, "group": 2, "select": {"name": "above", "threshold": 9.0}}
+    rollout = {"num_prompts": 3, "group_size": 2, "select": {"name": "above", "threshold": 9.0}}
     changes: dict[str, Any] = {"objective": {"name": "cross_entropy"}, "rollout": rollout}
     source = sampled(tokenizer, template, sums(20), **changes, train={"ppo_epochs": 2})
     draw = source(1)

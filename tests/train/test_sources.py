@@ -314,7 +314,7 @@ def test_every_prompt_is_in_one_minibatch_of_each_epoch(tokenizer, template, epo
 def test_groups_are_drawn_until_enough_of_them_vary(tokenizer, template) -> None:
     task = sums(50)
     even = {tuple(encode_prompt(tokenizer, template, e.messages)) for i, e in enumerate(task.examples) if i % 2 == 0}
-    rollout = {"prompts": 4, "group": 6, "drop_uniform_groups": True, "max_rounds": 8}
+    rollout = {"num_prompts": 4, "group_size": 6, "drop_uniform_groups": True, "max_rounds": 8}
     source = sampled(tokenizer, template, task, engine=mostly_uniform(tokenizer, even.__contains__), rollout=rollout)
     draw = source(1)
     groups = groups_of(draw.rollouts, 6)

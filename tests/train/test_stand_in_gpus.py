@@ -25,7 +25,7 @@ from small_runs import make_recipe, one_layer_recipe, recorded, run, same_bits, 
 EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 6}
 DRAWN = {**EVALUATION, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
 TRAIN = {"steps": 2, "lr": 1e-4, "micro_batch_tokens": 300}
-SHORT = {"prompts": 3, "group": 2, "max_tokens": 8, "temperature": 1.5}
+SHORT = {"num_prompts": 3, "group_size": 2, "max_tokens": 8, "temperature": 1.5}
 COARSE = {"dtype": "bfloat16", "adapter": {"rank": 4}}
 NVIDIA: dict[str, dict[str, Any]] = {
     "16 bits": {"kind": "grpo", "rollout": SHORT, "model": COARSE},

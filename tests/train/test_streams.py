@@ -164,7 +164,7 @@ def stays_near(outputs: Outputs, batch: Batch) -> Loss:
 def test_a_stream_of_a_users_own_is_filled_and_read(advantage: str) -> None:
     """Bit for bit what its formula gives, at both updates on one rollout batch; the reference is built for it."""
     declare_code("test_streams:held_back")
-    settings = {"epochs": 2, "rows_per_micro": 1}
+    settings = {"ppo_epochs": 2, "micro_batch_rows": 1}
     recipe = make_recipe("grpo", objective="test_streams:held_back", advantage=advantage, train=settings)
     parts = prepare(recipe)
     assert parts.reference is not None

@@ -82,7 +82,7 @@ def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         settings = {"steps": 10, "lr": 1e-3, "seed": seed}
-        rollout = {"prompts": 4, "group": 8, "max_tokens": 12}
+        rollout = {"num_prompts": 4, "group_size": 8, "max_tokens": 12}
         path = write_recipe(folder, "grpo", {"name": TOKENS, "strength": 0.8}, train=settings, rollout=rollout)
         run(folder, resolved(path))
         rows = steps_of(folder)

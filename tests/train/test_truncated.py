@@ -21,7 +21,7 @@ from small_runs import one_layer_recipe
 
 # Answers of a group of four, whose reward is the last digit: of three tokens at most, so that the third is cut off.
 GROUP = ("7.", "3.", "9999", "11.")
-FOUR = {"prompts": 1, "group": 4, "max_tokens": 3, "mask_truncated": True}
+FOUR = {"num_prompts": 1, "group_size": 4, "max_tokens": 3, "mask_truncated": True}
 
 
 def in_order(tokenizer: Any, *groups: tuple[str, ...]) -> ScriptedEngine:
@@ -85,7 +85,7 @@ WORDS: dict[str, dict[str, Any]] = {
 def cut_recipe(words: str, *, masks: bool, **train: Any) -> Recipe:
     declare_code("choosing_engine:choosing")
     engine = {"name": "choosing_engine:choosing", "texts": TEXTS}
-    rollout = {"engine": engine, "prompts": 4, "group": 4, "max_tokens": 12, "mask_truncated": masks}
+    rollout = {"engine": engine, "num_prompts": 4, "group_size": 4, "max_tokens": 12, "mask_truncated": masks}
     return one_layer_recipe("grpo", rollout=rollout, train=train, **WORDS[words])
 
 
@@ -158,7 +158,7 @@ def test_the_gradient_is_worked_by_hand() -> None:
 
 def test_groups_are_drawn_until_something_is_left_of_them(tokenizer, template) -> None:
     """A group whose rewards differ is as good as uniform when all of it was cut off."""
-    rollout = FOUR | {"prompts": 2, "group": 2, "drop_uniform_groups": True}
+    rollout = FOUR | {"num_prompts": 2, "group_size": 2, "drop_uniform_groups": True}
     engine = in_order(tokenizer, ("9999", "1111"), ("5.", "5."), ("2.", "7."), ("8.", "6666"))
     draw = sampled(tokenizer, template, sums(9), engine=engine, rollout=rollout)(1)
     assert draw.metrics["accepted_groups"] == 0.5
@@ -168,8 +168,8 @@ def test_groups_are_drawn_until_something_is_left_of_them(tokenizer, template) -
 
 
 def test_minibatches_and_a_resumed_run_are_of_what_is_left(tokenizer, template) -> None:
-    rollout = FOUR | {"prompts": 2, "group": 2}
-    train = {"epochs": 2, "minibatches": 2}
+    rollout = FOUR | {"num_prompts": 2, "group_size": 2}
+    train = {"ppo_epochs": 2, "num_minibatches": 2}
 
     def make() -> Any:
         engine = in_order(tokenizer, ("1.", "2."), ("3333", "4444"), *[("5.", "6.")] * 2)

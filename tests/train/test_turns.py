@@ -55,8 +55,8 @@ def game_recipe(environment: Any = GAME, **changes: Any) -> Any:
     declare_code(["choosing_engine:choosing", "test_turns:Unsure"])
     rollout = {
         "engine": {"name": "choosing_engine:choosing", "texts": TEXTS},
-        "prompts": 3,
-        "group": 4,
+        "num_prompts": 3,
+        "group_size": 4,
         "max_tokens": 200,
         "temperature": 1.0,
         "max_turns": 4,

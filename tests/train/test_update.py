@@ -105,13 +105,13 @@ def assert_same_for_every_split(case: Case, aggregations: list[str], models: Any
     rows, each, trainer = case.rows(), case.rows_per_unit, Trainer(case, models)
     mixed = shuffled(rows, each)
     variants = {
-        "one unit at a time": (collated(rows, each), {"rows_per_micro": 1}),
-        "small token budget": (collated(rows, each), {"tokens_per_micro": 17}),
-        "another order": (collated(mixed, each), {"rows_per_micro": 2 * each}),
-        "more padding": (widened(collated(mixed, each), 11), {"tokens_per_micro": 40}),
+        "one unit at a time": (collated(rows, each), {"micro_batch_rows": 1}),
+        "small token budget": (collated(rows, each), {"micro_batch_tokens": 17}),
+        "another order": (collated(mixed, each), {"micro_batch_rows": 2 * each}),
+        "more padding": (widened(collated(mixed, each), 11), {"micro_batch_tokens": 40}),
     }
     if case.level == "token":  # a wide row without trained tokens has no weight
-        variants["an empty row"] = (collated([*rows, blank_row(rows[0])], each), {"tokens_per_micro": 40})
+        variants["an empty row"] = (collated([*rows, blank_row(rows[0])], each), {"micro_batch_tokens": 40})
     for aggregate in aggregations:
         whole, loss, metrics = trainer.gradient(aggregate, collated(rows, each))
         scale = float(whole.abs().max())

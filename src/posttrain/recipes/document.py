@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import GONE, RecipeError, nearest
 from posttrain.option_types import faults, shorten
-from posttrain.other_names import answer_other_name
 from posttrain.recipes.sections import Section, Word
 from posttrain.strict_yaml import MAX_CHARS, MAX_DEPTH, MAX_KEY_CHARS, read_option, read_yaml, write_yaml
 from posttrain.untrusted import declare_code, is_stored, kind_of_file, refuse_remote_code
@@ -208,11 +207,13 @@ class Document(Generic[T]):
             names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
+        from posttrain.other_names import answer_other_name
+
         known = _known_keys(self.model, path[:-1])
         inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
         meant = nearest(path[0], known) if inner != key else None
         is_slip = meant is not None and inner.partition(".")[2] in _known_keys(self.model, [meant])
-        if inner != key and not is_slip and (answer := answer_other_name(inner)):
+        if inner != key and key not in GONE and not is_slip and (answer := answer_other_name(inner)):
             return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked

@@ -423,7 +423,7 @@ class EvalSection(Section):
     """Held-out evaluation, before the first step, every ``every`` steps (0 or -1: never) and at the end.
 
     ``tasks``: by default the validation split of the training task. ``num_examples``: of each, always the same
-    ``sample`` (``items_seed`` draws another) or the ``first``. ``samples``: answers to each, at a ``temperature`` above 0.
+    ``sample`` (``items_seed`` draws another) or the ``first``. ``samples``: answers to each, with a ``temperature``.
     ``num_kl_prompts``: so many prompts are answered at the temperature of training, for entropy and the KL from the
     start; by default 64 where a reward model pays, else none.
     ``best``: the result that ranks the run and chooses ``checkpoints/best``; by default right answers, or what there

@@ -75,9 +75,8 @@ def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task]
     """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
 
     They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
-    examples that every evaluation of the task uses; if these have more units, a fixed sample of them, so that one problem with many
-    solutions does not stand for all. Other tasks are evaluated by sampled answers alone. ``read``: the recipe's source
-    over a task.
+    examples that every evaluation of the task uses; if these have more units, a fixed sample of them. Other tasks are
+    evaluated by sampled answers alone. ``read``: the recipe's source over a task.
 
     Raises:
         RecipeError: a task to evaluate a reward model on has no responses.
