@@ -107,6 +107,7 @@ _CALLED = {
 }
 # What has no key here, or more than one, and why. A name with a section holds there alone.
 _ANSWERS = {
+    "train.epochs": "train.num_epochs (passes over the data) or train.ppo_epochs (over a rollout batch)",
     "eval.n": "eval.num_examples",
     "data.batch": "data.batch_size",
     "data.max_tokens": "data.max_length",
