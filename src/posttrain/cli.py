@@ -50,12 +50,12 @@ start here:
   posttrain demo                              watch a small model learn to reason, in minutes
   posttrain recipes                           what can be trained
   posttrain explain grpo                      a word of a recipe: its equation, its options
-  posttrain train tiny/grpo --train.lr 1e-4   train; any key of the recipe is an option
+  posttrain train tiny/grpo --train.lr 6e-5   train; any key of the recipe is an option
   posttrain runs                              what has been trained
 """
 TRAIN_EPILOG = """\
 any key of the recipe is an option:
-  posttrain train tiny/grpo --train.lr 3e-4 --rollout.group_size 16 --objective.clip_high 0.28
+  posttrain train tiny/grpo --train.lr 6e-5 --rollout.group_size 16 --objective.clip_high 0.28
   posttrain train grpo-gsm8k --model.name tiny --task.path data/gsm8k_train.jsonl.gz
   posttrain train my-recipe.yaml --dry-run
 """

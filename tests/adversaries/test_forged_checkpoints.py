@@ -31,7 +31,7 @@ PARTS = [
     {"name": name, "task": {"name": "stories", "size": 32, "max_steps": 1, "seed": i}} for i, name in enumerate("ab")
 ]
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "num_epochs": ("grpo", {"train": TRAIN | {"num_minibatches": 2}}),
+    "passes": ("grpo", {"train": TRAIN | {"num_minibatches": 2}}),
     "ahead": (
         "grpo",
         {

@@ -110,7 +110,7 @@ def test_a_cache_that_grows_and_shifts_gives_the_same(
 CASES = st.fixed_dictionaries(
     {
         "lengths": st.lists(st.integers(1, 9), min_size=1, max_size=3),
-        "group_size": st.integers(1, 3),
+        "group": st.integers(1, 3),
         "slots": st.integers(1, 7),
         "max_tokens": st.integers(1, 30),
         "max_turn_tokens": st.none() | st.integers(1, 12),

@@ -390,8 +390,8 @@ def test_a_judge_is_not_asked_again_by_a_run_that_goes_on(tmp_path: Path, monkey
 
     with FakeJudge(moody) as server:
         rewards = f"[{{name: judge, weight: 1.0, url: '{server.url}', concurrency: 1}}]"
-        changes = "rollout: {prompts: 2, group: 2, max_tokens: 8}\neval: {every: 0}"
-        train = "train: {steps: 4, save_every: 2, keep: 9}"
+        changes = "rollout: {num_prompts: 2, group_size: 2, max_tokens: 8}\neval: {every: 0}"
+        train = "train: {steps: 4, save_every: 2, keep_checkpoints: 9}"
         Path("mine.yaml").write_text(f"extends: tiny/grpo\nrewards: {rewards}\n{changes}\n{train}\n")
         assert main(["train", "mine.yaml", "--run", "whole", "--quiet"]) == 0
         asked = len(server.chats)

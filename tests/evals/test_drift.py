@@ -78,7 +78,7 @@ def measure(
     engine: Engine, tokenizer: Any, grader: Any, task: Task, policy: Any, start: Reference, **changes: Any
 ) -> dict[str, float]:
     sampling = {"max_tokens": 12, "temperature": TEMPERATURE, "stop_ids": stop_ids(tokenizer, grader.template)}
-    settings = {"n": 8, "context_tokens": 200, "seed": 0, "micro_batch_tokens": 1 << 14} | changes
+    settings = {"n": 8, "context_tokens": 200, "seed": 0, "tokens_per_micro": 1 << 14} | changes
     sampling |= {"max_tokens": settings.pop("max_tokens", 12)}
     return measure_drift(
         Sampler(engine, tokenizer, grader, settings["context_tokens"]),

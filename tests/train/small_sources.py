@@ -99,7 +99,7 @@ def sampled(
 
 def prompts_drawn(source: RolloutSource, cycle: int, rounds: int) -> list[int]:
     """Of a batch drawn in several rounds: the first is that of every method, the others have an order of their own."""
-    size = source.options.prompts
+    size = source.options.num_prompts
     start = cycle * (source.options.max_rounds - 1) * size
     further = draw_indices(source.seed, "further prompts", start, (rounds - 1) * size, source.num_examples)
     return prompts_at(source, cycle * size, size) + further

@@ -372,8 +372,8 @@ def test_answers_of_a_server_leave_each_process_its_part(case: str, several: Wor
             shown = {
                 **CASES[case].get("eval", {}),
                 **EVALUATION,
-                "n": 5,
-                "drift_prompts": 5,
+                "num_examples": 5,
+                "num_kl_prompts": 5,
                 "engine": engine,
             }
             about: dict[str, Any] = {"model": {"name": shallow(2)}}

@@ -207,7 +207,7 @@ def test_a_reward_model_has_nothing_to_generate() -> None:
     plain = {"name": "stories", "split": "validation", "size": 8}
     with pytest.raises(RecipeError, match=r"eval\.tasks: task 'stories' has no responses"):
         prepare(recipe_of("bradley_terry", "pair", eval={"tasks": [plain]}))
-    with pytest.raises(RecipeError, match=r"eval\.drift_prompts: objective 'outcome' trains no policy"):
+    with pytest.raises(RecipeError, match=r"eval\.num_kl_prompts: objective 'outcome' trains no policy"):
         prepare(recipe_of("outcome", "judged", eval={"num_kl_prompts": 2}))
 
 

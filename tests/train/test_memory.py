@@ -270,8 +270,8 @@ def test_the_cache_of_sampling(
     recipe = recipe_of(
         "grpo",
         folders[model],
-        rollout__prompts=str(prompts),
-        rollout__group=str(group),
+        rollout__num_prompts=str(prompts),
+        rollout__group_size=str(group),
         rollout__max_tokens="300",
         advantage__name="raw" if group == 1 else "normalized",
     )
@@ -299,8 +299,8 @@ def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], mo
         "grpo",
         folders["qwen3"],
         environment="calculator",
-        rollout__prompts="1",
-        rollout__group="4",
+        rollout__num_prompts="1",
+        rollout__group_size="4",
         rollout__max_tokens="400",
         rollout__max_turns="12",
         rollout__max_turn_tokens="64",

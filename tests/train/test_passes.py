@@ -51,7 +51,7 @@ def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
 
 
 def test_passes_over_prompts_count_every_update(tmp_path: Path) -> None:
-    recipe, events = passes_over(1, "grpo", epochs=2), Events()
+    recipe, events = passes_over(1, "grpo", ppo_epochs=2), Events()
     assert recipe.rollout is not None
     batches = -(-7 // recipe.rollout.num_prompts)
     assert watched(tmp_path, recipe, events).step == 2 * batches
@@ -60,9 +60,9 @@ def test_passes_over_prompts_count_every_update(tmp_path: Path) -> None:
 
 
 def test_exactly_one_of_the_two(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train: 'steps' and 'passes' both say how long .* give exactly one"):
+    with pytest.raises(RecipeError, match=r"train: 'steps' and 'num_epochs' both say how long .* give exactly one"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": 3, "num_epochs": 1}})
-    with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'passes'"):
+    with pytest.raises(RecipeError, match="nothing says how long the training is; give 'steps' or 'num_epochs'"):
         validate_recipe(one_layer_recipe("sft").dump() | {"train": {"steps": None}})
     with pytest.raises(RecipeError, match=r"command line: train.num_epochs: it and train.steps both say how long"):
         load_recipe("tiny/sft", [("train.num_epochs", "1"), ("train.steps", "3")])

@@ -111,8 +111,8 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
     [
         ("reinforce", {}, {"advantages"}),
         ("grpo", {}, {"advantages", "old_logprobs"}),
-        ("grpo", {"kl_coef": 0.0}, {"advantages", "old_logprobs"}),
-        ("grpo", {"kl_coef": 1e-6}, {"advantages", "old_logprobs", "ref_logprobs"}),
+        ("grpo", {"kl": 0.0}, {"advantages", "old_logprobs"}),
+        ("grpo", {"kl": 1e-6}, {"advantages", "old_logprobs", "ref_logprobs"}),
     ],
 )
 def test_streams_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:

@@ -123,7 +123,7 @@ def test_the_batch_is_the_one_without_the_masked_rows(words: str) -> None:
     assert len(ours) == len(theirs) > 0
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
     assert any(float(a.abs().sum()) > 0 for a in ours)
-    _, in_pieces, of_pieces = gradients(cut_recipe(words, masks=True, rows_per_micro=each))
+    _, in_pieces, of_pieces = gradients(cut_recipe(words, masks=True, micro_batch_rows=each))
     assert in_pieces == pytest.approx(loss, abs=1e-6)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, of_pieces, strict=True))
 

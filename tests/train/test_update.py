@@ -117,7 +117,7 @@ def assert_same_for_every_split(case: Case, aggregations: list[str], models: Any
         scale = float(whole.abs().max())
         assert scale > 1e-5
         for name, (batch, train) in variants.items():
-            pieces = split_rows(batch, train.get("tokens_per_micro", 1 << 20), train.get("rows_per_micro"))
+            pieces = split_rows(batch, train.get("micro_batch_tokens", 1 << 20), train.get("micro_batch_rows"))
             assert len(pieces) > 1
             other, other_loss, other_metrics = trainer.gradient(aggregate, batch, **train)
             assert float((other - whole).abs().max()) / scale < CLOSE, name
@@ -159,12 +159,12 @@ def test_loss_by_hand(model) -> None:
     logits = [model(torch.tensor([ids])).logits[0].log_softmax(-1).detach() for ids in rows]
     nll = [-float(x) for x in (logits[0][0, 2], logits[0][1, 3], logits[1][0, 5])]
     case = Case("cross_entropy", {})
-    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, rows_per_micro=1)
+    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, micro_batch_rows=1)
     assert loss == pytest.approx(sum(nll) / 3, abs=1e-9)
     assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
     # a correction weighs the values and leaves the denominator alone
     batch.streams["correction"] = torch.tensor([[1.0, 0.5, 2.0], [1.0, 0.0, 1.0]], dtype=torch.float64)
-    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, rows_per_micro=1)
+    _, loss, metrics = Trainer(case, (model, model)).gradient("token_mean", batch, micro_batch_rows=1)
     assert loss == pytest.approx((0.5 * nll[0] + 2.0 * nll[1]) / 3, abs=1e-9)
     assert metrics["nll"] == pytest.approx(sum(nll) / 3, abs=1e-9)
     assert metrics["correction"] == pytest.approx(2.5 / 3, abs=1e-12)
