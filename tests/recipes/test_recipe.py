@@ -241,7 +241,7 @@ def test_a_section_with_a_key_called_name_is_no_word(tmp_path: Path) -> None:
 def test_null_takes_a_key_away(tmp_path: Path) -> None:
     base = TEXT.replace("train:", "advantage: raw\ntrain:")
     supervised = "extends: BASE\nrollout: null\nadvantage: null\nrewards: null\ndata: {batch_size: 3}\n"
-        "objective: cross_entropy\n"
+    supervised += "objective: cross_entropy\n"
     recipe = extending(tmp_path, supervised, base=base)
     assert (recipe.rollout, recipe.advantage, recipe.rewards) == (None, None, [])
     assert recipe.data is not None

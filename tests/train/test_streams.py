@@ -118,7 +118,8 @@ def test_the_reference_of_a_loaded_adapter_is_the_model_with_that_adapter(tmp_pa
 def test_streams_follow_from_the_options(name: str, options: dict[str, float], needs: set[str]) -> None:
     entry = registry.find("objective", name)
     assert needed_streams(entry, {}, True, **options) == needs
-    parts = prepare(make_recipe("grpo", objective=name, regularize=options))
+    regularize = {"kl_coef": options["kl"]} if options else {}
+    parts = prepare(make_recipe("grpo", objective=name, regularize=regularize))
     assert set(parts.source(1).batch.streams) == needs | {"sampler_logprobs"}
 
 
