@@ -22,15 +22,15 @@ MAX_CONTRIB_LINES = 3_000
 # (statements, lines) that a folder may have; "ground" is the modules outside of folders.
 BUDGETS: dict[str, tuple[int, int]] = {
     "algorithms": (578, 1866),
-    "commands": (3424, 5399),
+    "commands": (3428, 5403),
     "engines": (2826, 4997),
     "environments": (768, 1249),
     "evals": (1305, 2426),
     "graders": (2780, 4631),
-    "ground": (1157, 2423),
+    "ground": (1172, 2619),
     "interpret": (2368, 4292),
     "models": (2063, 3711),
-    "recipes": (668, 1225),
+    "recipes": (674, 1232),
     "render": (1271, 2227),
     "reports": (777, 2044),
     "reward_models": (566, 1024),
@@ -39,7 +39,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "store": (1102, 1916),
     "sweeps": (1067, 1798),
     "tasks": (2223, 3979),
-    "train": (3071, 4989),
+    "train": (3071, 4992),
 }
 
 
