@@ -18,7 +18,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.launch import find_runs
 
 LITTLE = {
-    "num_prompts": "24",
+    "prompts": "24",
     "samples": "1",
     "max_tokens": "24",
     "seeds": "2",

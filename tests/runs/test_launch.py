@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from posttrain import __version__
+from posttrain import __version__, untrusted
 from posttrain.errors import NonFiniteLoss, RunConflict, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
@@ -22,6 +22,12 @@ from posttrain.train.files import Observer, RunFiles
 from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the code that tests before have allowed: a message would name it."""
+    monkeypatch.setattr(untrusted, "_IMPORTED", set())
 
 
 @dataclass
