@@ -5,7 +5,7 @@
 
 Each way trains one step with ``scale.sharding: fsdp2`` on CPUs, in a process of its own, and looks every millisecond at
 the anonymous memory of rank 0 (``RssAnon``: no files) while it saves. Told is how much more that is than before,
-beside the bytes of the optimizer's state, and the seconds. Writes results/checkpoints.json.
+next to the bytes of the optimizer's state, and the seconds. Writes results/checkpoints.json.
 """
 
 from __future__ import annotations

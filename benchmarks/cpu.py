@@ -1,4 +1,4 @@
-"""What training and sampling cost on a CPU, beside the peers, in one table.
+"""What training and sampling cost on a CPU, next to the peers, in one table.
 
     make bench-cpu                                # all rows, one thread
     python benchmarks/cpu.py --rows sft,rm --rounds 1 --steps 4
@@ -113,7 +113,7 @@ def sampling(
     ragged: bool = False,
     large: bool = False,
 ) -> Row:
-    """Tokens of completions with their log-probabilities, beside ``generate``; ``large``: of the model of 0.5b."""
+    """Tokens of completions with their log-probabilities, next to ``generate``; ``large``: of the model of 0.5b."""
     engine.NEW_TOKENS, engine.GROUP = new_tokens, group
     shape, size = (engine.HALF_BILLION, ", 494 million parameters") if large else (engine.SHAPE, "")
     model = engine.make_model(shape=shape | {"max_position_embeddings": max(1024, 2 * new_tokens)})
@@ -146,7 +146,7 @@ def dictionary(rounds: int, steps: int, kind: str) -> Row:
 
 
 def extract(rounds: int, _steps: int) -> Row:
-    """Activations in the middle of a model, beside a whole pass that keeps every layer's."""
+    """Activations in the middle of a model, next to a whole pass that keeps every layer's."""
     with tempfile.TemporaryDirectory() as folder:
         extraction.RESULTS = Path(folder) / "extraction.json"
         sys.argv = ["extraction.py", "--repeats", str(rounds)]
@@ -161,7 +161,7 @@ def extract(rounds: int, _steps: int) -> Row:
 
 
 def grading(rounds: int, _steps: int) -> Row:
-    """Numbers in boxes, right and wrong ones, beside math-verify."""
+    """Numbers in boxes, right and wrong ones, next to math-verify."""
     from posttrain.graders.grading import Submission
     from posttrain.graders.math.grader import math
 

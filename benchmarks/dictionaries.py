@@ -1,4 +1,4 @@
-"""Dictionaries measured: the time of a training step beside SAELens's own trainer, and planted features found.
+"""Dictionaries measured: the time of a training step next to SAELens's own trainer, and planted features found.
 
     python benchmarks/dictionaries.py
     python benchmarks/dictionaries.py --only speed --steps 30 --repeats 5

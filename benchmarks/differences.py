@@ -9,7 +9,7 @@ removed     what is left (planted: 0).
 changed     how many of the 16 that the base has are flagged, how many of them are the 16 most changed, and how many of
             the others are flagged: directions are not at right angles, so a feature hears of its neighbours' changes.
 difference  how many of the 24 a dictionary of post - base with k = 1 finds, for three seeds (cosine above 0.9).
-null        features flagged in the base beside itself, with the models swapped in half of the documents, and in two
+null        features flagged in the base next to itself, with the models swapped in half of the documents, and in two
             halves of the documents.
 """
 

@@ -1,4 +1,4 @@
-"""The native engine beside transformers' ``generate``: same model, same work, alternating.
+"""The native engine next to transformers' ``generate``: same model, same work, alternating.
 
     python benchmarks/engine.py                    # both workloads on 1 and on 2 threads
     python benchmarks/engine.py --threads 1 --pairs 9

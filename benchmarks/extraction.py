@@ -1,4 +1,4 @@
-"""Truncated extraction beside the naive way: a whole forward pass with ``output_hidden_states``.
+"""Truncated extraction next to the naive way: a whole forward pass with ``output_hidden_states``.
 
     python benchmarks/extraction.py
     python benchmarks/extraction.py --repeats 9 --threads 2

@@ -1,11 +1,11 @@
-"""A game of two players learnt by reward, beside the best play: nim, from games that were played at random.
+"""A game of two players learnt by reward, next to the best play: nim, from games that were played at random.
 
     python benchmarks/game.py                        # three seeds, six to twelve minutes each
     python benchmarks/game.py --seeds 0 --sft-steps 150 --grpo-steps 40
 
 For each seed ``posttrain train contrib/nim/sft-nim.yaml``, and from there ``grpo-nim.yaml``. Told is what greedy play
 wins of games that begin as those of training did, as none of training did, and with heaps larger than any that was met;
-each beside what the best play wins of the same. Writes results/game.json.
+each next to what the best play wins of the same. Writes results/game.json.
 """
 
 from __future__ import annotations

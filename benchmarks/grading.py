@@ -4,9 +4,9 @@
     POSTTRAIN_DATA=/path/to/data python benchmarks/grading.py --only throughput --repeats 5
     POSTTRAIN_DATA=/path/to/data python benchmarks/grading.py --only adversary --size smallest
 
-cases       (gold, prediction, expected) facts from the test suites of other graders, beside math-verify's
+cases       (gold, prediction, expected) facts from the test suites of other graders, next to math-verify's
             ``verify(parse(gold), parse(prediction))`` (as they stand, and put between dollars where they have no
-            delimiters) and beside a plain string match. Cases with a policy hang on a convention on which suites
+            delimiters) and next to a plain string match. Cases with a policy hang on a convention on which suites
             contradict one another; they are counted apart.
 golds       every gold answer of the GSM8K and MATH test rows against itself and against that of another problem whose
             gold is written differently.
@@ -16,7 +16,7 @@ adversary   the answers of tests/adversaries against all golds of the mathematic
             means another thing; mutated golds and hedges; golds against others of the same digits; the spellings that
             must stay right; and the best constant answer of tasks without one gold.
 throughput  gradings per second with two workers, of numbers (no worker needed) and of pairs of expressions whose
-            values must be computed. CPU rates beside wall rates, since the machine may be shared.
+            values must be computed. CPU rates next to wall rates, since the machine may be shared.
 
 Writes results/grading.json.
 """

@@ -1,4 +1,4 @@
-"""Our objectives beside TRL's own loss code, on the same random log-probabilities: equal, or where and why not.
+"""Our objectives next to TRL's own loss code, on the same random log-probabilities: equal, or where and why not.
 
     python benchmarks/parity.py                # every word that both have, 10 seeds
     python benchmarks/parity.py --word grpo    # one word; writes no result

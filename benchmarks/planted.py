@@ -50,7 +50,7 @@ def match(learned: Tensor, planted: Tensor) -> tuple[float, Tensor]:
 class Planted:
     """``directions`` [T, d] of norm 1; ``rates`` [T], how often each is active; ``seed`` of everything drawn.
 
-    ``noise``: standard deviation of what is added to every coordinate, beside active features of about 1.
+    ``noise``: standard deviation of what is added to every coordinate, next to active features of about 1.
     """
 
     directions: Tensor

@@ -1,4 +1,4 @@
-"""Training steps beside TRL's trainers, on the same work, alternating in one process.
+"""Training steps next to TRL's trainers, on the same work, alternating in one process.
 
     pip install -e '.[bench]'
     python benchmarks/training.py            # both parts; --part grpo or --part sft for one

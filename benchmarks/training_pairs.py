@@ -1,4 +1,4 @@
-"""Reward models and DPO beside TRL's RewardTrainer and DPOTrainer: the same rows, the same tiny model.
+"""Reward models and DPO next to TRL's RewardTrainer and DPOTrainer: the same rows, the same tiny model.
 
     pip install -e '.[bench]'
     python benchmarks/training_pairs.py                       # both parts, stories' pairs

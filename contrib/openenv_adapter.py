@@ -57,7 +57,7 @@ def openenv(
 
     Args:
         url: of the server. A key for it belongs into ``OPENENV_API_KEY``.
-        reset: further arguments of its ``reset``, beside the seed.
+        reset: further arguments of its ``reset``, next to the seed.
         fields: of the example (``id``, ``answer``, those of ``meta``) that its ``reset`` is told, too.
         show: fields of what it observes that the model reads; by default all but ``metadata``. A single text is told as
             it is, anything else as JSON.
@@ -156,7 +156,7 @@ def _actions(door: _Door) -> tuple[_Action, ...]:
         if not _NAME.fullmatch(str(name)) or name in NO_TOOLS:
             raise UsageError(f"environment.url: {door.url}: no model can be given a tool named {name!r:.80}")
     try:
-        # A marker of a chat template in what a stranger's server says of its tools stays text.
+        # A marker of a chat template in what an untrusted server says of its tools stays text.
         plain = json.loads(json.dumps(told, allow_nan=False).replace("<|", "< |"))
         return tuple(_Action(**dict(zip(_Action.model_fields, one, strict=True))) for one in plain)
     except ValidationError as error:

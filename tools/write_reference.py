@@ -100,7 +100,7 @@ def game_text() -> str:
 
 
 def speed_text() -> str:
-    """What a step costs beside the peers, a table for each kind of CPU that was measured."""
+    """What a step costs next to the peers, a table for each kind of CPU that was measured."""
     tables = []
     for path in sorted(RESULTS.glob("cpu-*.json")):
         measured = read(path.name)

@@ -38,7 +38,7 @@ def nim(
 
     The model begins, from a heap that can be won, and its move says how many stones are left. The opponent plays as
     well as can be, and where every move of its own loses, at random. So the best play is paid 1, always, and one slip
-    anywhere 0. (Whoever leaves a multiple of ``take + 1`` each time wins. Bouton 1901, "Nim, a game with a complete
+    anywhere 0. (Who leaves a multiple of ``take + 1`` each time wins. Bouton 1901, "Nim, a game with a complete
     mathematical theory".)
 
     Args:

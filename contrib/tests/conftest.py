@@ -1,4 +1,4 @@
-"""Tests of the components in ``contrib``, which are importable here as a recipe beside them finds them."""
+"""Tests of the components in ``contrib``, which are importable here as a recipe next to them finds them."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def key_for(url: str, where: str, variable: str) -> str | None:
     """Return the key in the environment ``variable``, if the server at ``url`` may have it.
 
     A recipe may be from anyone and names its own server: a key goes to this machine, or to the hosts that the
-    environment names beside it (``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, commas between them).
+    environment names next to it (``JUDGE_API_HOST`` for ``JUDGE_API_KEY``, commas between them).
 
     Raises:
         UsageError: there is a key, and it may not go there.

@@ -1,7 +1,7 @@
 """Counter-based randomness: every draw is a function of (seed, purpose, step, row, ...).
 
 There is no generator state to save, so a resumed run draws what the uninterrupted run would have
-drawn, and a row's draws do not depend on which rows stand beside it.
+drawn, and a row's draws do not depend on which rows stand next to it.
 """
 
 from __future__ import annotations

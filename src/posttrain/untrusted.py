@@ -171,7 +171,7 @@ ALLOW_CODE, TRUST_REMOTE_CODE = "--allow-code", "--trust-remote-code"
 REMOTE_CODE = "trust_remote_code"
 STORED_RECIPE = "recipe.yaml"
 _PLAN = "sweep.yaml"
-# What stands beside a recipe in a run, and beside a plan in a comparison.
+# What stands next to a recipe in a run, and next to a plan in a comparison.
 _RECORDS = ("status.json", "env.json", "checkpoints", "cells")
 _NAME = re.compile(r"(?<![\w./])[^\W\d][\w.]*:[^\W\d]\w*(?![\w:])")
 
@@ -247,7 +247,7 @@ def declared_code() -> dict[str, list[str]]:
 def consent_options(near: str | None = None) -> list[str]:
     """The options that allow a command of ours, started by this one, the same.
 
-    ``near``: a folder that goes without saying, for whoever types the command there.
+    ``near``: a folder that goes without saying, for a command that is typed there.
     """
     places = [(name, folder) for name, folders in imported_code().items() for folder in folders]
     options = [name if folder == near else f"{name}@{folder}" for name, folder in places]

@@ -1,4 +1,4 @@
-"""Advantages: what a completion's reward is worth beside the others of its prompt, or what each token is worth. Pure.
+"""Advantages: what a completion's reward is worth next to the others of its prompt, or what each token is worth. Pure.
 
 A word per completion takes the rewards of one optimizer batch as ``float64 [N, G]`` (N prompts, G samples each) and
 returns advantages of the same shape.
@@ -127,7 +127,7 @@ def batch_normalized(
 def turn_normalized(
     rewards: Turns, taken: TurnMask, *, gamma: Share = 1.0, epsilon: Annotated[float, Field(ge=0)] = 1e-4
 ) -> Turns:
-    """What is paid from a turn on, beside the completions of the group that came to the same turn.
+    """What is paid from a turn on, next to the completions of the group that came to the same turn.
 
     ``R_{i,k} = Σ_{j ≥ k} γ^(j − k) r_{i,j}`` and ``A_{i,k} = (R_{i,k} − mean_k) / (std_k + ε)``, with mean and std
     (ddof = 1) over the completions i that have a turn k; 0 where that is one alone, or all have the same. A turn is not

@@ -237,7 +237,7 @@ def make_plan(asked: EvaluationRequest) -> Plan:
     refuse_other(folder)
     best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
     plan = Plan(cells, folder, asked, best_of_weights)
-    if asked.out is None and folder.exists():  # beside evaluations of other questions
+    if asked.out is None and folder.exists():  # next to evaluations of other questions
         folder = folder_of_its_own(folder, {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)})
     placed = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
     return replace(plan, cells=placed, folder=folder)

@@ -40,7 +40,7 @@ class Verdict:
 
     ``extracted`` is the answer that was graded, where the grader read the text by a rule of its own (None: that
     of the submission stands). ``facts`` are further numbers by name, the same names for every submission of a
-    grader, recorded beside the rewards.
+    grader, recorded next to the rewards.
     """
 
     outcome: Outcome
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A reward that is a number, with further numbers by name that are recorded beside it (as ``Verdict.facts``).
+    """A reward that is a number, with further numbers by name that are recorded next to it (as ``Verdict.facts``).
 
     ``failure``: the answer could not be measured, and the value stands in for that; it is recorded as the outcome
     of an answer that nothing else grades.

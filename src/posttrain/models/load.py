@@ -144,7 +144,7 @@ def num_parameters(model: Any) -> int:
 
 
 def note_base_bits(model: Any, folder: Path) -> None:
-    """Write the bits of a quantized base beside its adapter, which on another base is another model."""
+    """Write the bits of a quantized base next to its adapter, which on another base is another model."""
     bits = quantized_bits(model)
     if bits is not None:
         (folder / BASE_BITS).write_text(json.dumps({"load_bits": bits}) + "\n", encoding="utf-8")
@@ -289,7 +289,7 @@ def _merge_adapter(source: str, section: ModelSection) -> Any:
 
 
 def _section_of_base(adapter: str, section: ModelSection, **changes: Any) -> ModelSection:
-    """Return the section of an adapter's base: in the bits that are asked for, else those noted beside the adapter."""
+    """Return the section of an adapter's base: in the bits that are asked for, else those noted next to the adapter."""
     asked = section.model_copy(update=changes)
     note = Path(adapter) / BASE_BITS
     if asked.load_bits is not None or not note.is_file():

@@ -1,4 +1,4 @@
-"""Heads and critics beside a model: built for an objective, stored and restored."""
+"""Heads and critics next to a model: built for an objective, stored and restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fill = Callable[[Tensor, Tensor], object]
 
 
 def forward_with_head(recipe: Recipe, entry: Entry, policy: Forward) -> tuple[Forward | ActorCritic, dict[str, Module]]:
-    """The trainer's forward pass, with the head that the objective reads, and what is trained beside the model."""
+    """The trainer's forward pass, with the head that the objective reads, and what is trained next to the model."""
     kind = entry.traits.get("head")
     if kind is None:
         return policy, {}

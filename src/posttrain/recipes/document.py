@@ -46,7 +46,7 @@ _NAMED_SECTIONS = ("model", "teacher")
 _MAX_BELOW = 20
 _SHIPPED = Path(__file__).parent
 Rule = tuple[object, str, str]  # broken if true, the key, what goes on behind the key
-# How long a training is: whoever says one of them means no other that stood there.
+# How long a training is: one of them replaces the other that stood there.
 LENGTHS = ("steps", "num_epochs")
 
 
@@ -110,7 +110,7 @@ class Document(Generic[T]):
         return cls(model, content, place, {key: f"{place}:{line}" for key, line in lines.items()}, is_own=is_own)
 
     def extend(self, above: Sequence[str] = ()) -> Document[T]:
-        """Lay it over the recipe that its key ``extends`` names, looked for beside this file, then from here.
+        """Lay it over the recipe that its key ``extends`` names, looked for next to this file, then from here.
 
         Sections are merged key by key; a component replaces the one below with all its options; ``null`` takes one
         away. A description is not inherited.

@@ -310,8 +310,8 @@ class KLInRewardSection(Section):
 class HeadSection(Section):
     """The head of a value or reward model: one linear layer, fp32, normal init with ``init_std``.
 
-    A value head stands on a model of its own (``trunk: separate``, which starts as a copy of the
-    policy) or on the policy's (``shared``); a reward head always stands on the model that is
+    A value head is based on a model of its own (``trunk: separate``, which starts as a copy of the
+    policy) or on the policy's (``shared``); a reward head is always based on the model that is
     trained. ``lr_ratio`` multiplies the learning rate of the head and of a separate trunk.
     """
 
@@ -400,7 +400,7 @@ class ScaleSection(Section):
 
     Results are those of one process but for the order of sums. ``launcher``: ``local`` starts them on this machine (or
     uses those of torchrun or srun); ``torchrun`` waits for such; ``ray`` has the cluster at RAY_ADDRESS place them.
-    ``sharding``: ``none``, or ``fsdp2`` (Zhao et al. 2023), beside a whole model where the trainer samples.
+    ``sharding``: ``none``, or ``fsdp2`` (Zhao et al. 2023), next to a whole model where the trainer samples.
     ``checkpoint``: every process writes its share (``sharded``), or rank 0 the ``whole``. ``timeout_seconds``: how long
     a process waits for the others. ``restarts``: how often, under ``ray``, lost processes are started again (3).
     """

@@ -164,7 +164,7 @@ def format_part(template: str, *, has_tags: bool) -> str | None:
 
 
 def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names that the function asks for, beside those that are ``bound`` already."""
+    """The names that the function asks for, next to those that are ``bound`` already."""
     place = f"{where}: " if where else ""
     asked: list[str] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -35,7 +35,7 @@ class Headline:
 
     ``metric``: its name among the results. ``unit``: a share from 0 to 1 (shown in percent), a number without one, or
     nats. ``label``: after a share (``50.0% right``), before anything else (``reward 0.731``). ``of``: what is counted.
-    ``beside``: further results that are shown with it, where there are such.
+    ``next to``: further results that are shown with it, where there are such.
     """
 
     metric: Words

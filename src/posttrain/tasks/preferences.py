@@ -106,7 +106,7 @@ VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a t
 RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
 PROMPT_KEYS = ("prompt", "conversations", "instruction")  # the first of these that a row has
 Layout = Literal["pair", "judged", "steps"]
-# The keys of each layout beside the prompt; the messages of a judged conversation hold the prompt as well.
+# The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
 LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
     "pair": (("chosen", "rejected"),),
     "judged": (("completion", "label"), ("messages", "label")),

@@ -57,7 +57,7 @@ class Parts:
     tokenizer: Any
     policy: Forward  # the language model's forward pass
     method: Method
-    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved beside the model
+    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved next to the model
     parameters: list[tuple[str, Parameter]]
     optimizer: torch.optim.Optimizer
     source: SupervisedSource | RolloutSource

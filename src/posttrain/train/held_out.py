@@ -1,7 +1,7 @@
 """Held-out evaluation while a run trains: by sampled answers, by the objective, or by the loss.
 
 By the objective: on units of given data (pairs, judged answers, labelled steps). By the loss: on demonstrations
-(``eval.loss``), beside the answers that are sampled. Imported only where a recipe evaluates.
+(``eval.loss``), next to the answers that are sampled. Imported only where a recipe evaluates.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ widths a and k, s bytes of a weight, a layer keeps for the backward pass, in byt
   and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
   the families of ``models/forward/fused.py`` keep no normed values and 2f;
 - attention: s · (2aQ + 2kK) + 4 · heads · Q, and the mask, s · Q · keys of a row, where a prompt is shared;
-- under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes beside 4 · rank.
+- under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes next to 4 · rank.
 
 With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
 """
@@ -248,7 +248,7 @@ def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight
 
 
 def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
-    """Of all weights; in 8 bits linear layers have 4 bytes for each row beside, in 4 bits a scale for 64 numbers."""
+    """Of all weights; in 8 bits linear layers have 4 bytes for each row next to, in 4 bits a scale for 64 numbers."""
     total = 0.0
     for weight in weights:
         if bits is None or weight.linear is None:

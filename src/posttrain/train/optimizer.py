@@ -52,7 +52,7 @@ def adamw(
 
     m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²;  with bias-corrected m̂, v̂:
     p ← p − lr (weight_decay p + m̂ / (√v̂ + eps)). Keep the parameters in fp32: in bf16 an update
-    of 1e-5 beside a weight of 0.02 is rounded away.
+    of 1e-5 next to a weight of 0.02 is rounded away.
     """
     groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
     fused = all(p.dtype in (torch.float32, torch.float64) for _, p in parameters)

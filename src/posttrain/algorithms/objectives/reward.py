@@ -72,7 +72,7 @@ def outcome(outputs: Outputs, batch: Batch, *, positions: Literal["all", "last"]
 
     Cobbe et al. (2021), "Training verifiers to solve math word problems", section 4: a verifier that judges
     after every token. Departures: binary cross-entropy on the score of a linear head, and no
-    language-modelling loss beside it. An answer is ranked by the score of its last token.
+    language-modelling loss next to it. An answer is ranked by the score of its last token.
 
     Shapes: scores ``[B, T]``, labels ``[B]`` (1 right, 0 wrong; a share between them is a soft label) →
     values ``[B, T]``.

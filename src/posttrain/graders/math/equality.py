@@ -278,7 +278,7 @@ class Comparison:
     def _holds(self, statement: Statement) -> bool:
         """Return whether no two neighbours of ``x = 3 + 2 = 5`` are different constants; the last may be rounded.
 
-        What has no known value (words, other units, an integral) does not count against it; a number beside a list,
+        What has no known value (words, other units, an integral) does not count against it; a number next to a list,
         an interval or digits with a base does: these are no number.
         """
         if set(statement.operators) != {"="}:

@@ -1,6 +1,6 @@
 """Finding the answer in a solution: tags, boxes, "the answer is", the last formula, the last number.
 
-One candidate is taken, never the best of several: whoever writes more answers does not get more chances. Pure, and
+One candidate is taken, never the best of several: a model that writes more answers does not get more chances. Pure, and
 linear in the length of the text.
 """
 

@@ -30,7 +30,7 @@ from posttrain.graders.math.reading import NotUnderstood
 #
 # **Equal means equal wherever both sides are real throughout**, every root, logarithm and power of them: the common
 # domain, as school mathematics has it (√x·√x = x, √a·√b = √(ab), 2 ln a + ln b = ln(a²b)). Where only one side is real
-# the other has no say, with one exception. Whoever writes |x| says that x takes both signs, so a side that allows only
+# the other has no say, with one exception. Who writes |x| says that x takes both signs, so a side that allows only
 # one of them says something else: ln|x| is not ln x. So it is with √(x²), another way to write |x|. Odd roots are real.
 #
 # Two sides that are smooth need few points. Signs, parity and steps need more: powers such as (−1)^n are compared at

@@ -44,7 +44,7 @@ _active = _Active()
 
 
 def in_own_thread() -> None:
-    """Let this thread, which computes beside the trainer, have a packing of its own."""
+    """Let this thread, which computes next to the trainer, have a packing of its own."""
     _active.own.packing = None
 
 

@@ -39,7 +39,7 @@ class Source:
         return None
 
     def state(self) -> dict[str, Any]:
-        """The state beside the step, as plain data."""
+        """The state next to the step, as plain data."""
         return {}
 
     def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
@@ -57,7 +57,7 @@ class Source:
         """Wait until nothing is being sampled."""
 
     def close(self) -> None:
-        """End what works beside the trainer."""
+        """End what works next to the trainer."""
 
 
 def num_batches(passes: float, num_examples: int, batch: int) -> int:
