@@ -344,8 +344,12 @@ def test_every_environment_that_ships_is_among_them() -> None:
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_logprobs_of_all_turns_are_those_of_one_pass(tokenizer: Any, name: str) -> None:
+def test_logprobs_of_all_turns_are_those_of_one_pass(
+    tokenizer: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options, tool, stated = CALLED[name]
+    (tmp_path / "sea.txt").write_text("Eva found 12 shells at the beach.")
+    monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
     made = recipe(environment={"name": name, **options}, max_turns=6)
     stage = build_stage(made, registry.find("template", "r1_zero").bind({})(), tokenizer)
