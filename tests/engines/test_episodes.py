@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
