@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.runs.launch import launch
-from posttrain.train.loop import Loop
+from posttrain.training.loop import Loop
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
 MEGABYTE = 1e6

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.verifiable.suites import humaneval, mbpp
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Submission, grade
 from posttrain.graders.sandbox.sandbox import Bounds, refusal
-from posttrain.tasks.verifiable.suites import humaneval, mbpp
 from posttrain.types import Example
 
 HERE = Path(__file__).resolve().parent

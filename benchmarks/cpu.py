@@ -32,13 +32,13 @@ import dictionaries
 import engine
 import extraction
 import torch
-import training
 import training_pairs
-from training import Seconds, is_installed, kind_of_cpu
 
+import training
 from posttrain.models.load import load_tokenizer
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
+from training import Seconds, is_installed, kind_of_cpu
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]

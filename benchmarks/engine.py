@@ -31,9 +31,9 @@ import numpy as np
 import torch
 import transformers
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.randomness import derive_key
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 
 RESULTS = Path(__file__).parent / "results" / "engine.json"
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 8, 8, 64, 128, 512

@@ -45,17 +45,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training import is_installed, our_parts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
-from posttrain.train.build import Parts
-from posttrain.train.step import accumulate, apply_update
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.training.build import Parts
+from posttrain.training.step import accumulate, apply_update
 from posttrain.types import Batch, Sample, collate
+from training import is_installed, our_parts
 
 RESULTS = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 Row = dict[str, Any]

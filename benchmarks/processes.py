@@ -23,9 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from training import kind_of_cpu
-
 from posttrain.store.metrics import MetricsLog
+from training import kind_of_cpu
 
 RESULTS = Path(__file__).parent / "results" / "processes.json"
 UNCOUNTED = 3  # steps in which memory is still being asked for

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli import main as posttrain
-from posttrain.evals.statistics import item_interval, paired_bootstrap
-from posttrain.reward_models.evaluation import evaluate_reward_model
-from posttrain.reward_models.scoring import open_reward_model
+from posttrain.data.base import Task
+from posttrain.data.hh_rlhf import hh_rlhf
+from posttrain.evaluation.reward_models.measures import evaluate_reward_model
+from posttrain.evaluation.reward_models.scoring import open_reward_model
+from posttrain.evaluation.statistics import item_interval, paired_bootstrap
 from posttrain.runs.models import find_source
-from posttrain.tasks.base import Task
-from posttrain.tasks.hh_rlhf import hh_rlhf
 
 RESULTS = Path(__file__).resolve().parent / "results" / "reward_model_hh.json"
 

@@ -28,8 +28,8 @@ from posttrain.models.forward import fused
 from posttrain.models.load import load_model
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ModelSection
-from posttrain.train.build import Parts, prepare
-from posttrain.train.step import accumulate, apply_update
+from posttrain.training.build import Parts, prepare
+from posttrain.training.step import accumulate, apply_update
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 64

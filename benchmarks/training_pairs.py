@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from training import RESULTS, Seconds, StepClock, common_trl_options, our_parts, our_steps, report
 
 PAIRS = 16

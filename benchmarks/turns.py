@@ -31,10 +31,10 @@ import torch
 import transformers
 from engine import PROMPT_TOKENS, PROMPTS, SHAPE, VOCAB, make_model
 
-from posttrain.engines.base import Conversation, Engine, Reply, Sampling, begin
-from posttrain.engines.native.engine import NativeEngine, sampling_mode
-from posttrain.engines.native.schedule import Schedule
 from posttrain.randomness import derive_key
+from posttrain.sampling.base import Conversation, Engine, Reply, Sampling, begin
+from posttrain.sampling.native.engine import NativeEngine, sampling_mode
+from posttrain.sampling.native.schedule import Schedule
 from posttrain.types import Finish
 
 RESULTS = Path(__file__).parent / "results" / "turns.json"

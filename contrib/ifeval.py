@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from posttrain.data.base import Task
+from posttrain.data.reader import Dropped, TestSplit, collect, reads_rows
+from posttrain.data.reading import Row, read_file
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.graders.answers import tagged_response
 from posttrain.graders.grading import Submission, Verdict, is_blank
 from posttrain.registry import Entry, explain_validation, register, suggest
-from posttrain.tasks.base import Task
-from posttrain.tasks.reader import Dropped, TestSplit, collect, reads_rows
-from posttrain.tasks.reading import Row, read_file
 from posttrain.types import Example, Message
 
 # The table of verifiable instructions: a pure function of a response for each identifier.

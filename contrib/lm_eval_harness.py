@@ -19,15 +19,15 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from posttrain import registry
-from posttrain.engines.base import Sampling
-from posttrain.engines.models import OpenedModel, complete_template, open_model
+from posttrain.data.render import encode_plain, encode_prompt, stop_ids
 from posttrain.errors import PosttrainError, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_rows
 from posttrain.randomness import derive_key
 from posttrain.recipes.sections import Word
-from posttrain.render import encode_plain, encode_prompt, stop_ids
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import OpenedModel, complete_template, open_model
 from posttrain.store.durable import replace_file
 from posttrain.types import Message, Sample, collate
 

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
-from posttrain.environments.contract import NO_TOOLS, EnvironmentFailed
-from posttrain.environments.tools import result_text
 from posttrain.errors import UsageError
 from posttrain.option_types import LOOPBACK, ServerUrl, key_for, server_address
 from posttrain.registry import register
+from posttrain.sampling.environments.contract import NO_TOOLS, EnvironmentFailed
+from posttrain.sampling.environments.tools import result_text
 from posttrain.untrusted import first_fault, harmless
 
 KEY_VARIABLE = "OPENENV_API_KEY"

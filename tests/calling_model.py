@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.base import Episode
-from posttrain.engines.episodes import Episodes
-from posttrain.engines.models import open_model
+from posttrain.data.stories.sums import sums
 from posttrain.recipes.recipe import load_recipe, validate_recipe
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Episode
+from posttrain.sampling.episodes import Episodes
+from posttrain.sampling.models import open_model
 from posttrain.store.checkpoint_files import seal
-from posttrain.tasks.stories.sums import sums
 from posttrain.types import Example, Message
 
 SUMS: dict[str, Any] = {"size": 4, "min_value": 2, "max_value": 20, "called": 1.0}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.base import Engine
 from posttrain.randomness import uniforms
 from posttrain.registry import register
+from posttrain.sampling.base import Engine
 from posttrain.types import Completion
 
 

@@ -59,7 +59,7 @@ def template() -> Any:
 @pytest.fixture(scope="module")
 def quick_stories() -> Iterator[None]:
     """What is usual in stories is told from few of them: counting thousands takes longer than a small run."""
-    from posttrain.tasks.stories import task as stories
+    from posttrain.data.stories import task as stories
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stories, "_NUM_COUNTED", 100)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 
-from posttrain.environments.contract import EnvironmentFailed
+from posttrain.sampling.environments.contract import EnvironmentFailed
 
 RELEASED = threading.Event()  # what hangs goes on when the tests are over
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 from posttrain.types import Completion
 
 Answer = Callable[[dict[str, Any]], Completion]

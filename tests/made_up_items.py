@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.evals.items import Item, ItemSample
+from posttrain.evaluation.items import Item, ItemSample
 
 OUTCOMES = {"r": "right", "w": "wrong", "n": "no_answer", "u": "ungraded", "t": "timeout"}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.vllm.server import free_port as unused_port
+from posttrain.sampling.vllm.server import free_port as unused_port
 
 
 def free_port() -> int:

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from posttrain.data.base import Task
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
-from posttrain.tasks.base import Task
-from posttrain.train.files import RunFiles
-from posttrain.train.loop import TrainResult, train
+from posttrain.training.files import RunFiles
+from posttrain.training.loop import TrainResult, train
 from posttrain.types import Batch, Example, Loss, Message, Outputs, Response
 
 MOST_SECONDS = 300.0  # that a command may take: a bound for the slowest of machines
@@ -220,7 +220,7 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
     for file in sorted(place.glob("*.safetensors")):
         found |= {f"{file.name}:{name}": tensor for name, tensor in load_file(file).items()}
     if (place / "optimizer").is_dir():
-        from posttrain.train.distributed import StoredShards
+        from posttrain.training.distributed import StoredShards
 
         found |= {f"optimizer.safetensors:{name}": tensor for name, tensor in StoredShards(place / "optimizer").items()}
     return found

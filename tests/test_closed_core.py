@@ -35,7 +35,7 @@ from importlib.machinery import PathFinder
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
-        if name != "posttrain.train.loop":
+        if name != "posttrain.training.loop":
             return None
         spec = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -78,7 +78,7 @@ def test_training_imports_what_its_recipe_names(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     modules = done.stdout.split()
-    assert "posttrain.train.step" in modules
+    assert "posttrain.training.step" in modules
     names = {name.removeprefix("posttrain.") for name in modules}
     assert {name for name in names if name.partition(".")[0] in LABORATORY} == set()
     words = {name for name in names if name.partition(".")[0] in ("algorithms", "graders", "rewards", "tasks")}

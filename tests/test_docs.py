@@ -14,7 +14,7 @@ import pytest
 
 from posttrain import cli
 from posttrain.commands.explain import KINDS, recipes_called
-from posttrain.evals.plan import EVALUATIONS
+from posttrain.evaluation.plan import EVALUATIONS
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
 from posttrain.other_names import answer_other_name
 from posttrain.recipes.document import recipe_names
@@ -118,7 +118,7 @@ from posttrain.algorithms.objectives.policy_gradient import register
 from posttrain.registry import find
 {objective}
 {reward}
-from posttrain.train.streams import Scorer, Tensor, parts_asked
+from posttrain.training.streams import Scorer, Tensor, parts_asked
 {stream}
 from posttrain.graders.grading import Submission, Verdict, grade
 {grader}

@@ -159,10 +159,10 @@ try:
     registry.find("task", "stoires")
 except UnknownWord as error:
     assert "Did you mean 'stories'? Known: aime24, " in str(error), error
-assert not any(m.startswith("posttrain.tasks") for m in sys.modules)
+assert not any(m.startswith("posttrain.data") for m in sys.modules)
 registry.find("task", "gsm8k")
-assert "posttrain.tasks.stories" not in sys.modules
-assert "posttrain.tasks.preferences" not in sys.modules
+assert "posttrain.data.stories" not in sys.modules
+assert "posttrain.data.preferences" not in sys.modules
 print(*registry.names("advantage"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

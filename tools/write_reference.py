@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.evals.statistics import half_width
+from posttrain.evaluation.statistics import half_width
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference.md"

@@ -19,16 +19,16 @@ from typing import Any
 from principles import Principle, read_principles
 from revision import Draft, refuse_tags, revise
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.models import complete_template, open_model
-from posttrain.engines.rollout import Sampler
+from posttrain.data.base import Task, build_task
 from posttrain.errors import PosttrainError, RunFailure, UsageError
-from posttrain.evals.statistics import wilson_interval
+from posttrain.evaluation.statistics import wilson_interval
 from posttrain.randomness import permutation
 from posttrain.recipes.sections import Word
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import complete_template, open_model
+from posttrain.sampling.rollout import Sampler
 from posttrain.store.durable import replace_file
-from posttrain.tasks.base import Task, build_task
 from posttrain.types import Example
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from principles import Principle
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.rollout import Sampler
+from posttrain.data.hh_rlhf import answer_text
+from posttrain.data.reader import Dropped
+from posttrain.data.render import Template, decode_response, encode_prompt
+from posttrain.data.render.encoding import markers_of
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key, permutation
-from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.render.encoding import markers_of
-from posttrain.tasks.hh_rlhf import answer_text
-from posttrain.tasks.reader import Dropped
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.rollout import Sampler
 from posttrain.types import Example, Message
 
 TOO_LONG = "the prompt does not fit into the model's context"

@@ -12,15 +12,15 @@ import numpy as np
 from pydantic import Field
 
 from posttrain import registry
-from posttrain.environments.contract import opened
-from posttrain.environments.tools import result_text
+from posttrain.data.base import ExamplesOnDemand, Task
 from posttrain.errors import UsageError
 from posttrain.option_types import Seed
 from posttrain.randomness import derive_key, generator
 from posttrain.recipes.document import complete_word
 from posttrain.recipes.sections import read_word
 from posttrain.registry import register
-from posttrain.tasks.base import ExamplesOnDemand, Task
+from posttrain.sampling.environments.contract import opened
+from posttrain.sampling.environments.tools import result_text
 from posttrain.types import Call, Example, Message, Turn
 
 Move = tuple[str, dict[str, Any]]  # a tool and its arguments

@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 
 from posttrain import registry
 from posttrain.cli import main
-from posttrain.engines.base import Sampling
-from posttrain.engines.rollout import Sampler, build_grader
-from posttrain.engines.scripted import ScriptedEngine
+from posttrain.data.base import Task
+from posttrain.data.preferences import preferences
 from posttrain.errors import PosttrainError, RunFailure, UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import RewardWord
-from posttrain.tasks.base import Task
-from posttrain.tasks.preferences import preferences
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.rollout import Sampler, build_grader
+from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 
 pytestmark = pytest.mark.slow

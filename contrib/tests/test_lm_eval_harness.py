@@ -11,15 +11,15 @@ import torch
 import yaml
 
 from posttrain.cli import main
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
-from posttrain.evals.items import read_items
+from posttrain.data.render import encode_prompt
+from posttrain.data.render.template import build_template
+from posttrain.evaluation.items import read_items
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
-from posttrain.render import encode_prompt
-from posttrain.render.template import build_template
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 from posttrain.types import Message
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ import pytest
 from nim import TextGame, winning
 
 from posttrain import registry
+from posttrain.data.base import build_task
 from posttrain.errors import RecipeError, UnallowedCode, UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.launch import launch
 from posttrain.store.metrics import MetricsLog
-from posttrain.tasks.base import build_task
 from posttrain.types import Example
 from posttrain.untrusted import declare_code
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import openenv_adapter as openenv
 import pytest
 
-from posttrain.environments.contract import Session, build_toolset
-from posttrain.environments.pool import Pool
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
+from posttrain.sampling.environments.contract import Session, build_toolset
+from posttrain.sampling.environments.pool import Pool
 from posttrain.types import Call, Example, Message
 from posttrain.untrusted import declare_code
 

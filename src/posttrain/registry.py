@@ -41,17 +41,17 @@ HOMES: dict[str, dict[str, str]] = {
     "selection": {"posttrain.algorithms.selection": "above balanced best_and_worst best_of every right_and_wrong"},
     "correction": {"posttrain.algorithms.correction": "geometric_mask icepop sequence_tis token_tis"},
     "environment": {
-        "posttrain.environments.built_in": "calculator number_guess python",
-        "posttrain.environments.search": "search",
+        "posttrain.sampling.environments.built_in": "calculator number_guess python",
+        "posttrain.sampling.environments.search": "search",
     },
     "reward": {
-        "posttrain.rewards.words": (
+        "posttrain.graders.rewards": (
             "boxed_format correct environment overlong tool_calls truncated turn_rewards xml_count xml_format xml_soft"
         ),
         "posttrain.graders.numeric": "is_number",
         "posttrain.graders.scored": "task_score",
-        "posttrain.engines.judging": "judge",
-        "posttrain.reward_models.scoring": "reward_model",
+        "posttrain.sampling.judging": "judge",
+        "posttrain.evaluation.reward_models.scoring": "reward_model",
     },
     "grader": {
         "posttrain.graders.numeric": "exact numeric",
@@ -62,30 +62,30 @@ HOMES: dict[str, dict[str, str]] = {
         "posttrain.graders.scored": "scored",
         "posttrain.graders.behaviour": "refusal",
     },
-    "template": {"posttrain.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
+    "template": {"posttrain.data.render.words": "as_is boxed chat code dialogue document plain r1_zero xml_reasoning"},
     "task": {
-        "posttrain.tasks.stories.task": "stories",
-        "posttrain.tasks.verifiable.suites": (
+        "posttrain.data.stories.task": "stories",
+        "posttrain.data.verifiable.suites": (
             "aime24 aime25 amc gsm8k humaneval math math500 mbpp minerva_math mmlu olympiad_bench svamp"
         ),
-        "posttrain.tasks.jsonl": "jsonl",
-        "posttrain.tasks.preferences": "preferences ultrafeedback",
-        "posttrain.tasks.hh_rlhf": "hh_rlhf",
-        "posttrain.tasks.steps": "judged_solutions math_shepherd prm800k",
-        "posttrain.tasks.verifiable.reasoning_gym": "reasoning_gym",
-        "posttrain.tasks.behaviour": "refusals",
-        "posttrain.tasks.episodes": "episodes",
-        "posttrain.tasks.mixture": "mixture",
-        "posttrain.tasks.stories.sums": "sums",
+        "posttrain.data.jsonl": "jsonl",
+        "posttrain.data.preferences": "preferences ultrafeedback",
+        "posttrain.data.hh_rlhf": "hh_rlhf",
+        "posttrain.data.steps": "judged_solutions math_shepherd prm800k",
+        "posttrain.data.verifiable.reasoning_gym": "reasoning_gym",
+        "posttrain.data.behaviour": "refusals",
+        "posttrain.data.episodes": "episodes",
+        "posttrain.data.mixture": "mixture",
+        "posttrain.data.stories.sums": "sums",
     },
     "engine": {
-        "posttrain.engines.native.engine": "native",
-        "posttrain.engines.scripted": "scripted",
-        "posttrain.engines.vllm.engine": "vllm",
+        "posttrain.sampling.native.engine": "native",
+        "posttrain.sampling.scripted": "scripted",
+        "posttrain.sampling.vllm.engine": "vllm",
     },
-    "optimizer": {"posttrain.train.optimizer": "adamw muon"},
+    "optimizer": {"posttrain.training.optimizer": "adamw muon"},
     "stream": {
-        "posttrain.train.streams": (
+        "posttrain.training.streams": (
             "old_logprobs ref_logprobs correction teacher_logprobs teacher_ids old_values kl_baseline"
         ),
     },

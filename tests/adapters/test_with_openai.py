@@ -11,8 +11,8 @@ from answered import MAX_TOKENS, Answered
 
 from calling_model import make_player, make_shown, play, questions
 from posttrain import registry
-from posttrain.environments.contract import build_toolset
 from posttrain.recipes.sections import Word
+from posttrain.sampling.environments.contract import build_toolset
 from serving import Served, serving
 
 pytestmark = pytest.mark.adapters

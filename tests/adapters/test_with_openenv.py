@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
-from posttrain.environments.contract import Session, Toolset, build_toolset
-from posttrain.environments.pool import Pool
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
+from posttrain.sampling.environments.contract import Session, Toolset, build_toolset
+from posttrain.sampling.environments.pool import Pool
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Call, Example, Message
 from serving import free_port

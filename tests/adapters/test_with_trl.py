@@ -11,13 +11,13 @@ import pytest
 from ladder import Ladder
 from transformers import AutoTokenizer
 
-from posttrain.engines.episodes import build_stage
-from posttrain.engines.rollout import RolloutRequest, Sampler, build_grader, collect
-from posttrain.engines.scripted import ScriptedEngine
+from posttrain.data.render import encode_prompt
+from posttrain.data.render.template import build_template
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
-from posttrain.render import encode_prompt
-from posttrain.render.template import build_template
+from posttrain.sampling.episodes import build_stage
+from posttrain.sampling.rollout import RolloutRequest, Sampler, build_grader, collect
+from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 from posttrain.untrusted import declare_code
 

@@ -235,16 +235,16 @@ def warm_up() -> None:
     for kind in registry.HOMES:
         registry.entries(kind)
     for module in (
-        "posttrain.train.loop",
+        "posttrain.training.loop",
         "posttrain.models.load",
         "posttrain.reports.run",
         "peft",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.auto.modeling_auto",
         "posttrain.runs.launch",
-        "posttrain.engines.native.engine",
+        "posttrain.sampling.native.engine",
         "posttrain.models.quantize",
-        "posttrain.engines.vllm.server",
+        "posttrain.sampling.vllm.server",
     ):
         with suppress(ImportError):
             importlib.import_module(module)

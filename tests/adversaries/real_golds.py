@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import registry
-from posttrain.tasks.base import Task
+from posttrain.data.base import Task
 from posttrain.types import Example
 
 # Every task of the registry: the file of its rows below POSTTRAIN_DATA (None: it makes them itself), and its options.

@@ -21,8 +21,8 @@ from torch import Tensor
 from posttrain.errors import CheckpointError
 from posttrain.recipes.recipe import Recipe
 from posttrain.store import checkpoint_files
-from posttrain.train.loop import TrainResult
-from posttrain.train.sources.ahead import HELD
+from posttrain.training.loop import TrainResult
+from posttrain.training.sources.ahead import HELD
 from small_runs import make_recipe, run, steps_of
 
 STEP = 3

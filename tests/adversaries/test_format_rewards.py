@@ -7,7 +7,7 @@ import grader_answers
 import pytest
 
 from posttrain import registry
-from posttrain.rewards.words import bind_reward
+from posttrain.graders.rewards import bind_reward
 
 TAGS = ("think", "answer")
 FORMATS = ("xml_format", "xml_soft")

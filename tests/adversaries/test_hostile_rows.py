@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from posttrain.cli import main
+from posttrain.data import reading
+from posttrain.data.reading import read_file
 from posttrain.errors import DataError
-from posttrain.tasks import reading
-from posttrain.tasks.reading import read_file
 
 MANY = "9" * 400
 GOLD = {"problem": "What is 1+1?", "answer": "2"}

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from posttrain.engines import http
-from posttrain.engines.base import Sampling
-from posttrain.engines.http import HttpServer, Unreadable
-from posttrain.engines.judging import Judge, Opinion, rate
-from posttrain.engines.vllm.client import VllmEngine
-from posttrain.engines.vllm.training import read_scores
-from posttrain.engines.vllm.weights import WORKERS, control, read_num_workers
 from posttrain.errors import PosttrainError, RunFailure
+from posttrain.sampling import http
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.http import HttpServer, Unreadable
+from posttrain.sampling.judging import Judge, Opinion, rate
+from posttrain.sampling.vllm.client import VllmEngine
+from posttrain.sampling.vllm.training import read_scores
+from posttrain.sampling.vllm.weights import WORKERS, control, read_num_workers
 
 MODELS, COMPLETE, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 IDS = [1, 2, 3, 4]

@@ -17,7 +17,7 @@ from test_strangers_code import run
 
 from posttrain import untrusted as consent
 from posttrain.errors import RunFailure, UsageError, hide_secrets
-from posttrain.evals.tables import TextTable, to_markdown
+from posttrain.evaluation.tables import TextTable, to_markdown
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.sources import TINY
 from posttrain.option_types import server_address

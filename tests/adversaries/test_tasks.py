@@ -15,8 +15,8 @@ from choice_answers import letter_hedges
 from real_golds import TASKS, data_folder, golds_of, load
 
 from posttrain import registry
+from posttrain.data.base import Task
 from posttrain.graders.grading import Submission, grade
-from posttrain.tasks.base import Task
 from posttrain.types import Example
 
 NUM_ROWS, NUM_EXAMPLES = 30, 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hostile_text import HOSTILE, leaks
 
-from posttrain.evals.tables import TextTable
+from posttrain.evaluation.tables import TextTable
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report

@@ -9,10 +9,10 @@ import pytest
 from posttrain.cli import main
 from posttrain.commands.chat import conversation as module
 from posttrain.commands.chat.conversation import Controls, Conversation
-from posttrain.engines.models import open_model
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import Word
 from posttrain.runs.models import find_source
+from posttrain.sampling.models import open_model
 from posttrain.types import Message
 
 QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"

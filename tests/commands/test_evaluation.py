@@ -12,10 +12,10 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.commands.evaluate import models
-from posttrain.engines.scripted import ScriptedEngine
-from posttrain.evals import plan as app
-from posttrain.evals.files import read_finished
-from posttrain.evals.items import read_items
+from posttrain.evaluation import plan as app
+from posttrain.evaluation.files import read_finished
+from posttrain.evaluation.items import read_items
+from posttrain.sampling.scripted import ScriptedEngine
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.engines.models import ModelSource
-from posttrain.evals.plan import EvaluationRequest, choose_common_task, choose_drawing, make_plan
+from posttrain.evaluation.plan import EvaluationRequest, choose_common_task, choose_drawing, make_plan
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
+from posttrain.sampling.models import ModelSource
 
 
 @pytest.fixture

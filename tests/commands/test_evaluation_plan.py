@@ -11,7 +11,7 @@ from posttrain.commands.evaluate import SECTIONS
 from posttrain.commands.evaluate.models import request_of
 from posttrain.commands.options import words_of
 from posttrain.errors import UsageError
-from posttrain.evals.plan import Drawing, Plan, make_plan
+from posttrain.evaluation.plan import Drawing, Plan, make_plan
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.directory import RunDirectory
@@ -77,7 +77,7 @@ def test_one_answer_is_greedy_and_several_are_drawn() -> None:
 def test_what_cannot_be_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.models.load_model", None)  # before a model is loaded
+    monkeypatch.setattr("posttrain.sampling.models.load_model", None)  # before a model is loaded
     assert main(["evaluate", "tiny", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
-from posttrain.reward_models.scoring import open_reward_model
+from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
@@ -135,7 +135,9 @@ def test_what_cannot_be_measured_is_refused(
 def test_the_files_of_a_run_are_kept(
     runs: Path, models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.reward_models.evaluation.open_reward_model", None)  # before a model is loaded
+    monkeypatch.setattr(
+        "posttrain.evaluation.reward_models.measures.open_reward_model", None
+    )  # before a model is loaded
     before = sorted(path.name for path in (runs / "rm").iterdir())
     assert evaluate(runs, *models, "--task", "stories", "--out", str(runs / "rm")) == 2
     assert "that is the folder of a run" in capsys.readouterr().err

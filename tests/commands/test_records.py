@@ -15,7 +15,7 @@ from posttrain.errors import RewardFailure
 from posttrain.runs.directory import RunDirectory, lock_run, run_names
 from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.metrics import MetricsLog
-from posttrain.train import loop
+from posttrain.training import loop
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 

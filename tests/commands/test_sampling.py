@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.engines.models import complete_template, open_model
+from posttrain.data.base import choose_task
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.models import find_source
-from posttrain.tasks.base import choose_task
+from posttrain.sampling.models import complete_template, open_model
 from posttrain.types import Message
 
 pytestmark = pytest.mark.usefixtures("no_curves")

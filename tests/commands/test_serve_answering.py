@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
-from posttrain.engines.base import Sampling
-from posttrain.engines.models import OpenedModel, open_model
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import OpenedModel, open_model
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 

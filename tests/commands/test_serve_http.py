@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from posttrain.cli import main
-from posttrain.engines.judging import Judge, rate
-from posttrain.engines.models import OpenedModel, open_model
-from posttrain.engines.vllm.server import served_names
+from posttrain.data.render import decode_response, encode_prompt
 from posttrain.randomness import derive_key
-from posttrain.render import decode_response, encode_prompt
 from posttrain.runs.models import find_source
+from posttrain.sampling.judging import Judge, rate
+from posttrain.sampling.models import OpenedModel, open_model
+from posttrain.sampling.vllm.server import served_names
 from posttrain.types import Completion, Message
 from serving import Served, free_port, serving
 

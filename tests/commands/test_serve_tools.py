@@ -13,17 +13,17 @@ from transformers import AutoTokenizer
 
 from calling_model import make_player, make_shown, play, questions
 from posttrain import registry
-from posttrain.engines.base import Sampling
-from posttrain.engines.episodes import Episodes, Stage, build_stage
-from posttrain.engines.models import open_model
-from posttrain.engines.scripted import ScriptedEngine
-from posttrain.environments.contract import build_toolset
+from posttrain.data.render import encode_prompt, stop_ids
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
-from posttrain.render import encode_prompt, stop_ids
 from posttrain.runs.models import find_source
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.environments.contract import build_toolset
+from posttrain.sampling.episodes import Episodes, Stage, build_stage
+from posttrain.sampling.models import open_model
+from posttrain.sampling.scripted import ScriptedEngine
 from posttrain.types import Example, Message
 from serving import Served, serving
 

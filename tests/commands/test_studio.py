@@ -16,13 +16,13 @@ from posttrain.cli import main
 from posttrain.commands.chat import studio
 from posttrain.commands.chat.conversation import Controls
 from posttrain.commands.chat.studio import TRAINING, Library, Side, answer, build_studio
-from posttrain.engines.models import open_model
 from posttrain.errors import UsageError
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import Word
 from posttrain.runs.launch import launch
 from posttrain.runs.models import find_source
+from posttrain.sampling.models import open_model
 from posttrain.types import Example, Finish
 
 QUESTION = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"

@@ -3,10 +3,10 @@
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.qwen3 import modeling_qwen3
 
-from posttrain.engines.native import engine
+from posttrain.data.stories import task
 from posttrain.models import load
-from posttrain.tasks.stories import task
-from posttrain.train import build
+from posttrain.sampling.native import engine
+from posttrain.training import build
 
 get_checkpoint_conversion_mapping("qwen3")  # hundreds of patterns, compiled once in a process, when it first saves
 IMPORTED = (modeling_qwen3, engine, load, task, build)

@@ -19,7 +19,7 @@ from imported_late import IMPORTED
 
 from posttrain.recipes.recipe import load_recipe
 from posttrain.runs.launch import launch
-from posttrain.train import loop
+from posttrain.training import loop
 
 IMPORTED += (loop,)  # before forking, which is the point
 

@@ -45,12 +45,12 @@ def test_kills_and_resumes_equal_the_undisturbed_run(
     assert min(norm for norm in norms if norm is not None) > 1e-4  # there was something to lose
 
 
-LOOP, CHECKPOINT, FILES = "posttrain.train.loop", "posttrain.train.checkpoint", "posttrain.store.checkpoint_files"
+LOOP, CHECKPOINT, FILES = "posttrain.training.loop", "posttrain.training.checkpoint", "posttrain.store.checkpoint_files"
 # Gaps between two changes of the disk, in which a kill leaves something half done.
 GAPS = [
     ("posttrain.runs.launch", "_claim", "before", 1),
     ("posttrain.runs.launch", "_claim", "after", 1),
-    ("posttrain.train.held_out", "evaluate", "after", 1),
+    ("posttrain.training.held_out", "evaluate", "after", 1),
     (LOOP, "save_checkpoint", "before", 1),
     (CHECKPOINT, "seal", "before", 1),
     (CHECKPOINT, "seal", "after", 1),
@@ -101,7 +101,7 @@ def test_kills_in_the_middle_of_a_batch_of_several_turns(
     assert sum(count > 1 for count in turns) > len(turns) // 4
     codes = []
     for reads, when in ((30, "before"), (9, "after"), (12, "before")):
-        starters[1].start(recipe, cut, ("posttrain.engines.episodes", "read_calls", when, reads))
+        starters[1].start(recipe, cut, ("posttrain.sampling.episodes", "read_calls", when, reads))
         codes.append(starters[1].wait())
     killing.run_undisturbed(starters[1], recipe, cut)
     assert codes == [-9] * 3

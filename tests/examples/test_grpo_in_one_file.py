@@ -17,7 +17,7 @@ from posttrain.algorithms.advantages import normalized
 from posttrain.algorithms.aggregation import token_mean
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.sections import TrainSection
-from posttrain.train.step import Method, accumulate
+from posttrain.training.step import Method, accumulate
 from posttrain.types import Sample, collate
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"

@@ -16,8 +16,6 @@ import torch
 from wide_models import DEVICE, LAUNCHES, PLACE, VOCABULARY, WAITS, check_scores, needs_device, on_cuda, wide_model
 
 from looped_attention import looped
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.forward import attention, varlen
 from posttrain.models.forward.forward import Forward, gpu_memory_of, max_logit_elements
 from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
@@ -25,9 +23,11 @@ from posttrain.models.forward.packing import Packing, Run
 from posttrain.models.load import load_tokenizer
 from posttrain.randomness import derive_key
 from posttrain.recipes.recipe import load_recipe
-from posttrain.train.build import prepare
-from posttrain.train.memory import Memory, stated_memory
-from posttrain.train.step import Method, accumulate
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.training.build import prepare
+from posttrain.training.memory import Memory, stated_memory
+from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Sample, collate
 
 pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.usefixtures("full_fp32", "a_kernel")]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from wide_models import needs_device, on_cuda
 
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.sampling.native.engine import NativeEngine
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")
 

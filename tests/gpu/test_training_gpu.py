@@ -19,9 +19,9 @@ from posttrain.models.lora import apply_adapter
 from posttrain.recipes.recipe import validate_recipe
 from posttrain.recipes.sections import AdapterSection, TrainSection
 from posttrain.store.metrics import MetricsLog
-from posttrain.train.files import RunFiles
-from posttrain.train.loop import train
-from posttrain.train.step import Method, accumulate
+from posttrain.training.files import RunFiles
+from posttrain.training.loop import train
+from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Sample, collate
 
 pytestmark = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from posttrain.data.render.words import boxed_answer, chat, tagged_answer
 from posttrain.graders.grading import Submission, grade, is_blank
-from posttrain.render.words import boxed_answer, chat, tagged_answer
-from posttrain.rewards.words import xml_format
+from posttrain.graders.rewards import xml_format
 
 BLANK = [
     "", " \t\n", "\x00", "\x1b", "\u200b", "\ufeff", "\u00ad", "\u00a0", "\u2028", "\u2029", "\u3000", "\u2060",

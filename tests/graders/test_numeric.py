@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from posttrain import registry
+from posttrain.data.render.words import plain
 from posttrain.errors import RecipeError, UnknownWord, UsageError
 from posttrain.graders.grading import Submission
 from posttrain.graders.numeric import exact, is_number, numeric
+from posttrain.graders.rewards import bind_reward, correct, overlong
 from posttrain.graders.scored import task_score
 from posttrain.recipes.recipe import load_recipe
-from posttrain.render.words import plain
-from posttrain.rewards.words import bind_reward, correct, overlong
 
 
 def outcome(extracted: str | None, answer: str | None, **options: float) -> str:

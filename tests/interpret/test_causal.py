@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.causal import (
     Added,
@@ -26,6 +24,8 @@ from posttrain.interpret.differences.causal import (
 from posttrain.interpret.differences.recipe import CausalSection
 from posttrain.models.load import load_model
 from posttrain.recipes.sections import ModelSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 
 
 @pytest.fixture

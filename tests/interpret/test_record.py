@@ -13,6 +13,9 @@ import torch
 import yaml
 
 from posttrain.cli import main
+from posttrain.data.base import build_task
+from posttrain.data.render import encode_plain, encode_prompt
+from posttrain.data.render.template import build_template
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations import record as recording
 from posttrain.interpret.activations.record import (
@@ -30,11 +33,8 @@ from posttrain.models.lora import apply_adapter
 from posttrain.models.sources import TINY
 from posttrain.recipes.recipe import load_recipe
 from posttrain.recipes.sections import AdapterSection, ModelSection, Word
-from posttrain.render import encode_plain, encode_prompt
-from posttrain.render.template import build_template
 from posttrain.store.checkpoint_files import seal
 from posttrain.store.rollouts import RolloutStore
-from posttrain.tasks.base import build_task
 from posttrain.types import Completion, Example, Message, Rollout
 
 

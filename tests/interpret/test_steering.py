@@ -11,11 +11,11 @@ import torch
 from families import activations_of
 from torch import Tensor
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import UsageError
 from posttrain.interpret.dictionaries.dictionary import Dictionary, save_dictionary
 from posttrain.interpret.features.steering import Steering, load_steering
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 
 D = 64
 DOCUMENTS = [[5, 9, 30, 2, 77], [4, 4, 100], [8]]

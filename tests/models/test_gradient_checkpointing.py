@@ -15,7 +15,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.linear import ONEDNN_LEAST
 from posttrain.models.lora import apply_adapter
 from posttrain.recipes.sections import AdapterSection, TrainSection
-from posttrain.train.step import Method, accumulate
+from posttrain.training.step import Method, accumulate
 from posttrain.types import Batch, Loss, Outputs
 
 

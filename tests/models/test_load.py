@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from posttrain.data.render import decode_response, end_id, stop_ids
+from posttrain.data.render.template import further_ends
+from posttrain.data.render.words import plain
 from posttrain.errors import UsageError
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.models.sources import resolve_model_name
 from posttrain.recipes.sections import AdapterSection, InitSection, ModelSection
-from posttrain.render import decode_response, end_id, stop_ids
-from posttrain.render.template import further_ends
-from posttrain.render.words import plain
 from posttrain.store.checkpoint_files import seal
 
 IDS = torch.tensor([[9, 10, 11, 12]])

@@ -9,13 +9,13 @@ import shutil
 import pytest
 import torch
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import RecipeError
 from posttrain.models.load import load_model
 from posttrain.models.lora import apply_adapter, describe_reach, has_adapter, low_rank_terms
 from posttrain.models.sources import TINY
 from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 
 IDS = torch.tensor([[9, 10, 11, 12]])
 

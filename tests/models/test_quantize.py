@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import MissingExtra, UsageError
 from posttrain.models.forward.forward import Forward
 from posttrain.models.load import load_model, note_base_bits, num_parameters, quantized_bits
 from posttrain.models.lora import apply_adapter, has_adapter
 from posttrain.recipes.sections import AdapterSection, ModelSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
 from posttrain.types import Sample, collate
 
 pytest.importorskip("bitsandbytes", reason="the extra 'quantize' is not installed")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from posttrain.engines.native.engine import _has_hooks
 from posttrain.models.forward.precision import full_precision, keep_angles_exact
+from posttrain.sampling.native.engine import _has_hooks
 
 
 def llama() -> torch.nn.Module:

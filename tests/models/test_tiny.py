@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import native
+from posttrain.data.render import decode_response, encode_prompt, stop_ids
+from posttrain.data.render.words import r1_zero
+from posttrain.data.stories.task import stories
 from posttrain.models.tokenizer import train_tokenizer
 from posttrain.recipes.recipe import load_recipe
 from posttrain.registry import find
-from posttrain.render import decode_response, encode_prompt, stop_ids
-from posttrain.render.words import r1_zero
-from posttrain.tasks.stories.task import stories
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import native
 
 FOLDER = Path(str(resources.files("posttrain") / "models" / "tiny"))
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from posttrain.data.stories.task import stories
 from posttrain.errors import UsageError
 from posttrain.models.tokenizer import SPECIAL_TOKENS, train_tokenizer
-from posttrain.tasks.stories.task import stories
 
 
 def train(vocab_size: int = 400) -> PreTrainedTokenizerFast:

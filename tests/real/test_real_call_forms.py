@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from model_templates import CHATML, QWEN3, tokenizer_of
 
-from posttrain.environments.calls import Request, read_calls
+from posttrain.data.render.calls import HERMES, TAGGED, CallForm, write_calls
+from posttrain.data.render.template import build_template
+from posttrain.data.render.template_calls import call_form
+from posttrain.data.render.turns import render_dicts
 from posttrain.recipes.sections import Word
-from posttrain.render.calls import HERMES, TAGGED, CallForm, write_calls
-from posttrain.render.template import build_template
-from posttrain.render.template_calls import call_form
-from posttrain.render.turns import render_dicts
+from posttrain.sampling.environments.calls import Request, read_calls
 from posttrain.types import Call
 
 CHAT = build_template(Word(name="chat"))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from model_templates import tokenizer_of
 
-from posttrain.environments.calls import read_calls
-from posttrain.environments.tools import make_tool
+from posttrain.data.render.assistant import decode_response, encode_answer, encode_turn
+from posttrain.data.render.calls import TAGGED
+from posttrain.data.render.template import build_template, encode_prompt
+from posttrain.data.render.template_calls import call_form
 from posttrain.recipes.sections import Word
-from posttrain.render.assistant import decode_response, encode_answer, encode_turn
-from posttrain.render.calls import TAGGED
-from posttrain.render.template import build_template, encode_prompt
-from posttrain.render.template_calls import call_form
+from posttrain.sampling.environments.calls import read_calls
+from posttrain.sampling.environments.tools import make_tool
 from posttrain.types import Call, Message, Turn
 
 CHAT = build_template(Word(name="chat"))

@@ -12,12 +12,12 @@ import pytest
 from model_templates import LAYOUTS, tokenizer_of
 
 from posttrain import registry
-from posttrain.render import Template, decode_response, encode_prompt
-from posttrain.render.assistant import encode_answer
-from posttrain.render.encoding import markers_of
-from posttrain.render.rows import Shape, rows_of
-from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences import preferences
+from posttrain.data.jsonl import jsonl
+from posttrain.data.preferences import preferences
+from posttrain.data.render import Template, decode_response, encode_prompt
+from posttrain.data.render.assistant import encode_answer
+from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.rows import Shape, rows_of
 from posttrain.types import Message
 
 QUESTION = "Which river flows through Paris?"

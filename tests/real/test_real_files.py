@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.data.jsonl import jsonl
+from posttrain.data.preferences import preferences
+from posttrain.data.reading import read_file
 from posttrain.errors import DataError
-from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences import preferences
-from posttrain.tasks.reading import read_file
 from posttrain.types import Message, Response
 
 ALPACA = [

@@ -10,10 +10,10 @@ import pytest
 from model_templates import LAYOUTS, tokenizer_of
 
 from posttrain import registry
+from posttrain.data.jsonl import jsonl
+from posttrain.data.render.rows import Row, TrainOn, rows_of
 from posttrain.errors import UsageError
-from posttrain.render.rows import Row, TrainOn, rows_of
-from posttrain.tasks.jsonl import jsonl
-from posttrain.train.sources.dataset import SupervisedSource
+from posttrain.training.sources.dataset import SupervisedSource
 from posttrain.types import Example
 from small_runs import make_recipe
 

@@ -13,12 +13,12 @@ from real_rows import ASK, GIVEN, LEARNT, REFUSED, REPLY
 
 from posttrain import registry
 from posttrain.cli import main
+from posttrain.data.base import Task
+from posttrain.data.jsonl import jsonl
+from posttrain.data.preferences import preferences
+from posttrain.data.render import encode_prompt
+from posttrain.data.render.rows import Row, Shape, rows_of
 from posttrain.errors import DataError, UsageError
-from posttrain.render import encode_prompt
-from posttrain.render.rows import Row, Shape, rows_of
-from posttrain.tasks.base import Task
-from posttrain.tasks.jsonl import jsonl
-from posttrain.tasks.preferences import preferences
 from posttrain.types import Example
 
 READERS = {"jsonl": jsonl, "preferences": preferences}

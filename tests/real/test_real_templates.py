@@ -10,10 +10,10 @@ import pytest
 from model_templates import CALL_LAYOUTS, LAYOUTS, tokenizer_of
 
 from posttrain.cli import main
+from posttrain.data.render.turns import render_dicts
 from posttrain.errors import UsageError
 from posttrain.models.patterns import check_chat_template
 from posttrain.models.sources import TINY
-from posttrain.render.turns import render_dicts
 
 ENDLESS_TEMPLATES = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

@@ -10,7 +10,7 @@ from test_report import NASTY, Page
 
 from made_up_items import make_sample
 from made_up_trials import make_sweep, make_trial, two_rows
-from posttrain.evals.items import Item
+from posttrain.evaluation.items import Item
 from posttrain.reports.charts import COLORS, Panel, Series, draw_png, draw_svg
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import render

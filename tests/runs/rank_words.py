@@ -49,7 +49,7 @@ def stops_in_rank_one(text: str, *, after: int = 0, note: str = "") -> float:
 
 def dies_while_saving(outputs: Outputs, batch: Batch, *, rank: int = 0, step: int = 2) -> Loss:
     """An objective whose process of one rank ends while that writes its part of a step's checkpoint."""
-    from posttrain.train.distributed import HuggingFaceStorageWriter
+    from posttrain.training.distributed import HuggingFaceStorageWriter
 
     write = HuggingFaceStorageWriter.write_data
 

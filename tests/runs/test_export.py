@@ -142,7 +142,7 @@ def make_adapter_run(
     from posttrain.models.load import load_model
     from posttrain.models.lora import apply_adapter
     from posttrain.recipes.sections import AdapterSection, ModelSection
-    from posttrain.train.checkpoint import save_checkpoint
+    from posttrain.training.checkpoint import save_checkpoint
 
     run = make_run(root, name, recipe={"model": {"name": base, "dtype": "float32"}}, steps=())
     section = ModelSection(name=base, device="cpu", adapter=AdapterSection(**adapter))

@@ -18,7 +18,7 @@ from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch
 from posttrain.store.headline import ACCURACY
-from posttrain.train.files import Observer, RunFiles
+from posttrain.training.files import Observer, RunFiles
 from posttrain.world import ONE, World
 
 MakeRecipe = Callable[..., Recipe]

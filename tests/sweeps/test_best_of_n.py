@@ -10,7 +10,7 @@ import pytest
 
 from made_up_items import make_item, make_sample
 from posttrain.errors import DataError
-from posttrain.evals.items import Item
+from posttrain.evaluation.items import Item
 from posttrain.sweeps.best_of_n import RANDOM, best_of_n_part, choose
 
 MAJORITY, ORACLE = "majority", "oracle"

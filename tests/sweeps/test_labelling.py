@@ -9,11 +9,11 @@ import pytest
 
 from made_up_items import make_sample
 from posttrain import registry
+from posttrain.data.base import Task
 from posttrain.errors import DataError, RunFailure
-from posttrain.evals.items import Item, write_items
-from posttrain.reward_models.scoring import reasoning_of, split_steps
+from posttrain.evaluation.items import Item, write_items
+from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.sweeps.labelling import label_steps, write_labelled
-from posttrain.tasks.base import Task
 from posttrain.types import Example, Message
 
 GIVEN = ["2 + 3 = 5.", " 5 * 4 = 20."]

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from made_up_trials import evaluation, make_sweep, make_trial, trial_rows, two_rows
-from posttrain.evals.statistics import wilson_interval
+from posttrain.evaluation.statistics import wilson_interval
 from posttrain.store.headline import REWARD, choose_headline
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.learning import TrialResult, rank_rows, read_trial, rows_part

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 
 from made_up_items import make_sample
-from posttrain.evals.items import Item
+from posttrain.evaluation.items import Item
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.best_of_n import powers_of_two
 from posttrain.sweeps.overoptimization import (

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm import training
-from posttrain.engines.vllm.engine import vllm
-from posttrain.engines.vllm.training import TOLERANCE, Trained, largest_difference
 from posttrain.errors import EngineMismatch
 from posttrain.models.load import LoadedModel, load_model
 from posttrain.recipes.sections import ModelSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.vllm import training
+from posttrain.sampling.vllm.engine import vllm
+from posttrain.sampling.vllm.training import TOLERANCE, Trained, largest_difference
 from posttrain.world import ONE
 
 pytestmark = pytest.mark.vllm

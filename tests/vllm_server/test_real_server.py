@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
-
 from engines.engine_contract import EngineCase, EngineContract, keys_of, tiny_case
+
 from posttrain.cli import main
-from posttrain.engines.base import Sampling
-from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.vllm.client import VllmEngine
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.vllm.client import VllmEngine
 
 pytestmark = pytest.mark.vllm
 

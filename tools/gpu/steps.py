@@ -113,9 +113,9 @@ def profile(smallest: bool) -> Result:
 
 
 def _decoding(gpu: Any, smallest: bool, rows: int) -> Callable[[], Any]:
-    from posttrain.engines.base import Sampling
-    from posttrain.engines.native.engine import NativeEngine
     from posttrain.randomness import derive_key
+    from posttrain.sampling.base import Sampling
+    from posttrain.sampling.native.engine import NativeEngine
 
     _, rows, _, model, prompts = gpu.decoded(smallest, rows)
     engine = NativeEngine(model, slots=rows)

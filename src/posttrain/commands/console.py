@@ -24,7 +24,7 @@ from posttrain.store.durable import sayable
 from posttrain.untrusted import harmless, harmless_json
 
 if TYPE_CHECKING:  # training prints no table of an evaluation
-    from posttrain.evals.tables import TextTable
+    from posttrain.evaluation.tables import TextTable
 
 PIPED_COLUMNS = 120
 MAX_COLUMNS = 10_000

@@ -12,12 +12,12 @@ from posttrain import registry
 from posttrain.commands.console import Text, open_console, plain_table
 from posttrain.commands.explain import summary
 from posttrain.commands.options import chosen_words
+from posttrain.data.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
+from posttrain.data.render import encode_plain
 from posttrain.errors import UsageError
 from posttrain.models.load import load_tokenizer
-from posttrain.render import encode_plain
 from posttrain.reports.charts import PICTURES, draw_png
 from posttrain.reports.curves import data_panels
-from posttrain.tasks.base import PERCENTILES, Description, Task, build_task, describe_task, percentile, random_examples
 from posttrain.types import Example
 from posttrain.untrusted import kind_of_file
 

@@ -22,24 +22,24 @@ from rich.table import Table
 from posttrain.commands.console import Text, open_console, print_table
 from posttrain.commands.progress import choose_progress, show_duration
 from posttrain.commands.summary import chapter_of, last_start, write_summary
-from posttrain.engines.models import ModelSource, open_model
+from posttrain.data.base import Task, build_task
+from posttrain.data.render.template import build_template
 from posttrain.errors import INTERRUPTED
-from posttrain.evals.files import write_evaluation
-from posttrain.evals.generation import Evaluation
-from posttrain.evals.plan import Drawing, measure
-from posttrain.evals.tables import Row, results_table
+from posttrain.evaluation.files import write_evaluation
+from posttrain.evaluation.generation import Evaluation
+from posttrain.evaluation.plan import Drawing, measure
+from posttrain.evaluation.tables import Row, results_table
 from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.recipes.sections import Word, map_tasks
-from posttrain.render.template import build_template
 from posttrain.reports.evaluation import write_page
 from posttrain.reports.page import write_html
 from posttrain.reports.run import Answer, Report, Stage, Transcript, render_report
 from posttrain.runs.directory import RunDirectory, is_live
 from posttrain.runs.launch import RunResult, launch
 from posttrain.runs.models import find_source
+from posttrain.sampling.models import ModelSource, open_model
 from posttrain.store.durable import replace_file
 from posttrain.store.rollouts import show_turns
-from posttrain.tasks.base import Task, build_task
 
 NUM_HELD_OUT = 500
 NUM_TRANSCRIPTS = 6

@@ -183,7 +183,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 def recipes_by_word() -> dict[tuple[str, str], list[str]]:
     """Return the shipped recipes that use each component, by (kind, name)."""
-    from posttrain.train import checks  # torch, which a list of the recipes does without
+    from posttrain.training import checks  # torch, which a list of the recipes does without
 
     users: dict[tuple[str, str], list[str]] = {}
     for name in training_recipe_names():

@@ -10,13 +10,13 @@ from rich.console import Console
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_words
-from posttrain.engines.models import OpenedModel, complete_template, open_model
-from posttrain.engines.rollout import Attempt
+from posttrain.data.base import build_task, choose_task
+from posttrain.data.render import decode_response, encode_prompt
 from posttrain.errors import UsageError
 from posttrain.randomness import derive_key
-from posttrain.render import decode_response, encode_prompt
 from posttrain.runs.models import find_source
-from posttrain.tasks.base import build_task, choose_task
+from posttrain.sampling.models import OpenedModel, complete_template, open_model
+from posttrain.sampling.rollout import Attempt
 from posttrain.types import Completion, Example, Message
 
 

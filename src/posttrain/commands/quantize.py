@@ -40,7 +40,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from posttrain.commands.options import chosen_words
-    from posttrain.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
+    from posttrain.evaluation.reward_models.quantization import REPORT, QuantizationRequest, quantize_model
     from posttrain.runs.models import find_source
 
     words = chosen_words(arguments)
@@ -64,7 +64,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
 
 def _print_report(report: dict[str, Any], place: str) -> None:
     from posttrain.commands.console import open_console, print_table, say
-    from posttrain.evals.tables import TextTable
+    from posttrain.evaluation.tables import TextTable
 
     console, lines = open_console(), []
     for kept, label in (("disk", "weights on disk"), ("memory", "weights in memory")):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.progress import show_duration
+from posttrain.data.render.template import build_template
 from posttrain.recipes.recipe import Recipe
-from posttrain.render.template import build_template
 from posttrain.reports.charts import draw_png
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import write_html

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.commands.progress import choose_progress
+from posttrain.data.base import build_task, eval_words
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
 from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
 from posttrain.recipes.sections import task_words
 from posttrain.registry import find
-from posttrain.tasks.base import build_task, eval_words
-from posttrain.train.checks import words_of
+from posttrain.training.checks import words_of
 from posttrain.untrusted import harmless
 
 
@@ -98,8 +98,8 @@ def check_data(recipe: Recipe) -> None:
         DataError: a file or row that a run would refuse.
         UsageError: conversations in which nothing is trained.
     """
-    from posttrain.render.rows import refuse_untrained
-    from posttrain.tasks.reading import HUB
+    from posttrain.data.reading import HUB
+    from posttrain.data.render.rows import refuse_untrained
 
     words, lines = {"task": recipe.task}, dict[str, None]()
     if recipe.eval.every:
@@ -126,7 +126,7 @@ def check_tools(recipe: Recipe) -> None:
         UsageError: they cannot be used, or give nothing for a reward.
     """
     if recipe.environment is not None or recipe.tools:
-        from posttrain.environments.contract import build_toolset, refuse_unpaid
+        from posttrain.sampling.environments.contract import build_toolset, refuse_unpaid
 
         refuse_unpaid(build_toolset(recipe.environment, recipe.tools or ()), [word.name for word in recipe.rewards])
 
@@ -157,7 +157,7 @@ def _note(text: str) -> None:
 def _print_memory(recipe: Recipe) -> None:
     """Print the parts of the memory on stderr, so that stdout stays a recipe that can be run."""
     from posttrain.commands.runs.show import show_bytes
-    from posttrain.train.memory import stated_memory  # takes transformers, which a dry run else does without
+    from posttrain.training.memory import stated_memory  # takes transformers, which a dry run else does without
 
     stated = stated_memory(recipe)
     if isinstance(stated, str):

@@ -1,1 +1,1 @@
-"""Right or wrong: from what a model wrote and the gold answer to a verdict."""
+"""Graders and rewards: from a response and the reference answer to a verdict or a number."""

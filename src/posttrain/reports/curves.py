@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from posttrain.data.base import Description, percentile
 from posttrain.reports.charts import LARGEST, Panel, Series
 from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
-from posttrain.tasks.base import Description, percentile
 
 MAX_BARS = 12
 NUM_BINS = 40

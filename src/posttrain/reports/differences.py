@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.evals.statistics import student_t_quantile, summarize_seeds
+from posttrain.evaluation.statistics import student_t_quantile, summarize_seeds
 from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import render
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from posttrain.evals.generation import Evaluation
-from posttrain.evals.items import Item
-from posttrain.evals.tables import (
+from posttrain.evaluation.generation import Evaluation
+from posttrain.evaluation.items import Item
+from posttrain.evaluation.tables import (
     NOTHING,
     Row,
     TextTable,

@@ -6,10 +6,18 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.evals.statistics import paired_bootstrap
-from posttrain.evals.tables import NOTHING, TextTable, kind_tables, show_interval, show_number, show_share, to_markdown
+from posttrain.evaluation.reward_models.measures import RewardEvaluation
+from posttrain.evaluation.statistics import paired_bootstrap
+from posttrain.evaluation.tables import (
+    NOTHING,
+    TextTable,
+    kind_tables,
+    show_interval,
+    show_number,
+    show_share,
+    to_markdown,
+)
 from posttrain.reports.evaluation import first_items, quoted, settings_list
-from posttrain.reward_models.evaluation import RewardEvaluation
 from posttrain.untrusted import plain
 
 Results = Mapping[str, float]

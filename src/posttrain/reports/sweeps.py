@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from posttrain.evals.statistics import Summary
+from posttrain.evaluation.statistics import Summary
 from posttrain.reports.charts import Panel, Series, draw_png
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file

@@ -35,7 +35,7 @@ from posttrain.runs.directory import (
 from posttrain.runs.processes import check_scale, join_processes, task_of
 from posttrain.store.checkpoint_files import checkpoint_steps, clean_leftovers
 from posttrain.store.durable import remove_leftovers, storage_errors
-from posttrain.train.files import Observer, RunFiles
+from posttrain.training.files import Observer, RunFiles
 from posttrain.untrusted import consent_options
 
 DEFAULT_ROOT = "runs"
@@ -75,7 +75,7 @@ def launch(
         resume: continue instead of starting.
         accept_changes: continue although recipe or records are others than those of the newest checkpoint.
         observer: receives events (``train/files.py``).
-        train: the loop, if another than ``posttrain.train.loop.train``.
+        train: the loop, if another than ``posttrain.training.loop.train``.
 
     Raises:
         RunConflict: the directory is taken, or belongs to another recipe or process; it is unchanged.
@@ -121,7 +121,7 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     leftovers = [*remove_leftovers(directory.folder), *clean_leftovers(files.checkpoints)]
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
-    loop: Any = train or import_module("posttrain.train.loop").train
+    loop: Any = train or import_module("posttrain.training.loop").train
     with stop_on_signals() as should_stop:
         about: dict[str, Any] = {"resume": resume, "observer": record, "should_stop": should_stop}
         if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.engines.models import ModelSource, checkpoint_of
 from posttrain.errors import UsageError
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.runs.directory import RunDirectory, find_run
+from posttrain.sampling.models import ModelSource, checkpoint_of
 from posttrain.untrusted import kind_of_file
 
 

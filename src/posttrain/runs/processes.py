@@ -15,13 +15,13 @@ from posttrain.errors import INTERRUPTED, RunFailure, UsageError
 from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.recipes.sections import ScaleSection
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
-from posttrain.train.files import RunFiles
+from posttrain.training.files import RunFiles
 from posttrain.untrusted import declare_code, declare_from_command_line, declared_code, trusts_remote_code
 from posttrain.world import ONE, World
 
 if TYPE_CHECKING:
-    from posttrain.train.distributed import Processes
-    from posttrain.train.loop import TrainResult
+    from posttrain.training.distributed import Processes
+    from posttrain.training.loop import TrainResult
 
 FOLLOW = "__follow"  # the command of a process that trains with others
 LAST_SECONDS = 40.0  # for this process to notice that another one ended, where it waits for that one
@@ -94,7 +94,7 @@ def join_processes(recipe: Recipe, folder: Path, resume: bool) -> Iterator[World
     if size == 1:
         yield ONE
         return
-    from posttrain.train.distributed import Processes, check_devices, join
+    from posttrain.training.distributed import Processes, check_devices, join
 
     if started is None:
         check_devices(recipe.model.device, size)
@@ -111,7 +111,7 @@ def follow() -> int:
     Raises:
         PosttrainError: this process or another failed.
     """
-    from posttrain.train.distributed import Processes, join
+    from posttrain.training.distributed import Processes, join
 
     world = Processes.attend()
     task = world.take()
@@ -121,13 +121,13 @@ def follow() -> int:
 
 
 def train_task(task: Mapping[str, Any], world: World, **shared: Any) -> TrainResult:
-    """Train by the ``task`` of a run as one of several processes; ``shared``: as of ``posttrain.train.loop``."""
+    """Train by the ``task`` of a run as one of several processes; ``shared``: as of ``posttrain.training.loop``."""
     sys.path += [place for place in task["path"] if place not in sys.path]
     for name, folders in task["code"].items():
         declare_code(name, *folders)
     declare_from_command_line((), trust_remote_code=task["trust_remote_code"])
     recipe = validate_recipe(task["recipe"], is_own=False).resolve()
-    from posttrain.train.loop import train
+    from posttrain.training.loop import train
 
     return train(recipe, RunFiles.within(task["folder"]), resume=task["resume"], world=world, **shared)
 

@@ -22,9 +22,9 @@ from posttrain import __version__
 from posttrain.errors import PeerFailure, PosttrainError, UsageError, first_line
 from posttrain.recipes.recipe import Recipe
 from posttrain.runs.processes import train_task
-from posttrain.train.distributed import Processes, join
-from posttrain.train.files import Observer
-from posttrain.train.loop import TrainResult
+from posttrain.training.distributed import Processes, join
+from posttrain.training.files import Observer
+from posttrain.training.loop import TrainResult
 
 ADDRESS = "RAY_ADDRESS"
 CONNECT_SECONDS = 20.0

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.evals.items import Item, item_values
-from posttrain.evals.statistics import item_interval, paired_bootstrap
-from posttrain.evals.tables import TextTable
+from posttrain.evaluation.items import Item, item_values
+from posttrain.evaluation.statistics import item_interval, paired_bootstrap
+from posttrain.evaluation.tables import TextTable
 from posttrain.sweeps.results import Part
 
 RANDOM = "random pick"

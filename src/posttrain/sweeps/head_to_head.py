@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.evals.statistics import half_width
-from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.evaluation.statistics import half_width
+from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
 from posttrain.sweeps.plan import ITEMS, RESULTS
 from posttrain.sweeps.results import Part

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.data.base import Task
+from posttrain.data.render import Template
 from posttrain.errors import DataError, RunFailure
-from posttrain.evals.generation import held_out_indices
-from posttrain.evals.items import read_items
-from posttrain.render import Template
-from posttrain.reward_models.scoring import reasoning_of, split_steps
+from posttrain.evaluation.generation import held_out_indices
+from posttrain.evaluation.items import read_items
+from posttrain.evaluation.reward_models.scoring import reasoning_of, split_steps
 from posttrain.store.durable import replace_file
-from posttrain.tasks.base import Task
 
 
 def label_steps(steps: Sequence[str], working: Sequence[str], is_right: bool) -> list[int]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from posttrain.evals.statistics import Summary, summarize_seeds, wilson_interval
-from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.evaluation.statistics import Summary, summarize_seeds, wilson_interval
+from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.headline import ACCURACY, KL, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.results import Part, show_summary

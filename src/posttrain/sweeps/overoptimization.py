@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from posttrain.evals.items import Item
-from posttrain.evals.statistics import Summary, best_of_n, summarize_seeds
-from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.evaluation.items import Item
+from posttrain.evaluation.statistics import Summary, best_of_n, summarize_seeds
+from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.metrics import MetricsRow, evaluation_points
 from posttrain.sweeps.best_of_n import powers_of_two
 from posttrain.sweeps.results import Part, show_summary

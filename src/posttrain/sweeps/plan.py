@@ -325,7 +325,7 @@ class _Builder:
     def _run(
         self, name: str, row: str, seed: int, folder: Path, recipe: Recipe, needs: tuple[str, ...] = ()
     ) -> Training:
-        from posttrain.train.checks import words_of
+        from posttrain.training.checks import words_of
 
         if recipe.train.steps is None:
             raise RecipeError(f"{name}: train.num_epochs: other trials name its last step; give train.steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.errors import DataError, RunFailure
-from posttrain.evals.items import Item, read_items
+from posttrain.evaluation.items import Item, read_items
 from posttrain.store.headline import ACCURACY
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison

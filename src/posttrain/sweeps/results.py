@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.evals import tables as text
-from posttrain.evals.statistics import Summary
-from posttrain.evals.tables import NOTHING, TextTable
+from posttrain.evaluation import tables as text
+from posttrain.evaluation.statistics import Summary
+from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.durable import sayable
 from posttrain.untrusted import bullets, paragraph, plain
 

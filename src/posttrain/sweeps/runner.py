@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from posttrain.data.base import build_task
+from posttrain.data.render.template import build_template
 from posttrain.errors import PosttrainError, RunConflict, RunFailure
 from posttrain.graders.sandbox.workers import count_cpus
-from posttrain.render.template import build_template
 from posttrain.runs.children import Child, end_children, start_child, stop_on_signals, threads_per_child
 from posttrain.runs.directory import lock_run, refuse_live_folder, wait_for_end
 from posttrain.store.durable import refuse_links, remove_leftovers, replace_file, storage_errors
 from posttrain.sweeps.file import LABELLED
 from posttrain.sweeps.labelling import write_labelled
 from posttrain.sweeps.plan import ITEMS, Plan, State, Training, Trial
-from posttrain.tasks.base import build_task
 from posttrain.untrusted import consent_options
 
 Command = Callable[[Trial, bool], list[str]]  # (trial, resume) -> the command that makes it

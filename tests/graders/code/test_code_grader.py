@@ -13,9 +13,9 @@ from posttrain.graders.code.exchange import ProgramRaised, error_of
 from posttrain.graders.code.grader import extract_program, fenced_blocks, last_program
 from posttrain.graders.code.judging import Checks, Walls, judge_all
 from posttrain.graders.grading import Outcome, Submission, grade
+from posttrain.graders.rewards import bind_reward
 from posttrain.graders.sandbox.sandbox import Bounds, choose_sandbox, refusal
 from posttrain.registry import find
-from posttrain.rewards.words import bind_reward
 
 KIND = "process" if refusal("bubblewrap") else "bubblewrap"
 PATIENT = Walls(KIND, Bounds(cpu_seconds=60), 120.0)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from rich.console import Console
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.options import chosen_words
-from posttrain.engines.models import open_model
 from posttrain.errors import PosttrainError
 from posttrain.runs.models import find_source
+from posttrain.sampling.models import open_model
 
 HELP = "/reset forgets the conversation; /quit leaves, as does the end of the input; Ctrl-C stops a reply"
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from posttrain.engines.base import Sampling, num_tokens_of
-from posttrain.engines.models import OpenedModel
-from posttrain.engines.native.stream import stream
+from posttrain.data.render import encode_prompt, stop_ids
+from posttrain.data.render.assistant import opening_of
+from posttrain.data.render.encoding import TextStream
 from posttrain.errors import UsageError
 from posttrain.interpret.features.steering import Steering
 from posttrain.randomness import derive_key
-from posttrain.render import encode_prompt, stop_ids
-from posttrain.render.assistant import opening_of
-from posttrain.render.encoding import TextStream
+from posttrain.sampling.base import Sampling, num_tokens_of
+from posttrain.sampling.models import OpenedModel
+from posttrain.sampling.native.stream import stream
 from posttrain.types import Finish, Message
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from posttrain.commands.chat.conversation import Controls, Conversation
 from posttrain.commands.interpret.steering import has_dictionary, read_steering
 from posttrain.commands.options import refuse_open_host
-from posttrain.engines.models import OpenedModel, open_model
 from posttrain.errors import MissingExtra, PosttrainError, UsageError
+from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.recipes.sections import EMBEDDED_MODELS
-from posttrain.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.runs.directory import run_names
 from posttrain.runs.models import find_source, read_run_recipe
+from posttrain.sampling.models import OpenedModel, open_model
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Message
 from posttrain.untrusted import fitting

@@ -10,11 +10,10 @@ from posttrain.commands.console import leaves_out_tables, open_console, print_ta
 from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.commands.options import words_of
-from posttrain.engines.judging import SUFFIXES, read_pair_judge
 from posttrain.errors import UsageError
-from posttrain.evals.files import Finished, is_evaluation, read_finished
-from posttrain.evals.generation import task_label
-from posttrain.evals.plan import (
+from posttrain.evaluation.files import Finished, is_evaluation, read_finished
+from posttrain.evaluation.generation import task_label
+from posttrain.evaluation.plan import (
     EVALUATIONS,
     EvaluationRequest,
     Plan,
@@ -25,7 +24,9 @@ from posttrain.evals.plan import (
     run_plan,
     slug,
 )
-from posttrain.evals.tables import (
+from posttrain.evaluation.reward_models.measures import run_scoring, write_scores
+from posttrain.evaluation.reward_models.scoring import open_reward_model
+from posttrain.evaluation.tables import (
     COMPARISON,
     TextTable,
     compare_finished,
@@ -33,7 +34,7 @@ from posttrain.evals.tables import (
     results_table,
     write_comparison,
 )
-from posttrain.evals.win_rate import Judge, plan_contest, run_contest, write_contest
+from posttrain.evaluation.win_rate import Judge, plan_contest, run_contest, write_contest
 from posttrain.reports.evaluation import (
     by_evaluation,
     contest_table,
@@ -43,9 +44,8 @@ from posttrain.reports.evaluation import (
     write_table_page,
 )
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
-from posttrain.reward_models.evaluation import run_scoring, write_scores
-from posttrain.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
+from posttrain.sampling.judging import SUFFIXES, read_pair_judge
 
 DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 # Options of sampling, which a reward model cannot use, with their defaults.

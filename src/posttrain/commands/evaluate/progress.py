@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from posttrain.commands.console import say
-from posttrain.evals.generation import Advance
-from posttrain.evals.plan import EvaluationProgress
+from posttrain.evaluation.generation import Advance
+from posttrain.evaluation.plan import EvaluationProgress
 from posttrain.untrusted import guard_output
 
 SECONDS_BETWEEN_LINES = 15.0

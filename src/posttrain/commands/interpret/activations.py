@@ -11,8 +11,8 @@ from posttrain.commands.options import naturals, new_place, nonnegative_float, p
 from posttrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from posttrain.engines.models import ModelSource
     from posttrain.interpret.activations.shards import ActivationStore, Documents
+    from posttrain.sampling.models import ModelSource
 
 EPILOG = """\
 layer L is what block number L gives (hidden_states[L] in transformers); the same command continues an interrupted one:
@@ -98,13 +98,13 @@ def run_activations(arguments: argparse.Namespace) -> int:
 def _read_documents(arguments: argparse.Namespace, source: ModelSource) -> Documents:
     """Read the texts that the command line names: of a task, a file, or a run."""
     from posttrain.commands.options import chosen_words
-    from posttrain.engines.models import complete_template
+    from posttrain.data.base import choose_task
     from posttrain.interpret.activations.record import MAX_CONTEXT_TOKENS, read_documents
     from posttrain.interpret.activations.sites import read_config
     from posttrain.models.config import context_length
     from posttrain.models.load import load_tokenizer
     from posttrain.runs.directory import find_run
-    from posttrain.tasks.base import choose_task
+    from posttrain.sampling.models import complete_template
 
     named = [name for name in ("task", "text", "rollouts") if getattr(arguments, name) is not None]
     if len(named) > 1:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.engines.base import Sampling
-from posttrain.engines.models import OpenedModel
-from posttrain.engines.native.engine import NativeEngine
-from posttrain.engines.native.stream import stream
+from posttrain.data.render.encoding import TextStream
 from posttrain.randomness import derive_key
-from posttrain.render.encoding import TextStream
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import OpenedModel
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.native.stream import stream
 from posttrain.store.durable import cut_torn_line, storage_errors
 from posttrain.types import Finish
 

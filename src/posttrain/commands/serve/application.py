@@ -26,11 +26,11 @@ from posttrain.commands.serve import requests
 from posttrain.commands.serve.answering import Answer, Answerer, Job, Recorder
 from posttrain.commands.serve.conversations import Conversations
 from posttrain.commands.serve.requests import MAX_ANSWERS, MAX_BODY_BYTES, BadRequest, OpenAIOptions
-from posttrain.engines.base import Sampling, check_prompts, check_sampling, num_tokens_of
+from posttrain.data.render import Piece, stop_ids
+from posttrain.data.render.assistant import opening_of
+from posttrain.data.render.encoding import encode_pieces, markers_of
 from posttrain.errors import PosttrainError, UsageError
-from posttrain.render import Piece, stop_ids
-from posttrain.render.assistant import opening_of
-from posttrain.render.encoding import encode_pieces, markers_of
+from posttrain.sampling.base import Sampling, check_prompts, check_sampling, num_tokens_of
 
 DISCONNECT_SECONDS = 0.2  # between two looks whether a client is still there
 WILDCARDS = ("0.0.0.0", "::")

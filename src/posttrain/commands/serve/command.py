@@ -77,9 +77,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         MissingExtra: starlette or uvicorn is not installed.
     """
     from posttrain.commands.options import chosen_words
-    from posttrain.engines.models import complete_template, open_model
     from posttrain.errors import MissingExtra
     from posttrain.runs.models import find_source
+    from posttrain.sampling.models import complete_template, open_model
 
     host, port, key = arguments.host, arguments.port, _choose_key(arguments.api_key)
     refuse_open_host(host, key is not None, "--api-key")
@@ -92,7 +92,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     from posttrain.commands.serve.answering import Answerer, Recorder
     from posttrain.commands.serve.application import Access, Api
-    from posttrain.engines.vllm.server import served_names
+    from posttrain.sampling.vllm.server import served_names
 
     template = complete_template(chosen_words(arguments).get("template"), source)
     with ExitStack() as stack:
@@ -152,8 +152,8 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: no such model, or a run that trained a reward model.
     """
-    from posttrain.engines.vllm.server import server_command
     from posttrain.runs.models import find_source
+    from posttrain.sampling.vllm.server import server_command
 
     source = find_source(arguments.model, arguments.runs_dir)
     source.refuse_scorer()

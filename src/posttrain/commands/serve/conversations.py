@@ -9,17 +9,17 @@ from typing import Any
 
 from posttrain.commands.serve.answering import Answer
 from posttrain.commands.serve.requests import BadRequest, ChatMessage
-from posttrain.engines.episodes import show_tools
-from posttrain.engines.models import OpenedModel, plays
-from posttrain.environments.calls import Request, read_calls
-from posttrain.environments.tools import by_name, properties_of, read_text
+from posttrain.data.render import Template, encode_prompt
+from posttrain.data.render.assistant import encode_turn, reply_frame
+from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.template_calls import call_form
+from posttrain.data.render.turns import mark
 from posttrain.errors import UsageError
 from posttrain.recipes.sections import Word
-from posttrain.render import Template, encode_prompt
-from posttrain.render.assistant import encode_turn, reply_frame
-from posttrain.render.encoding import markers_of
-from posttrain.render.template_calls import call_form
-from posttrain.render.turns import mark
+from posttrain.sampling.environments.calls import Request, read_calls
+from posttrain.sampling.environments.tools import by_name, properties_of, read_text
+from posttrain.sampling.episodes import show_tools
+from posttrain.sampling.models import OpenedModel, plays
 from posttrain.types import Call, Turn
 
 MAX_REMEMBERED = 4096  # answers with calls whose ids are kept

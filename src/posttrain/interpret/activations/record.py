@@ -9,6 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from posttrain.data.base import build_task
+from posttrain.data.reading import SUFFIXES, read_file
+from posttrain.data.render import encode_plain, encode_prompt
+from posttrain.data.render.encoding import markers_of
+from posttrain.data.render.template import build_template
 from posttrain.errors import DataError, UsageError
 from posttrain.interpret.activations.shards import (
     ActivationStore,
@@ -23,12 +28,7 @@ from posttrain.models.config import context_length
 from posttrain.models.forward.micro import by_length, split_padded
 from posttrain.models.load import LoadedModel, load_model, load_tokenizer
 from posttrain.recipes.sections import EMBEDDED_MODELS, ModelSection, Word
-from posttrain.render import encode_plain, encode_prompt
-from posttrain.render.encoding import markers_of
-from posttrain.render.template import build_template
 from posttrain.store.rollouts import RolloutStore
-from posttrain.tasks.base import build_task
-from posttrain.tasks.reading import SUFFIXES, read_file
 
 SHARD_BYTES = 1 << 28
 MIN_SHARD_ROWS, MAX_SHARD_ROWS = 1024, 1 << 16

@@ -54,7 +54,7 @@ from posttrain.store.checkpoint_files import (
 )
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, build_trackers
-from posttrain.train.files import Observer, RunFiles
+from posttrain.training.files import Observer, RunFiles
 
 try:
     import lightning

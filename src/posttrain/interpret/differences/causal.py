@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from posttrain.engines.base import num_tokens_of
-from posttrain.engines.rollout import Attempt, RolloutRequest, Sampler, collect
-from posttrain.evals.statistics import summarize_seeds
+from posttrain.data.render import decode_response, encode_prompt, stop_ids
+from posttrain.evaluation.statistics import summarize_seeds
 from posttrain.interpret.activations.sites import device_of, read_sites, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.divergence import feature_patch
 from posttrain.interpret.differences.recipe import CausalSection, ChangesSection
-from posttrain.render import decode_response, encode_prompt, stop_ids
+from posttrain.sampling.base import num_tokens_of
+from posttrain.sampling.rollout import Attempt, RolloutRequest, Sampler, collect
 from posttrain.types import Completion, Example, Rollout
 
 # [rows, d] to be added to the writer's activations, given the writer's and the source's at the same tokens.

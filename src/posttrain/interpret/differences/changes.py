@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from posttrain.evals.statistics import student_t_quantile, student_t_tail
+from posttrain.evaluation.statistics import student_t_quantile, student_t_tail
 from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.dictionaries.fitting import StoreRows, in_batches, measure

@@ -20,10 +20,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from posttrain.engines.models import ModelSource, complete_template, grader_for, open_model
-from posttrain.engines.rollout import Grader
+from posttrain.data.base import Task, build_task, choose_task
 from posttrain.errors import RunConflict, UsageError
-from posttrain.evals.statistics import standard_error
+from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import record
 from posttrain.interpret.activations.shards import ActivationStore, Documents
 from posttrain.interpret.activations.sites import check_layers, device_of, read_config
@@ -36,8 +35,9 @@ from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
 from posttrain.interpret.features.features import show_token, strongest_tokens
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
+from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
+from posttrain.sampling.rollout import Grader
 from posttrain.store.durable import replace_file, storage_errors
-from posttrain.tasks.base import Task, build_task, choose_task
 from posttrain.types import Example, Rollout
 from posttrain.untrusted import harmless_json
 

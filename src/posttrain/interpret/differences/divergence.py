@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.evals.statistics import standard_error
+from posttrain.evaluation.statistics import standard_error
 from posttrain.interpret.activations.record import plan_batches
 from posttrain.interpret.activations.sites import device_of, pad, read_sites, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary

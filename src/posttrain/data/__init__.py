@@ -1,0 +1,1 @@
+"""Tasks and data: rows to examples, messages to tokens and masks, chat templates."""

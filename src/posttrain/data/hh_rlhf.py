@@ -1,0 +1,225 @@
+"""Helpful and harmless dialogues: HH-RLHF (Bai et al. 2022)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from posttrain.data.base import Task
+from posttrain.data.reader import (
+    Collected,
+    Dropped,
+    Share,
+    Split,
+    choose_split,
+    collect,
+    prompt_hash,
+    reads_rows,
+)
+from posttrain.data.reading import Row, read_file
+from posttrain.errors import DataError, UsageError
+from posttrain.registry import register
+from posttrain.types import Example, Message, Response
+
+# A turn begins at the start of the text or behind a blank line; ``Human:`` anywhere else is part of a turn.
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+Half = Literal["first", "second"]
+Subset = Literal["all", "helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"]
+HUB = "Anthropic/hh-rlhf"  # with a folder for each subset
+SUBSETS: tuple[Subset, ...] = ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base")
+
+
+@register("task", held_out="validation", learns_from_test="test_share")
+@reads_rows
+def hh_rlhf(
+    *,
+    split: Split = "train",
+    subset: Subset = "all",
+    path: str | None = None,
+    test_path: str | None = None,
+    validation_share: Share = 0.02,
+    test_share: Share = 0.0,
+    half: Half | None = None,
+    strip_thinking: bool = False,
+) -> Task:
+    """HH-RLHF from the hub, or from a local file with the keys ``chosen`` and ``rejected`` and maybe ``subset``.
+
+    Both hold a whole dialogue as text; it becomes messages, of which the last, the assistant's, is the answer (chosen
+    1, rejected 0) and the others are the prompt. There is no gold answer. A turn begins with ``Human:`` or
+    ``Assistant:`` behind a blank line; turns of one role that follow one another are one message. Dropped and counted:
+    dialogues that part before their last turn, do not end with the assistant's or begin with it, blank turns, and equal
+    answers.
+
+    Args:
+        split: ``validation`` is a part of the training dialogues chosen by a hash of their first human turn, so that
+            dialogues that begin alike stand on one side; ``train`` is the rest. ``test`` of a local file is all of it.
+        subset: one of the four, or all. Kept in meta.
+        test_path: the test dialogues of a local ``path``; needed with ``test_share``.
+        validation_share: share of the first turns that is held out.
+        test_share: for policies that learn from a reward model: this share of the prompts in ``train`` comes from the
+            test split, on which the reward model was not trained, without its responses. Prompts beyond the share, and
+            test prompts that begin as a held-out dialogue does, are left out and counted.
+        half: only the dialogues of one half, by a hash of their first human turn, for a second reward model.
+        strip_thinking: leave ``<think>`` … ``</think>`` out of the answers; one whose thinking never closes, or that
+            holds nothing else, is dropped and counted.
+
+    Raises:
+        UsageError: ``test_share`` with a local file and no ``test_path``.
+
+    Source: Bai et al. 2022 (arXiv 2204.05862).
+    """
+    source = "test" if split == "test" else "train"
+    if test_share > 0 and path is not None and test_path is None:
+        raise UsageError("task hh_rlhf: test_share needs the test dialogues as well; name their file as task.test_path")
+    collected = _read(path, source, subset, split, strip_thinking)
+    place = path or f"hub:{HUB}/{source}"
+    examples = choose_split(collected.examples, split, validation_share, place, by_opening=True)
+    if split == "train" and test_share > 0:
+        test = _read(test_path, "test", subset, "test", strip_thinking)
+        examples = _mix_prompts(examples, test, test_share, collected)
+    if half is not None:
+        # by the 40th bit of the hash, which says nothing of the split: so two models never learn the same prompts
+        kept = [e for e in examples if (int(_opening(e) * 2**40) & 1) == (half == "second")]
+        collected.dropped["of the other half"] += len(examples) - len(kept)
+        examples = kept
+    return Task("hh_rlhf", split, examples, dict(collected.dropped), keys=dict(collected.keys))
+
+
+_opening = partial(prompt_hash, by_opening=True)
+
+
+def _read(path: str | None, source: str, subset: Subset, split: str, strip_thinking: bool) -> Collected:
+    """All dialogues of a file, or of a split on the hub, that can be used."""
+
+    def rows() -> Iterator[Row]:
+        if path is None:
+            for name in SUBSETS if subset == "all" else (subset,):
+                for row in read_file(f"hf:{HUB}/{name}/{source}.jsonl.gz"):
+                    yield Row(row.place, row.line, {**row.data, "subset": name})
+            return
+        for row in read_file(path):
+            if subset != "all" and not row.has("subset"):
+                raise row.fail("the row does not say of which subset it is ('subset'); set task.subset to all")
+            if subset in ("all", row.data.get("subset")):
+                yield row
+
+    read = partial(read_example, strip_thinking=strip_thinking)
+    collected = collect(rows(), read, path or f"hub:{HUB}", name=f"hh_rlhf/{split}")
+    if not collected.examples and path is not None and subset != "all":
+        raise DataError(path, f"no dialogue of the subset {subset!r} in it; set task.subset to all")
+    return collected
+
+
+def parse_turns(text: str) -> tuple[Message, ...]:
+    """The turns as they stand, without white space around them; one may be blank, or follow one of the same role.
+
+    Raises:
+        Dropped: no turn, or text before the first one.
+    """
+    before, *parts = _TURN.split(text)
+    if not parts or before.strip():
+        raise Dropped("the text does not begin with a turn ('Human:' or 'Assistant:')")
+    return tuple(Message(_ROLES[name], said.strip()) for name, said in zip(parts[0::2], parts[1::2], strict=True))
+
+
+def merge_turns(turns: Sequence[Message]) -> tuple[Message, ...]:
+    """Turns of one role that follow one another as one message, a blank line between their texts.
+
+    Chat templates ask for roles that alternate. A blank turn next to one of its own role disappears in it.
+
+    Raises:
+        Dropped: a blank turn that stands alone.
+    """
+    merged: list[Message] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role:
+            said = [text for text in (merged.pop().content, turn.content) if text]
+            turn = Message(turn.role, "\n\n".join(said))
+        merged.append(turn)
+    if any(not turn.content for turn in merged):
+        raise Dropped("a blank turn")
+    return tuple(merged)
+
+
+def read_example(row: Row, *, strip_thinking: bool = False) -> Example:
+    """One row as a pair.
+
+    Raises:
+        Dropped: the row cannot be used.
+        DataError: a key is missing or of the wrong type.
+    """
+    chosen, rejected = parse_turns(row.text("chosen")), parse_turns(row.text("rejected"))
+    if any(turns[-1].role != "assistant" for turns in (chosen, rejected)):
+        raise Dropped("the dialogue does not end with the assistant's turn")
+    if chosen[:-1] != rejected[:-1]:
+        raise Dropped("'chosen' and 'rejected' part before their last turn")
+    better, worse = merge_turns(chosen), merge_turns(rejected)
+    if better[0].role != "user":
+        raise Dropped("the dialogue begins with the assistant's turn")
+    answers = [answer_text(turns[-1].content, strip_thinking=strip_thinking) for turns in (better, worse)]
+    if answers[0] == answers[1]:
+        raise Dropped("'chosen' and 'rejected' are the same")
+    subset = row.text("subset") if row.has("subset") else None
+    return Example(
+        "" if subset is None else f"{subset}/{row.line}",
+        better[:-1],
+        responses=(Response(answers[0], 1.0), Response(answers[1], 0.0)),
+        meta={} if subset is None else {"subset": subset},
+    )
+
+
+def _mix_prompts(train: Sequence[Example], tests: Collected, share: float, whole: Collected) -> list[Example]:
+    """Training examples and test prompts without their responses, of which the latter are ``share`` of all.
+
+    Test dialogues that begin as a held-out one (of ``whole``, not of ``train``) are left out. The side that is too many
+    loses those of the highest hash. All are counted in ``whole``. Meta says of which split a prompt is.
+    """
+    whole.dropped.update(tests.dropped)
+    held_out = {_opening(e) for e in whole.examples} - {_opening(e) for e in train}
+    test = [e for e in tests.examples if _opening(e) not in held_out]
+    if len(test) < len(tests.examples):
+        whole.dropped["test prompts that begin as a held-out dialogue does"] += len(tests.examples) - len(test)
+    wanted = len(train) * share / (1 - share)
+    if wanted <= len(test):
+        num_train, num_test = len(train), round(wanted)
+    else:
+        num_train, num_test = round(len(test) * (1 - share) / share), len(test)
+    kept: list[Example] = []
+    for name, examples, n in (("training", train, num_train), ("test", test, num_test)):
+        if n < len(examples):
+            whole.dropped[f"{name} prompts left out to keep task.test_share"] += len(examples) - n
+        lowest = sorted(sorted(range(len(examples)), key=lambda i: prompt_hash(examples[i]))[:n])
+        for example in (examples[i] for i in lowest):
+            changed = replace(example, responses=()) if name == "test" else example
+            kept.append(replace(changed, meta={**example.meta, "source": "test" if name == "test" else "train"}))
+    return kept
+
+
+def answer_text(text: str, *, strip_thinking: bool) -> str:
+    """Return a given answer as it stands, or without its thinking and the white space around what is left.
+
+    Blocks of thinking go with the blocks inside them. A ``</think>`` that closes nothing ends thinking that the prompt
+    opened: all before it goes as well.
+
+    Raises:
+        Dropped: a ``<think>`` that never closes, or nothing but thinking.
+    """
+    if not strip_thinking:
+        return text
+    kept, depth = "", 0
+    for part in re.split(r"(</?think>)", text):
+        if part == "<think>":
+            depth += 1
+        elif part == "</think>":
+            kept, depth = (kept, depth - 1) if depth else ("", 0)
+        elif depth == 0:
+            kept += part
+    if depth:
+        raise Dropped("a <think> that never closes")
+    if not kept.strip():
+        raise Dropped("an answer of nothing but thinking")
+    return kept.strip()

@@ -1,0 +1,210 @@
+"""Your own rows: any file of prompts with answers, solutions, responses or whole conversations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from posttrain.data.base import Task
+from posttrain.data.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
+from posttrain.data.reader import Collected, Share, Split, collect, reads_rows
+from posttrain.data.reading import Row, read_file
+from posttrain.data.render.rows import split_turns
+from posttrain.data.render.words import split_response
+from posttrain.errors import UsageError
+from posttrain.graders.answers import parse_quantity
+from posttrain.graders.grading import Outcome, Submission, grade
+from posttrain.registry import find, register
+from posttrain.types import Example, Message, Turn
+
+# Other names of the parts in the common layouts: ShareGPT, Alpaca, prompts with completions.
+ALIASES = {"messages": ("conversations",), "prompt": ("instruction",), "response": ("completion", "output")}
+# Why a response whose grader's word is not ``right`` was left out.
+OUTCOMES: dict[Outcome, str] = {
+    "wrong": "a wrong answer",
+    "no_answer": "no answer in the response",
+    "ungraded": "nothing to grade against",
+    "timeout": "the grader took too long",
+    "crash": "the grader died on it",
+}
+# A formula: a command of LaTeX, a power, a symbol, an equation, a tuple, set or interval, a sum with a letter.
+_FORMULA = re.compile(
+    r"\\[A-Za-z]|[\^√π∞≤≥±∪∩]|\bsqrt\b|\b[a-z]\s*=|\A\s*[\[({][-+\w./ ]+(?:,[-+\w./ ]+)+[\])}]\s*\Z"
+    r"|\b\d*[a-z]\s*[-+*/]\s*\d|\d\s*[-+*/]\s*\d*[a-z]\b"
+)
+
+
+@register("task", held_out="validation")
+@reads_rows
+def jsonl(
+    *,
+    path: str,
+    split: Split = "train",
+    prompt_key: str = "prompt",
+    messages_key: str = "messages",
+    answer_key: str = "answer",
+    solution_key: str = "solution",
+    response_key: str = "response",
+    ignore_keys: list[str] | None = None,
+    grader: str | None = None,
+    validation_share: Share = 0.05,
+    correct_only: bool = False,
+) -> Task:
+    """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
+
+    A row has a prompt or messages, and an answer (text or a number) with maybe a solution, or a response: a whole text
+    to imitate, as is the assistant's message at the end of messages; such a row needs no answer. ``system`` and
+    ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. Messages may use tools
+    (``tool_calls``, then the role ``tool`` for each result) and have ``reasoning_content``; one with ``weight: 0`` or
+    ``train: false`` is not trained. The template decides how the response is written. Every other key is carried along
+    in ``meta``; one that would change what is trained is refused.
+
+    Args:
+        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message;
+            ``test`` is the whole file.
+        prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
+        messages_key: of the conversation; else ``conversations``.
+        answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
+        solution_key: where the worked solution, without the answer, stands; rows may lack it.
+        response_key: where the whole response stands, else ``completion`` or ``output``; rows may lack it.
+        grader: decides whether an answer is right. By default ``math`` where a gold answer is a formula, else
+            ``numeric``, which compares words as text; a run says which, and why.
+        correct_only: keep only the demonstrations that the grader finds right; the others are counted.
+
+    Raises:
+        UnknownWord: no such grader.
+        UsageError: ``correct_only``, and no row has a response with a gold answer.
+    """
+    if grader is not None:
+        find("grader", grader, "task.grader")
+    keys = {"prompt": prompt_key, "messages": messages_key, "answer": answer_key}
+    keys |= {"solution": solution_key, "response": response_key}
+    read = partial(read_example, keys=keys)
+    collected = collect(read_file(path), read, path, name=f"jsonl/{split}", carries=True, ignored=ignore_keys or ())
+    chosen_grader, notices = (grader, ()) if grader is not None else choose_grader(collected.examples)
+    collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
+    if correct_only:
+        _keep_correct(collected, chosen_grader, path)
+    task = collected.as_task("jsonl", path, split, validation_share, by_opening=True)
+    return replace(task, notices=notices)
+
+
+def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:
+    """The key of a part in a row; another name counts only where the option is left at its default."""
+    named = keys[part]
+    others = ALIASES.get(part, ()) if named == part and not row.has(named) else ()
+    if part == "response":  # ``output`` is what is wanted only where Alpaca's instruction stands
+        others = () if row.has(_key_of(row, "messages", keys)) else others if row.has("instruction") else others[:1]
+    return next((key for key in others if row.has(key)), named)
+
+
+def choose_grader(examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
+    """The grader that gold answers need, and a line that says so (none where there are no gold answers)."""
+    golds = [(example.id, example.answer) for example in examples if example.answer is not None]
+    formulas = [(name, gold) for name, gold in golds if _FORMULA.search(gold) and parse_quantity(gold) is None]
+    if formulas:
+        name, first = formulas[0]
+        how_many = f"{len(formulas):,} of {len(golds):,} gold answers are formulas"
+        return "math", (f"task.grader: math, because {how_many}, such as {first[:60]!r} ({name})",)
+    line = f"task.grader: numeric, because all {len(golds):,} gold answers are numbers or words"
+    return "numeric", (line,) if golds else ()
+
+
+def read_example(row: Row, keys: Mapping[str, str]) -> Example:
+    """One row as an example; ``keys`` are the options' names of its parts.
+
+    Raises:
+        DataError: a key is missing, of the wrong type or empty.
+    """
+    messages = add_system(row, _asked(row, keys))
+    of_response, of_solution = _key_of(row, "response", keys), keys["solution"]
+    parts: dict[str, str] = {}
+    if of_response in ALIASES["response"] and (row.has("label") or row.has("labels")):
+        raise row.fail(
+            f"{of_response!r} has a label, so it is a judged answer and none to imitate; use task preferences"
+        )
+    solution = row.text(of_solution) if row.has(of_solution) else None
+    if solution is not None:
+        parts[repr(of_solution)] = solution
+    if row.has(of_response) and not row.is_text(of_response):  # a completion in messages
+        messages = (*messages, *read_messages(row, of_response))
+    elif row.has(of_response):
+        thoughts = [key for key in REASONING_KEYS if row.has(key) and str(row.data[key]).strip()]
+        reasoning = next((row.text(key) for key in thoughts), None)
+        parts[repr(of_response)] = Message("assistant", row.text(of_response), reasoning).text
+    conversation: tuple[Message, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    if messages[-1].role == "assistant":
+        if len(messages) == 1:
+            of_messages = keys["messages"]
+            raise row.fail(f"{of_messages!r} holds nothing but the assistant's message; a prompt must come before it")
+        parts[f"an assistant's message at the end of {_key_of(row, 'messages', keys)!r}"] = messages[-1].text
+        conversation, (messages, turns) = messages, split_turns(messages[:-1])
+    if len(parts) > 1:
+        raise row.fail(f"both {' and '.join(parts)}: give one")
+    demonstration = next((text for text in parts.values() if text is not solution), None)
+    unread = next((key for key in REASONING_KEYS if row.has(key) and key not in row.used), None)
+    if demonstration is not None and unread is not None:
+        raise row.fail(f"the key {unread!r} of the row belongs to a response in text; put it into the last message")
+    answer, of_answer = None, keys["answer"]
+    if of_answer and (demonstration is None or row.has(of_answer)):
+        otherwise = (
+            'task.answer_key, or set it to "" if the data have no answers; a whole response is task.response_key'
+        )
+        row.need(of_answer, f". Name the right one as {otherwise}")
+        answer = row.answer(of_answer)
+    working, _, result = (answer or "").rpartition("\n####")  # a solution with its result, as in GSM8K
+    if working.strip() and result.strip():
+        answer, solution = result.strip(), solution if parts else working.strip()
+    return Example(
+        "",
+        messages,
+        answer=answer,
+        solution=solution,
+        demonstration=demonstration,
+        turns=turns,
+        conversation=conversation,
+        variables=read_variables(row),
+        meta=row.meta(),
+    )
+
+
+def _asked(row: Row, keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The messages of a row, or its prompt as messages."""
+    of_messages, of_prompt = _key_of(row, "messages", keys), _key_of(row, "prompt", keys)
+    if row.has(of_messages):
+        return read_messages(row, of_messages)
+    if of_prompt == "instruction":
+        return read_instruction(row)
+    option = f"task.prompt_key (a conversation: task.messages_key, now {keys['messages']!r})"
+    row.need(of_prompt, f". Name the right one as {option}")
+    value = row.data[of_prompt]
+    is_messages = isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    is_messages = is_messages or (isinstance(value, str) and not row.is_text(of_prompt))
+    return read_messages(row, of_prompt) if is_messages else (Message("user", row.text(of_prompt)),)
+
+
+def _keep_correct(collected: Collected, grader: str, place: str) -> None:
+    """Keep the examples whose demonstration is right, and count the others by the grader's word."""
+    graded = [e for e in collected.examples if e.demonstration is not None and e.answer is not None]
+    if not graded:
+        raise UsageError(
+            f"{place}: task.correct_only compares responses with gold answers, and no row has both; name their keys as "
+            "task.response_key and task.answer_key"
+        )
+    texts = [e.demonstration or "" for e in graded]
+    verdicts = grade(
+        grader, [Submission(t, split_response(t)[1], e.answer, e.meta) for t, e in zip(texts, graded, strict=True)]
+    )
+    left_over = len(collected.examples) - len(graded)
+    if left_over:
+        collected.dropped["correct_only: no response with a gold answer, so nothing to grade"] += left_over
+    collected.examples = []
+    for example, verdict in zip(graded, verdicts, strict=True):
+        if verdict.outcome == "right":
+            collected.examples.append(example)
+        else:
+            collected.dropped[f"correct_only: {OUTCOMES[verdict.outcome]}"] += 1
+    collected.require_examples(place)

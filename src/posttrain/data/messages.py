@@ -1,0 +1,260 @@
+"""Messages of a conversation as rows write them. Every key of a message is read, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.data.reading import OTHER_ROLES, ROLES, Row, shown
+from posttrain.registry import suggest
+from posttrain.types import Call, Message
+
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# ``train: false`` and ``weight: 0`` say the same: the message is read, and not trained.
+_TRAINED_KEYS = ("weight", "train")
+_OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS, *_TRAINED_KEYS)
+
+
+def read_prompt(row: Row, key: str) -> tuple[Message, ...]:
+    """The prompt under ``key``: a text is the user's, messages end with another's than the assistant's."""
+    if row.is_text(key) or key not in row.data:
+        return (Message("user", row.text(key)),)
+    messages = read_messages(row, key)
+    if messages[-1].role == "assistant":
+        raise row.fail(f"{key!r} ends with the assistant's message, which an answer would have to continue")
+    return messages
+
+
+def read_messages(row: Row, key: str) -> tuple[Message, ...]:
+    """The conversation under ``key``: a list of messages, or one message.
+
+    Raises:
+        DataError: missing, of another shape, empty, with an unknown role or key, or a tool's results that fit no calls.
+    """
+    row.need(key)
+    value = row.nested(key)
+    value = [value] if isinstance(value, Mapping) else value
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise row.fail(f"{key!r} must be a list of messages with role and content; got {shown(value)}")
+    messages = [_read_message(row, item, key, number) for number, item in enumerate(value, start=1)]
+    _check_results(row, key, messages)
+    return tuple(_in_order(row, key, value, messages))
+
+
+def _read_message(row: Row, item: Any, key: str, number: int) -> Message:
+    where = f"{key!r}, message {number}"
+    stated = {k: v for k, v in item.items() if v is not None and v != []} if isinstance(item, Mapping) else {}
+    row.used.update(f"{key}[].{k}" for k in stated)
+    stated = {k: v for k, v in stated.items() if k not in row.ignored}
+    of_role, of_content = ("role", "content") if "role" in stated else ("from", "value")
+    calls = stated.get("tool_calls")
+    if stated.get("from") == "function_call":  # the call is the value
+        calls, stated["value"] = _decoded(stated.get("value")), ""
+        calls = calls if isinstance(calls, list) else [calls]
+    if of_role not in stated or (of_content not in stated and not calls and stated[of_role] != "tool"):
+        raise row.fail(f"{where}: needs the keys 'role' and 'content'; got {shown(item)}")
+    role = row.checked(stated[of_role], f"{key} {number} {of_role}")
+    role = OTHER_ROLES[of_role].get(role, role)
+    if role not in ROLES:
+        raise row.fail(f"{where}: unknown role {role!r}. Known: {', '.join(ROLES)}")
+    known = ("role", "content", *_OTHER_KEYS)
+    unknown = next((k for k in stated if k not in (of_role, of_content, *_OTHER_KEYS)), None)
+    if unknown is not None:
+        raise row.fail(
+            f"{where}: unknown key {unknown!r}.{suggest(unknown, known)} Known: {', '.join(known)}. Rename it, "
+            "take it out of the row, or name it in task.ignore_keys"
+        )
+    text = _text(row, stated.get(of_content, ""), f"{key} {number} {of_content}", needed=not calls and role != "tool")
+    thoughts = [k for k in REASONING_KEYS if k in stated and str(stated[k]).strip()]
+    reasoning = next((row.checked(stated[k], f"{key} {number} {k}") for k in thoughts), None)
+    if any(stated[k] != reasoning for k in thoughts):
+        raise row.fail(f"{where}: {' and '.join(map(repr, thoughts))} differ; give one of them")
+    if role != "assistant" and (calls or reasoning):
+        what = "'tool_calls'" if calls else "reasoning"
+        raise row.fail(f"{where}: only a message of the assistant has {what}, and this is of the role {role!r}")
+    return Message(
+        role,
+        text,
+        reasoning=reasoning,
+        calls=_read_calls(row, key, number, calls) if calls else (),
+        name=row.checked(stated["name"], f"{key} {number} name") if "name" in stated else None,
+        is_trained=_is_trained(row, where, stated),
+    )
+
+
+def _text(row: Row, value: Any, name: str, *, needed: bool) -> str:
+    """A content: a text, or a list of parts that are texts."""
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise row.fail(f"{name!r}: a part that is no text ({kind!r}); only text can be trained on")
+            unknown = [k for k, v in part.items() if v is not None and k not in {"type", "text", *row.ignored}]
+            if unknown:
+                raise row.fail(
+                    f"{name!r}: unknown key {unknown[0]!r} of a part. Known: type, text. Take it out of the row, or "
+                    "name it in task.ignore_keys"
+                )
+        value = "".join(part["text"] for part in value)
+    return "" if value == "" and not needed else row.checked(value, name)
+
+
+def _is_trained(row: Row, where: str, stated: Mapping[str, Any]) -> bool:
+    values = {key: stated[key] for key in _TRAINED_KEYS if key in stated}
+    for key, value in values.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            allowed = "0 or 1" if key == "weight" else "true or false"
+            raise row.fail(f"{where}: {key!r} must be {allowed}; got {value!r}")
+    if len({bool(value) for value in values.values()}) > 1:
+        raise row.fail(f"{where}: 'weight' and 'train' say the opposite; give one of them")
+    return all(values.values())
+
+
+def _read_calls(row: Row, key: str, number: int, calls: Any) -> tuple[Call, ...]:
+    """The calls of a message: ``{"function": {"name": ..., "arguments": ...}}``, arguments an object or its text."""
+    if not isinstance(calls, list):
+        raise row.fail(f"{key!r}, message {number}: 'tool_calls' is a list of calls")
+    return tuple(_read_call(row, f"{key} {number} tool_calls {n}", one) for n, one in enumerate(calls, start=1))
+
+
+def _read_call(row: Row, place: str, stated: Any) -> Call:
+    function = stated.get("function", stated) if isinstance(stated, Mapping) else {}
+    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments or "{}")
+    elif arguments is None and row.is_arrow:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise row.fail(f'{place!r}: a call is {{"function": {{"name": "...", "arguments": {{...}}}}}}')
+    name = row.checked(function.get("name"), f"{place} name")
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise row.fail(f"{place!r}: its arguments hold a number that JSON has not (NaN, Infinity)") from None
+    return Call(name, row.checked(written, f"{place} arguments"), "", "ok")
+
+
+def _decoded(text: Any) -> Any:
+    """Decode a JSON text; None where it is none."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _in_order(row: Row, key: str, items: Sequence[Any], messages: Sequence[Message]) -> list[Message]:
+    """The messages with results in the order of their calls, by ``tool_call_id`` where all calls have their own."""
+    ordered = list(messages)
+    for at, message in enumerate(messages):
+        calls = items[at].get("tool_calls") if message.calls else None
+        if not isinstance(calls, list):
+            continue
+        ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
+        named = [items[i].get("tool_call_id") for i in range(at + 1, at + 1 + len(message.calls))]
+        if None in ids or None in named or len(set(ids)) < len(ids):
+            continue
+        if set(ids) != set(named):
+            wrong = next((name for name in named if name not in ids), named[0])
+            what = f"{wrong!r} must name one of the calls before it ({', '.join(map(repr, ids))}), each once"
+            raise row.fail(f"{key!r}, message {at + 2 + named.index(wrong)}: 'tool_call_id' {what}")
+        ordered[at + 1 : at + 1 + len(ids)] = [messages[at + 1 + named.index(name)] for name in ids]
+    return ordered
+
+
+def _check_results(row: Row, key: str, messages: Sequence[Message]) -> None:
+    """Refuse calls without results, results without calls, and what stands between them."""
+    missing, has_called = 0, False
+    for number, message in enumerate([*messages, None], start=1):
+        where = f"{key!r}, message {number}"
+        if message is not None and message.role == "tool":
+            if not missing:
+                raise row.fail(
+                    f"{where}: a result of a tool that was not called; an assistant's message with 'tool_calls' comes "
+                    "before results"
+                )
+            missing -= 1
+            continue
+        if missing:
+            raise row.fail(f"{where}: a call has no result; a message of the role tool follows for each call")
+        if message is None:
+            return
+        if has_called and message.role != "assistant":
+            raise row.fail(
+                f"{where}: a message amid the use of tools; after its tools the assistant answers, in one last message"
+            )
+        if message.calls and (number == 1 or messages[number - 2].role not in ("user", "tool")):
+            raise row.fail(f"{where}: tools are used in answer to a message of the user")
+        missing, has_called = len(message.calls), bool(message.calls)
+
+
+def read_variables(row: Row) -> dict[str, Any]:
+    """Variables that a row passes to the chat template: its ``tools``, and its ``chat_template_kwargs``.
+
+    Tools are a list of schemas or its text; each is read as ``{"function": ...}``.
+
+    Raises:
+        DataError: of another form, or a variable that is not the row's to set.
+    """
+    variables: dict[str, Any] = {}
+    if row.has("chat_template_kwargs"):
+        given = row.nested("chat_template_kwargs")
+        if not isinstance(given, Mapping) or not {"messages", "tools", "add_generation_prompt"}.isdisjoint(given):
+            form = "an object of variables for the chat template (not messages, tools or add_generation_prompt)"
+            raise row.fail(f"'chat_template_kwargs' must be {form}; got {shown(given)}")
+        variables |= given
+    tools = row.nested("tools") if row.has("tools") and row.data["tools"] != "" else []
+    if not isinstance(tools, list) or not all(isinstance(one, Mapping) for one in tools):
+        form = 'a list of schemas such as {"type": "function", "function": {"name": "...", "parameters": {...}}}'
+        raise row.fail(f"'tools' must be {form}; got {shown(row.data['tools'])}")
+    for number, one in enumerate(tools, start=1):
+        function = one.get("function", one)
+        row.checked(function.get("name") if isinstance(function, Mapping) else None, f"tools {number} name")
+    if tools:
+        variables["tools"] = [
+            dict(one) if "function" in one else {"type": "function", "function": dict(one)} for one in tools
+        ]
+    return variables
+
+
+def add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages below the row's own system message (``SYSTEM_KEYS``), where it has one.
+
+    Raises:
+        DataError: the messages begin with another system message, or the row has two.
+    """
+    keys = [key for key in SYSTEM_KEYS if row.has(key) and str(row.data[key]).strip()]
+    texts = {key: row.text(key) for key in keys}
+    if len({text.strip() for text in texts.values()}) > 1:
+        raise row.fail(f"{' and '.join(map(repr, texts))} differ; give one of them")
+    for key, text in texts.items():
+        if messages[0].role != "system":
+            messages = (Message("system", text), *messages)
+        elif messages[0].content.strip() != text.strip():
+            raise row.fail(
+                f"{key!r} differs from the system message that the conversation begins with; give one of them"
+            )
+    return messages
+
+
+def read_instruction(row: Row) -> tuple[Message, ...]:
+    """Alpaca's ``instruction``, then its ``input`` (Dolly: ``context``) after a blank line; ``history`` comes before.
+
+    Raises:
+        DataError: of the wrong type.
+    """
+    earlier: list[Message] = []
+    history = row.nested("history") if row.has("history") else []
+    for pair in history if isinstance(history, list) else [history] if history else []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise row.fail("'history' must be a list of pairs: what was asked, and what was answered")
+        texts = [row.checked(text, "history") for text in pair]
+        earlier += [Message("user", texts[0]), Message("assistant", texts[1])]
+    further = [key for key in ("input", "context") if row.has(key) and not is_blank(row.data[key])]
+    return (*earlier, Message("user", "\n\n".join(row.text(key) for key in ("instruction", *further))))
+
+
+def is_blank(value: Any) -> bool:
+    """Say whether a value is a text of nothing but white space."""
+    return isinstance(value, str) and not value.strip()

@@ -1,0 +1,408 @@
+"""Given answers with their worth, from any file: pairs, judged answers, solutions with labelled steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+from posttrain.data.base import Task
+from posttrain.data.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
+from posttrain.data.reader import Dropped, Share, Split, collect, reads_rows, row_task
+from posttrain.data.reading import Row, read_file
+from posttrain.registry import register, suggest
+from posttrain.types import Example, Message, Response
+
+# The keys by which a line of ``items.jsonl`` (``evals/items.py``) differs from a row of any other file.
+ITEM_KEYS = ("id", "index", "question", "samples")
+RESPONSE_IDS = "response_ids"  # of an answer whose text encodes to other tokens than were sampled
+# An answer is right or not by the grader's word; with any other word nobody knows.
+OUTCOMES = {"right": True, "wrong": False, "no_answer": False}
+UNJUDGED = {"ungraded": "nothing to grade against", "timeout": "the grader took too long", "crash": "the grader died"}
+
+
+def judged_rows(
+    rows: Iterable[Row], problem_key: str, solution_key: str, verdict_key: str, dropped: Counter[str]
+) -> Iterator[Row]:
+    """One row per judged answer of an item, under these keys with the item's meta.
+
+    Raises:
+        DataError: an item of another form than ``evaluate`` writes.
+    """
+    for row in rows:
+        if not all(key in row.data for key in ITEM_KEYS):
+            yield row
+            continue
+        meta = row.plain("meta")
+        shared = {**(meta if isinstance(meta, Mapping) else {}), problem_key: row.data["question"]}
+        for part, (text, is_right, ids) in enumerate(_judged(row, dropped), start=1):
+            data = {**shared, solution_key: text, verdict_key: is_right, **({RESPONSE_IDS: ids} if ids else {})}
+            yield replace(row, data=data, part=part)
+
+
+def paired_rows(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
+    """Rows with ``prompt``, ``chosen`` and ``rejected``: of each item the n-th right answer with the n-th wrong one.
+
+    So no answer is in two pairs; those that find no partner are dropped and counted.
+
+    Raises:
+        DataError: an item of another form than ``evaluate`` writes.
+    """
+    for row in rows:
+        if not all(key in row.data for key in ITEM_KEYS):
+            yield row
+            continue
+        judged = _judged(row, dropped)
+        num_blank = sum(is_blank(text) for text, _, _ in judged)
+        if num_blank:
+            dropped["a blank answer"] += num_blank
+        right, wrong = (
+            [t for t, verdict, _ in judged if verdict is kind and not is_blank(t)] for kind in (True, False)
+        )
+        for part, (chosen, rejected) in enumerate(zip_longest(right, wrong), start=1):
+            if chosen is None or rejected is None:
+                kinds = ("right", "wrong") if rejected is None else ("wrong", "right")
+                dropped["a {} answer without a {} one to the same question".format(*kinds)] += 1
+            else:
+                data = {"prompt": row.data["question"], "chosen": chosen, "rejected": rejected}
+                yield replace(row, data=data, part=part)
+
+
+def _judged(row: Row, dropped: Counter[str]) -> list[tuple[str, bool, list[int]]]:
+    """The answers of an item that were found right or not, with their ids if it has them; others are counted."""
+    samples = row.data["samples"]
+    if not isinstance(samples, list):
+        raise row.fail("'samples' must be the list of answers that `posttrain evaluate` writes")
+    if not samples:
+        dropped["no answer was sampled (a prompt that did not fit)"] += 1
+    judged = []
+    for number, sample in enumerate(samples, start=1):
+        stated = sample if isinstance(sample, Mapping) else {}
+        text, outcome, ids = stated.get("text"), str(stated.get("outcome")), stated.get(RESPONSE_IDS)
+        if not isinstance(text, str):
+            raise row.fail(f"samples {number} has no 'text'; only evaluations of answers to questions can be read")
+        if outcome in UNJUDGED:
+            dropped[f"an answer that was not judged: {UNJUDGED[outcome]}"] += 1
+        elif outcome in OUTCOMES:
+            judged.append((text, OUTCOMES[outcome], ids if isinstance(ids, list) else []))
+        else:
+            known = ", ".join((*OUTCOMES, *UNJUDGED))
+            raise row.fail(f"samples {number}: 'outcome' must be one of {known}; got {outcome[:60]!r}")
+    return judged
+
+
+SCORE_KEYS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("rating_chosen", "rating_rejected"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
+VERDICTS = {"true": 1, "false": 0, "1": 1, "0": 0, "1.0": 1, "0.0": 0}  # as a table of texts has them
+RATING_KEYS = ("rating", "score")  # of a judged answer; ``data.label_above`` makes a label of it
+PROMPT_KEYS = ("prompt", "conversations", "instruction")  # the first of these that a row has
+Layout = Literal["pair", "judged", "steps"]
+# The keys of each layout next to the prompt; the messages of a judged conversation hold the prompt as well.
+LAYOUTS: dict[Layout, tuple[tuple[str, str], ...]] = {
+    "pair": (("chosen", "rejected"),),
+    "judged": (("completion", "label"), ("messages", "label")),
+    "steps": (("completions", "labels"),),
+}
+Parts = tuple[tuple[Message, ...], tuple[Response, ...]]
+NumClasses = Literal[2, 3]
+# From a rating of a step in the data to a class, by the number of classes.
+CLASSES: dict[int, dict[int, int]] = {2: {0: 0, 1: 1}, 3: {-1: 0, 0: 1, 1: 2}}
+
+
+@register("task", held_out="validation")
+@reads_rows
+def preferences(
+    *,
+    path: str,
+    split: Split = "train",
+    validation_share: Share = 0.05,
+    num_classes: NumClasses = 2,
+    step_separator: str = "\n",
+    ignore_keys: list[str] | None = None,
+) -> Task:
+    """Rows of a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) in one of three layouts, by the first row's keys.
+
+    The prompt is ``prompt`` (text or messages), ``conversations`` (ShareGPT) or ``instruction`` with ``input``
+    (Alpaca).
+
+    Pairs: a prompt, ``chosen`` and ``rejected``, each text, a message or messages; conversations that share their first
+    turns need no prompt. Scores may come with them (``score_chosen`` and ``score_rejected``, or ``chosen_score``,
+    ``chosen_rating``, ``rating_chosen``), in every row or in none; their difference, or a ``margin``, is the pair's
+    margin. Without scores these are 1 and 0.
+
+    Judged answers (KTO): a prompt and ``completion``, or ``messages`` whose last is the answer; and ``label`` (true or
+    1: desirable; false or 0: not), or a ``rating`` (or ``score``), of which ``data.label_above`` makes a label.
+
+    Steps: a prompt, ``completions`` (a list of steps) and ``labels`` (one for each): with two classes true and 1 are
+    good, false and 0 bad; with three −1 is negative, 0 neutral and 1 positive (true and false are the outer two).
+
+    ``system`` and ``tools`` of a row go into its prompt, ``chat_template_kwargs`` to the chat template. A row with a
+    part that is missing or blank, or that could teach nothing, is dropped and counted. All other keys are carried along
+    in ``meta``. In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair.
+
+    Args:
+        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, so that
+            conversations that begin alike stand on one side; ``test`` is the whole file.
+        validation_share: share of these beginnings that is held out.
+        num_classes: of steps; the same as that of the objective ``process``.
+        step_separator: stands between two steps.
+    """
+    first: list[tuple[Callable[[Row], Parts], bool]] = []  # the first row decides for all
+
+    def read(row: Row) -> Example:
+        if not first:
+            reader = _reader_of(row, CLASSES[num_classes], step_separator)
+            first.append((reader, row.has("margin")))
+        read_parts, has_margin = first[0]
+        messages, responses = read_parts(row)
+        margin = read_score(row, "margin") if has_margin and len(responses) == 2 else None
+        if margin is not None and margin < 0:
+            raise Dropped("'margin' is below 0, so the rejected answer is the better one")
+        return Example("", messages, responses=responses, meta=row.meta(), variables=read_variables(row), margin=margin)
+
+    rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
+    collected = collect(rows, read, path, dropped, name=name, carries=True, ignored=ignore_keys or ())
+    return collected.as_task("preferences", path, split, validation_share, by_opening=True)
+
+
+@register("task", held_out="validation")
+@row_task("HuggingFaceH4/ultrafeedback_binarized", train="train_prefs", test="test_prefs", share=0.02)
+def ultrafeedback(row: Row) -> Example:
+    """Pairs of UltraFeedback in the binarized layout: two answers to an instruction, compared by GPT-4.
+
+    Keys: ``prompt``; ``chosen`` and ``rejected`` (text, or the whole conversation); ``score_chosen`` and
+    ``score_rejected``, from 1 to 10, of which the difference is the margin. Dropped and counted: equal scores (about
+    one pair in ten), equal answers, and whatever is blank or missing.
+
+    Source: Cui et al. 2023 (arXiv 2310.01377).
+    """
+    for key in SCORE_KEYS[0]:
+        require(row, key)
+    messages, responses = _read_pair(row, SCORE_KEYS[0])
+    return Example("", messages, responses=responses)
+
+
+def _reader_of(first: Row, classes: Mapping[int, int], separator: str) -> Callable[[Row], Parts]:
+    """The reader of all rows of a file that begins with ``first``."""
+    layout, label = _detect_layout(first), _label_key(first)
+    scores = next((keys for keys in SCORE_KEYS if all(first.has(key) for key in keys)), None)
+    known = {key for keys in LAYOUTS[layout] for key in keys} | (set(RATING_KEYS) if layout == "judged" else set())
+
+    def read(row: Row) -> Parts:
+        if known.isdisjoint(row.data):
+            raise Dropped("a row of another layout than the first")
+        if layout == "pair":
+            return _read_pair(row, scores)
+        if layout == "judged":
+            return _read_judged(row, label)
+        return _read_steps(row, classes, separator)
+
+    return read
+
+
+def _detect_layout(row: Row) -> Layout:
+    """The layout whose keys the row has."""
+    layouts = [layout for layout, ways in LAYOUTS.items() if any(all(key in row.data for key in keys) for keys in ways)]
+    if not layouts and any(key in row.data for key in RATING_KEYS):
+        layouts = ["judged"] if "completion" in row.data or "messages" in row.data else []
+    if len(layouts) == 1:
+        return layouts[0]
+    every = [keys for ways in LAYOUTS.values() for keys in ways]
+    wanted = "; ".join(", ".join(keys if "messages" in keys else ("prompt", *keys)) for keys in every)
+    known = {*PROMPT_KEYS, *(key for keys in every for key in keys)}
+    near = next((hint for key in row.data if key not in known and (hint := suggest(key, known))), "")
+    what = "of no known layout" if not layouts else f"of more than one layout ({', '.join(layouts)})"
+    raise row.fail(f"the row is {what}. It has the keys {', '.join(row.data) or 'none'}.{near} Known layouts: {wanted}")
+
+
+def _read_pair(row: Row, scores: tuple[str, str] | None) -> Parts:
+    """The prompt, and the chosen and the rejected answer with their scores."""
+    prompt, answers = _read_answers(row, ("chosen", "rejected"))
+    unread = next((key for keys in SCORE_KEYS for key in keys if row.has(key)), None) if scores is None else None
+    if unread is not None:
+        raise row.fail(
+            f"{unread!r} is not read: the first row has no two scores, and scores are for all rows. Take it out of the "
+            "row, or name it in task.ignore_keys"
+        )
+    chosen, rejected = answers
+    if chosen == rejected:
+        raise Dropped("'chosen' and 'rejected' are the same")
+    better, worse = (1.0, 0.0) if scores is None else (read_score(row, key) for key in scores)
+    if better <= worse:
+        same = "chosen and rejected have the same score"
+        raise Dropped(same if better == worse else "chosen has a lower score than rejected")
+    return prompt, (Response(chosen, better), Response(rejected, worse))
+
+
+def _read_prompt(row: Row) -> tuple[Message, ...]:
+    """``prompt`` (a text is the user's), ShareGPT's ``conversations``, or Alpaca's ``instruction``, as messages."""
+    key = next((key for key in PROMPT_KEYS if row.has(key)), "prompt")
+    require(row, key)
+    return add_system(row, read_instruction(row) if key == "instruction" else read_prompt(row, key))
+
+
+def _read_answers(row: Row, keys: Sequence[str]) -> tuple[tuple[Message, ...], list[str]]:
+    """The prompt and the answers under the keys: texts, or conversations with the same turns before the answer.
+
+    The prompt of conversations is those turns, or the longer prompt of the row that ends with them.
+    """
+    for key in keys:
+        require(row, key)
+    names = " and ".join(map(repr, keys))
+    are_texts = {row.is_text(key) for key in keys}
+    if len(are_texts) > 1:
+        raise row.fail(f"{names} must both be text, or both lists of messages")
+    if are_texts == {True}:
+        return _read_prompt(row), [row.text(key) for key in keys]
+    conversations = {key: read_messages(row, key) for key in keys}
+    turns = conversations[keys[0]][:-1]
+    if any(messages[:-1] != turns for messages in conversations.values()):
+        raise Dropped(f"{names} part before their last message")
+    if any(messages[-1].role != "assistant" for messages in conversations.values()):
+        raise row.fail(f"{names} must end with the assistant's message")
+    if not any(row.has(key) for key in PROMPT_KEYS) and turns:
+        prompt = add_system(row, turns)
+    else:
+        prompt = _read_prompt(row)
+        if prompt[len(prompt) - len(turns) :] != turns:
+            asked = prompt[1:] if row.has("system") and turns[:1] != prompt[:1] else prompt
+            if all(turns[start : start + len(asked)] != asked for start in range(len(turns))):
+                raise Dropped("'prompt' is not what the conversations begin with")
+            prompt = add_system(row, turns)
+    if prompt[-1].role == "assistant":
+        raise row.fail(
+            "two messages of the assistant follow one another; the last message before an answer must not be his"
+        )
+    return prompt, [_answer_of(row, key, messages[-1]) for key, messages in conversations.items()]
+
+
+def _label_key(row: Row) -> str:
+    """The key under which a row of judged answers has its label or, without one, its rating."""
+    return next((key for key in ("label", *RATING_KEYS) if row.has(key)), "label")
+
+
+def _read_judged(row: Row, key: str) -> Parts:
+    """A prompt with one answer (``completion``, or the last of the ``messages``), and its label at ``key``."""
+    if row.has("completion") or not row.has("messages"):
+        messages, (text,) = _read_answers(row, ["completion"])
+    else:
+        require(row, "messages")
+        conversation = read_messages(row, "messages")
+        if conversation[-1].role != "assistant":
+            raise Dropped("'messages' does not end with the assistant's message, which 'label' would be about")
+        if len(conversation) == 1:
+            raise Dropped("'messages' holds nothing but the assistant's message")
+        messages, text = add_system(row, conversation[:-1]), _answer_of(row, "messages", conversation[-1])
+    if not row.has(key) and row.has(_label_key(row)):
+        raise row.fail(f"{_label_key(row)!r} stands where the first row has {key!r}; give every row the same")
+    score = read_verdict(row, key) if key == "label" else read_score(row, key)
+    return messages, (Response(text, score),)
+
+
+def _answer_of(row: Row, key: str, message: Message) -> str:
+    """The text of a message that is a given answer."""
+    if message.calls or not message.is_trained:
+        what = "calls tools" if message.calls else "has weight 0"
+        raise row.fail(f"{key!r}: the answer {what}, and given answers are texts that are trained; leave the row out")
+    return message.text
+
+
+def _read_steps(row: Row, classes: Mapping[int, int], separator: str) -> Parts:
+    """A prompt with one solution in steps, each with its class."""
+    messages = _read_prompt(row)
+    lists: list[Sequence[Any]] = []
+    for key in ("completions", "labels"):
+        value = row.nested(key) if row.has(key) else None
+        if value is None or value == []:
+            raise Dropped(f"{key!r} is {'missing' if value is None else 'empty'}")
+        if not isinstance(value, list | tuple):
+            raise row.fail(f"{key!r} must be a list; got {value!r}"[:200])
+        lists.append(value)
+    steps, labels = lists
+    if len(steps) != len(labels):
+        raise row.fail(f"{len(steps)} 'completions' and {len(labels)} 'labels'; each step has one label")
+    texts, step_labels = list[str](), list[int]()
+    for number, (step, label) in enumerate(zip(steps, labels, strict=True), start=1):
+        if step is None or is_blank(step):
+            raise Dropped("a blank step")
+        if label is None:
+            raise Dropped("a step without a label")
+        texts.append(row.checked(step, f"completions {number}"))
+        if isinstance(label, bool):
+            step_labels.append(classes[1] if label else min(classes.values()))
+        elif isinstance(label, int | float) and label in classes:
+            step_labels.append(classes[int(label)])
+        else:
+            hint = ". For −1, 0 and 1 set task.num_classes to 3 (and objective.num_classes)" if label == -1 else ""
+            raise row.fail(f"'labels' {number} must be true, false or one of {sorted(classes)}; got {label!r}{hint}")
+    return messages, (stepwise(texts, step_labels, separator),)
+
+
+def read_verdict(row: Row, key: str) -> float:
+    """1 or 0 from true, false, 1 or 0.
+
+    Raises:
+        Dropped: missing.
+        DataError: anything else.
+    """
+    if not row.has(key):
+        raise Dropped(f"{key!r} is missing")
+    value = row.data[key]
+    value = VERDICTS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, int | float) or value not in (0, 1):  # True and False are 1 and 0
+        rating = ". A rating stands under 'rating', and data.label_above makes it a label" if key == "label" else ""
+        raise row.fail(f"{key!r} must be true, false, 1 or 0; got {value!r}{rating}")
+    return float(value)
+
+
+def read_score(row: Row, key: str) -> float:
+    """A score of a file in which every row should have one.
+
+    Raises:
+        Dropped: missing.
+        DataError: no finite number.
+    """
+    if not row.has(key):
+        raise Dropped(f"{key!r} is missing, and every row needs a score")
+    value = row.data[key]
+    if isinstance(value, str):  # of a table of texts
+        with suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise row.fail(f"{key!r} must be a finite number; got {value!r}")
+    return float(value)
+
+
+def require(row: Row, key: str) -> None:
+    """Drop a row whose ``key`` is missing, null, blank or an empty list, or holds a blank message."""
+    value = row.data.get(key)
+    if value is None:
+        raise Dropped(f"{key!r} is missing")
+    if value == [] or is_blank(value):
+        raise Dropped(f"{key!r} is blank")
+    messages = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
+    said = [item for item in messages if not item.get("tool_calls") and item.get("role") != "tool"]
+    if any(is_blank(item.get("content", item.get("value"))) for item in said):
+        raise Dropped(f"{key!r} has a blank message")
+
+
+def stepwise(
+    steps: Sequence[str], labels: Sequence[int | None], separator: str = "\n", *, score: float | None = None
+) -> Response:
+    """A solution of these steps, with ``separator`` in front of every step but the first.
+
+    Nothing is learnt at a step whose label is None. Without a ``score`` it is 1 where no label is the lowest class,
+    and otherwise 0.
+    """
+    texts = tuple((separator if index else "") + step for index, step in enumerate(steps))
+    score = float(all(label != 0 for label in labels)) if score is None else score
+    return Response("".join(texts), score, texts, tuple(labels))

@@ -1,0 +1,365 @@
+"""Tasks of rows: the rows that are examples, their number, their split, and the places where rows are found."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache, partial, wraps
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.data.base import Task
+from posttrain.data.messages import SYSTEM_KEYS
+from posttrain.data.reading import FOLDER, HUB, SUFFIXES, Row, read_file
+from posttrain.errors import DataError, DataNotThere, MissingExtra
+from posttrain.option_types import Seed
+from posttrain.randomness import permutation
+from posttrain.strict_yaml import read_yaml
+from posttrain.types import Example
+from posttrain.untrusted import kind_of_file
+
+Reader = Callable[..., Task]
+Split = Literal["train", "validation", "test"]
+TestSplit = Literal["test"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+# What the docstring of every task of rows says of these options, and of errors, where it does not say more itself.
+_ABOUT = {
+    "split": (
+        "``validation`` is a part of the training rows chosen by a hash of the prompt, and ``train`` is the rest;\n"
+        "        ``test`` of a local file is the whole file."
+    ),
+    "path": (
+        "a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a data set of the hub (``hf:NAME``,\n"
+        "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
+    ),
+    "validation_share": "share of the prompts that is held out.",
+    "ignore_keys": "keys of rows and messages that are left out.",
+    "size": (
+        "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
+        "        there are fewer, all of them. The size of a training split does not cut what is held out."
+    ),
+    "seed": "another seed, other examples.",
+}
+_ERRORS = {
+    "DataError": "a missing or malformed file or row, with its line; or no row that can be used.",
+    "MissingExtra": "``datasets`` or ``pyarrow`` is needed and not installed.",
+}
+
+
+def reads_rows(read: Reader) -> Reader:
+    """Give a task that reads rows the options ``size`` and ``seed``; stands below ``register``.
+
+    Without a path its file is looked for in the folder POSTTRAIN_DATA (``places.yaml``), then on the hub.
+    """
+    name, own = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+    place = _places().get(name, {})
+    needs_path = own["path"].default is inspect.Parameter.empty
+
+    @wraps(read)
+    def sized(*, size: int | None = None, seed: int = 0, **options: Any) -> Task:
+        try:
+            origin = None
+            if place and options.get("path") is None:
+                split = options.get("split", own["split"].default if "split" in own else "test")
+                options |= _local_files(name, split, options)
+                origin = options.get("path")
+                if origin is None and needs_path:
+                    raise DataNotThere("task.path", "no file is named")
+            return replace(_choose_size(read(**options), size, seed), origin=origin)
+        except (DataNotThere, MissingExtra) as error:
+            error.args = (f"{error}{_where_to_get(name, place)}",)
+            raise
+
+    own |= _options(size=(Annotated[int, Field(ge=1)] | None, None), seed=(Seed, 0))
+    if place and needs_path:  # it may be left to POSTTRAIN_DATA
+        own |= _options(path=(str | None, None))
+    _declare(sized, own)
+    sized.__doc__ = _document(inspect.getdoc(read) or "", own)
+    return sized
+
+
+def row_task(
+    hub: str,
+    *,
+    train: str = "train",
+    test: str = "test",
+    share: float | None = 0.05,
+    splits: Any = Split,
+    split: str | None = None,
+) -> Callable[[Callable[..., Example]], Reader]:
+    """Make a task of a function that reads a ``row`` (and maybe ``split``) as one example; its options are the task's.
+
+    Args:
+        hub: name of the data set on the hub, maybe with a configuration: ``openai/gsm8k:main``.
+        train, test: names of its splits there; ``validation`` is a part of ``train``.
+        share: default of ``validation_share``; None: every split is taken as it is.
+        splits: type of the option ``split``, and ``split`` its default, else ``train`` (``test`` where that is all).
+    """
+
+    def make(read: Callable[..., Example]) -> Reader:
+        name, parameters = read.__name__, dict(inspect.signature(read, eval_str=True).parameters)
+        first = split or ("test" if splits is TestSplit else "train")
+        there = {"train": train, "validation": "validation" if share is None else train, "test": test}
+        takes_split = parameters.pop("split", None) is not None
+        del parameters["row"]
+
+        def task(*, path: str | None = None, split: Any = first, validation_share: Any = share, **options: Any) -> Task:
+            place = path or f"{HUB}{hub}@{there[split]}"
+            options |= {"split": split} if takes_split else {}
+            collected = collect(read_file(place), partial(read, **options), place, name=f"{name}/{split}")
+            return collected.as_task(name, place, split, validation_share)
+
+        shared = _options(split=(splits, first), path=(str | None, None))
+        shared |= {} if share is None else _options(validation_share=(Share, share))
+        task.__name__, task.__qualname__, task.__module__, task.__doc__ = name, name, read.__module__, read.__doc__
+        _declare(task, shared | parameters)
+        return reads_rows(task)
+
+    return make
+
+
+def _options(**options: tuple[Any, Any]) -> dict[str, inspect.Parameter]:
+    """Keyword-only parameters from (type, default) by name."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, only, default=d, annotation=kind) for name, (kind, d) in options.items()}
+
+
+def _declare(task: Reader, parameters: Mapping[str, inspect.Parameter]) -> None:
+    signature = inspect.Signature(list(parameters.values()), return_annotation=Task)
+    task.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def _document(doc: str, options: Mapping[str, inspect.Parameter]) -> str:
+    """A reader's docstring with what it has in common with all others."""
+    ends = [place for part in ("\n\nRaises:", "\n\nSource:") if (place := doc.find(part)) >= 0]
+    about, rest = doc[: min(ends, default=len(doc))], doc[min(ends, default=len(doc)) :]
+    about += "" if "\n\nArgs:" in about else "\n\nArgs:"
+    for name, text in _ABOUT.items():
+        if name in options and f"\n    {name}:" not in about:
+            only_test = name == "split" and options[name].annotation is TestSplit
+            about += f"\n    {name}: {'there is nothing but a test split.' if only_test else text}"
+    about += "\n\nRaises:"
+    about += "".join(f"\n    {name}: {text}" for name, text in _ERRORS.items() if f"\n    {name}:" not in rest)
+    return about + rest.removeprefix("\n\nRaises:")
+
+
+def _choose_size(task: Task, size: int | None, seed: int) -> Task:
+    """The task with at most ``size`` examples, a function of (seed, size, number of examples), in their own order."""
+    there = len(task.examples)
+    if size is None or size >= there:
+        return task
+    chosen = sorted(int(i) for i in permutation(seed, "size", 0, there)[:size])
+    dropped = task.dropped | {f"beyond task.size={size}": there - size}
+    return replace(task, examples=[task.examples[i] for i in chosen], dropped=dropped)
+
+
+@cache
+def _places() -> Mapping[str, Mapping[str, Any]]:
+    """The table of where rows are to be had, by task."""
+    text = (resources.files("posttrain") / "data" / "places.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = read_yaml(text, "places.yaml")[0]
+    return table
+
+
+def _local_files(name: str, split: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """The options that name the task's files in the folder POSTTRAIN_DATA; none where there are no such files."""
+    listed = _places()[name].get("files", {})
+    # a validation split is a part of the training rows, unless it has a file of its own
+    source = "train" if split == "validation" and "validation" not in listed else split
+    further = {key: [f"{name}/{of}"] for key, of in _places()[name].get("also", {}).items() if options.get(key) is None}
+    found = {"path": [f"{name}/{source}", *listed.get(source, ())], **further}
+    folder = os.environ.get(FOLDER)
+    there = {
+        key: next((str(f) for f in files if kind_of_file(f) == "file"), None)
+        for key, names in found.items()
+        for files in [(Path(folder) / f"{name}{suffix}" for name in names for suffix in SUFFIXES) if folder else ()]
+    }
+    return {key: file for key, file in there.items() if file is not None} if there["path"] else {}
+
+
+def _where_to_get(name: str, place: Mapping[str, Any]) -> str:
+    if not place:
+        return f". {name} reads a file of yours: name it as task.path, or by its name in the folder {FOLDER}"
+    return (
+        f". Where to get it: {place['url']} (licence: {place['licence']}), for instance by: {place['get']}. Name the "
+        f"file as task.path, or put it as {name}/train.jsonl or {name}/test.jsonl into a folder that {FOLDER} names"
+    )
+
+
+class Dropped(Exception):
+    """A row that is left out and counted; the text is the reason, the same for all such rows."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """Examples in the order of their rows, the number of rows left out, by reason, and the use of their keys."""
+
+    examples: list[Example] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    keys: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def settle_keys(self, row: Row, *, carries: bool) -> dict[str, Any]:
+        """Count each key by its use; with ``carries`` return the values of those that nothing has read, for ``meta``.
+
+        Raises:
+            DataError: a key that nothing has read would change what is trained, or is a slip of one that would.
+        """
+        carried: dict[str, Any] = {}
+        inside = {key for key in row.used if "[]." in key and key.rpartition(".")[2] in row.ignored}
+        self.keys.update((key, "read") for key in sorted(row.used - inside) if row.has(key) or "[]." in key)
+        self.keys.update((key, LEFT_OUT) for key in sorted(inside))
+        for key in row.unused():
+            _refuse_meant(row, key)
+            self.keys[key, "carried along (meta)" if carries else "no part of this task"] += 1
+            if carries:
+                carried[key] = row.plain(key)
+        return carried
+
+    def require_examples(self, place: str) -> None:
+        """Refuse data of which nothing can be used.
+
+        Raises:
+            DataError: there were rows, and all of them were dropped; the message has the reasons.
+        """
+        if not self.examples and self.dropped:
+            reasons = ", ".join(f"{n} × {reason}" for reason, n in self.dropped.items())
+            raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
+
+    def as_task(
+        self, name: str, place: str, split: Split = "test", share: float | None = None, *, by_opening: bool = False
+    ) -> Task:
+        """A split of it (``choose_split``); all of it where no ``share`` is given.
+
+        Raises:
+            DataError: there is nothing, or nothing is left for the split.
+        """
+        self.require_examples(place)
+        part: Split = "test" if share is None else split
+        chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening)
+        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys))
+
+
+LEFT_OUT = "left out (task.ignore_keys)"
+# Keys that change what is trained. Where a task does not read them, leaving them out would train something else.
+_OF_INSTRUCTION = ("input", "context")
+MEANT = frozenset((
+    "system", "tools", "functions", "function_call", "tool_calls", "margin", "weight", "history",
+    "chat_template_kwargs", "reasoning_content", "thinking", "image", "images", "video", "videos", "audio", "train",
+    "sample_weight", "loss_weight", *_OF_INSTRUCTION, *SYSTEM_KEYS,
+))  # fmt: skip
+
+
+def _refuse_meant(row: Row, key: str) -> None:
+    """Refuse a key of ``MEANT`` that was not read, and one that is a slip of such a key."""
+    value = row.plain(key)
+    if value in ([], {}) or (isinstance(value, str) and not value.strip()):
+        return
+    way_out = f"Take {key!r} out of the row, or name it in task.ignore_keys where the task has that key"
+    if key in _OF_INSTRUCTION and row.has("instruction"):  # the prompt was written from both
+        return
+    if key.strip("\ufeff ").lower() in MEANT:
+        raise row.fail(f"the key {key!r} is not read here, and without it something else would be trained. {way_out}")
+    near = [  # 'height' is no slip of 'weight', and many words are like 'train'
+        name
+        for name in sorted(MEANT - {*_OF_INSTRUCTION, "train"})
+        if name[0] == key[0] and len(key) > 4 and abs(len(name) - len(key)) < 2 and not row.has(name)
+    ]
+    slip = get_close_matches(key, near, n=1, cutoff=0.83)
+    if slip:
+        raise row.fail(f"unknown key {key!r}. Did you mean {slip[0]!r}? {way_out}")
+
+
+def collect(
+    rows: Iterable[Row],
+    read: Callable[[Row], Example],
+    place: str,
+    dropped: Counter[str] | None = None,
+    *,
+    name: str = "",
+    carries: bool = False,
+    ignored: Sequence[str] = (),
+) -> Collected:
+    """One example per row, where ``read`` raises ``Dropped`` for a row that is left out.
+
+    Args:
+        dropped: where ``rows`` itself counts what it leaves out; the rows that ``read`` leaves out are added.
+        name: beginning of each id; the row's number follows where ``read`` gives no id.
+        carries: keys that ``read`` does not read go into the example's ``meta``; but for those that are ``ignored``.
+
+    Raises:
+        DataError: a malformed row, or rows of which none can be used.
+    """
+    collected = Collected(dropped=Counter() if dropped is None else dropped)
+    for row in rows:
+        if ignored:
+            collected.keys.update((key, LEFT_OUT) for key in ignored if row.has(key))
+            kept = {key: value for key, value in row.data.items() if key not in ignored}
+            row = replace(row, data=kept, ignored=frozenset(ignored))
+        try:
+            example = read(row)
+        except Dropped as reason:
+            collected.dropped[str(reason)] += 1
+            continue
+        meta = {**collected.settle_keys(row, carries=carries), **example.meta}
+        id = "/".join(filter(None, (name, example.id or row.number)))
+        collected.examples.append(replace(example, id=id, meta=meta))
+    collected.require_examples(place)
+    return collected
+
+
+def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
+    """Hash the prompt's text to a number in [0, 1) (BLAKE2b).
+
+    ``by_opening``: the prompt up to the user's first message, so that a dialogue and a longer one that goes on from it
+    have the same.
+    """
+    first = next((n for n, message in enumerate(example.messages, start=1) if message.role == "user"), None)
+    messages = example.messages[: first if by_opening else None]
+    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=7).digest()
+    return int.from_bytes(digest, "big") / 2.0**56
+
+
+def choose_split(
+    examples: Sequence[Example], split: Split, share: float, place: str, *, by_opening: bool = False
+) -> list[Example]:
+    """Return the examples of one split, in order.
+
+    ``test`` is everything. Otherwise the prompts whose hash is below ``share`` are held out as validation, and
+    ``train`` is the rest; equal prompts stand on the same side, whatever else is in the file. Where a small file would
+    leave a side empty, its lowest (highest) prompt goes there. ``by_opening`` keeps dialogues that begin alike on one
+    side.
+
+    Raises:
+        DataError: nothing is left for the split.
+    """
+    if not examples:
+        raise DataError(place, "no usable examples in it; give a file with rows")
+    if split == "test" or (split == "train" and share == 0):
+        return list(examples)
+    if share == 0:
+        raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
+    hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
+    lowest, highest = min(hashes), max(hashes)
+    if lowest == highest:
+        raise DataError(
+            place, "only one distinct prompt: it cannot be parted into train and validation; set validation_share to 0"
+        )
+    # Just above the lowest at least, and no further than the highest: neither side is ever empty.
+    limit = min(max(share, math.nextafter(lowest, 1.0)), highest)
+    return [e for e, h in zip(examples, hashes, strict=True) if (h < limit) == (split == "validation")]
+
+
+def strip_calculations(text: str) -> str:
+    """The text without GSM8K's calculator notes, ``<<48/2=24>>``."""
+    return re.sub(r"<<[^<>]*>>", "", text)

@@ -1,0 +1,329 @@
+"""The text of the assistant behind a prompt: the one way in which every entry encodes it.
+
+Demonstrations, pairs, judged answers and what a policy wrote come here as text. The tags of thinking and of calls, and
+the tags of the prompt template, are the tokenizer's own tokens, as they are where the model writes them. Markers of
+turns and roles stay characters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.data.render.calls import CallForm, write_calls
+from posttrain.data.render.encoding import END_THINK, THINK, Piece, drop_text, encode_pieces, mark_tags, markers_of
+from posttrain.data.render.template import Template, end_id, stop_ids
+from posttrain.data.render.template_calls import call_form
+from posttrain.data.render.turns import OPENED, mark, probed, render_history, render_pieces, turn_end
+from posttrain.errors import UsageError
+from posttrain.types import Example, Message, Turn
+
+_LONGEST_OPENING = 8  # tokens, of a tag with the white space behind it
+Channels = tuple[str, str]  # the texts before and behind thinking, where a chat template uses no tags for it
+
+
+def opening_of(tokenizer: Any, template: Template, prompt: Sequence[int]) -> str:
+    """The opened block of thinking that a prompt ends with, white space included; empty where there is none.
+
+    Only a chat template, a rendered prompt and the template's own opening open one, never a text of the user.
+    """
+    if template.opening or not prompt or not (template.chat or template.name == "as_is"):
+        return template.opening
+    tail = list(prompt[-_LONGEST_OPENING:])
+    tag = markers_of(tokenizer).ids.get(THINK)
+    if tag is not None and tag not in tail:
+        return ""
+    while tag is not None and tag in tail[1:]:
+        tail = tail[1:]
+    found = OPENED.search(tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return found[0] if found else ""
+
+
+def behind_prompt(
+    tokenizer: Any,
+    template: Template,
+    pieces: Sequence[Piece],
+    prompt: Sequence[int] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> list[Piece]:
+    """Return the pieces of an assistant's text as they stand behind a prompt.
+
+    A block of thinking that the prompt has opened is not opened twice; an answer that does not think closes it first,
+    and gets what the chat template writes before an answer. Of untrusted pieces the tags of an assistant become
+    trusted.
+
+    Args:
+        prompt: its ids; none where the text stands alone.
+        variables: of the row, for the chat template.
+    """
+    if template.name == "document":
+        return list(pieces)
+    opening = opening_of(tokenizer, template, prompt)
+    text = "".join(piece.text for piece in pieces)
+    is_thinking = text.lstrip().startswith(THINK)
+    lead = ""
+    if prompt and template.chat:
+        own = {**template.variables, **(variables or {})}
+        lead, channels = probed(tokenizer, "leads", own, lambda settings: _leads(tokenizer, settings))
+        if channels[0] and (written := _in_channels(text, lead, channels)) is not None:
+            return written
+    if opening and is_thinking:  # part of it stands at the end of the prompt already
+        at, space = text.index(THINK) + len(THINK), opening.partition(THINK)[2]
+        while space and text[at : at + 1] == space[0]:
+            at, space = at + 1, space[1:]
+        pieces = drop_text(pieces, at)
+    is_answer = not is_thinking and not (opening and END_THINK in text)
+    before = [Piece(lead, trusted=True)] if lead and is_answer else []
+    if template.space and text and not text[0].isspace():
+        before.append(Piece(template.space, trusted=True))
+    return [*before, *_mark_calls(tokenizer, template, mark_tags(pieces, template.tags, is_open=bool(opening)))]
+
+
+def _mark_calls(tokenizer: Any, template: Template, pieces: list[Piece]) -> list[Piece]:
+    """The pieces with the tokens of the chat template's calls in trusted ones."""
+    if not template.chat or "tools" not in str(tokenizer.chat_template or ""):
+        return pieces
+    from posttrain.data.render.template_calls import call_marks
+
+    marks = "|".join(map(re.escape, call_marks(tokenizer, template)))
+    if not marks:
+        return pieces
+    marked: list[Piece] = []
+    for piece in pieces:
+        texts = [piece.text] if piece.trusted else re.split(f"({marks})", piece.text)
+        marked += [Piece(text, trusted=piece.trusted or n % 2 == 1) for n, text in enumerate(texts) if text]
+    return marked
+
+
+def encode_response(tokenizer: Any, template: Template, example: Example, prompt: Sequence[int] = ()) -> list[int]:
+    """Token ids of the demonstration that follows the prompt, the end token included.
+
+    Raises:
+        UsageError: the example has nothing to demonstrate, or the tokenizer no end token.
+    """
+    pieces = behind_prompt(tokenizer, template, template.response(example), prompt, example.variables)
+    ids = encode_pieces(tokenizer, pieces)
+    if not ids:
+        raise UsageError(f"example {example.id!r}: the demonstration is empty")
+    end = end_id(tokenizer, template)
+    return ids if ids[-1] == end else [*ids, end]  # a rendered response may spell it out
+
+
+def encode_answer(
+    tokenizer: Any, template: Template, text: str, prompt: Sequence[int], variables: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of a given text of the assistant behind its prompt, the end token not included."""
+    pieces = [Piece(text, trusted=False)]
+    return encode_pieces(tokenizer, behind_prompt(tokenizer, template, pieces, prompt, variables)) if text else []
+
+
+def decode_response(tokenizer: Any, template: Template, ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    """The graded text: opening and completion, without the end token; other special tokens are kept.
+
+    Args:
+        prompt: the ids of the prompt, whose opened block of thinking begins the text.
+    """
+    kept = list(ids)
+    if kept and kept[-1] in stop_ids(tokenizer, template):
+        kept.pop()
+    text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return opening_of(tokenizer, template, prompt) + text
+
+
+def _leads(tokenizer: Any, settings: Mapping[str, Any]) -> tuple[str, Channels]:
+    """The text that a chat template writes before an answer, and its channels.
+
+    Only what holds a marker: white space before an answer is the model's own.
+    """
+    asked, find = Message("user", "a"), markers_of(tokenizer).find
+
+    def tail(answer: Message) -> list[str]:
+        """The trusted texts behind the prompt: before, between and behind the texts of the answer."""
+        whole = render_pieces(tokenizer, [asked, answer], "", settings, prompt=False)[0]
+        if not "".join(p.text for p in whole).startswith(prompt):
+            return []
+        parts = [""]
+        for piece in drop_text(whole, len(prompt)):
+            if piece.trusted:
+                parts[-1] += piece.text
+            else:
+                parts.append("")
+        return parts
+
+    try:
+        prompt = "".join(p.text for p in render_pieces(tokenizer, [asked], "", settings, prompt=True)[0])
+        plain, thinking = tail(Message("assistant", "b")), tail(Message("assistant", "b", reasoning="c"))
+    except UsageError:  # the prompt itself says what is wrong
+        return "", ("", "")
+    lead = re.sub(r"\A<think>\s*</think>\s*", "", plain[0]) if plain else ""
+    if not plain and OPENED.search(prompt):
+        lead = f"\n{END_THINK}\n\n"
+    if not any(find(lead)) and END_THINK not in lead:
+        lead = ""
+    channels = (thinking[0], thinking[1]) if len(thinking) == 3 and THINK not in thinking[0] else ("", "")
+    return lead, channels if any(find(channels[0])) else ("", "")
+
+
+def _in_channels(text: str, lead: str, channels: Channels) -> list[Piece] | None:
+    """A text with thinking, or with the marks of channels that a model wrote; None of any other text."""
+    before, between = channels
+    if text.startswith(before):
+        thinking, closed, answer = text[len(before) :].partition(between)
+        parts = [(before, True), (thinking, False), (closed, True), (answer, False)]
+    elif text.startswith(lead):
+        parts = [(lead, True), (text[len(lead) :], False)]
+    elif text.lstrip().startswith(THINK) and END_THINK in text:
+        thinking, _, answer = text.partition(THINK)[2].partition(END_THINK)
+        parts = [(before, True), (thinking.strip("\n"), False), (between, True), (answer.lstrip("\n"), False)]
+    else:
+        return None
+    return [Piece(part, trusted) for part, trusted in parts if part]
+
+
+# Kinds of turns that a model may write: a plain text, and one with thinking before it.
+_PROBES = ("{}", "<think>\n{}\n</think>\n\n{}")
+
+
+@dataclass(frozen=True)
+class ReplyFrame:
+    """The texts before, between and behind the results of a turn (trusted).
+
+    Attributes:
+        end: the id that ends a turn, with which ``before`` begins; it is not repeated behind a turn that has it.
+        strips: the template strips contents.
+        wrapped: it marks results as such by itself.
+    """
+
+    before: str
+    between: str
+    after: str
+    end: int | None
+    strips: bool
+    wrapped: bool
+
+    def encode(
+        self, tokenizer: Any, template: Template, results: Sequence[str], tags: tuple[str, str], last: int | None
+    ) -> list[int]:
+        """The ids of a reply behind a turn whose last id is ``last``; no text of a result becomes a special token.
+
+        Args:
+            tags: around a result where the template does not mark it.
+        """
+        opening, closing = ("", "") if self.wrapped else tags
+        pieces = [Piece(self.before, trusted=True)]
+        for number, result in enumerate(results):
+            said = template.quote(result.strip() if self.strips else result)
+            pieces.append(Piece((self.between if number else "") + opening, trusted=True))
+            pieces += [Piece(said, trusted=False), Piece(closing, trusted=True)]
+        ids = encode_pieces(tokenizer, [*pieces, Piece(self.after, trusted=True)])
+        return ids[1:] if self.end is not None and last == self.end and ids[:1] == [self.end] else ids
+
+
+def encode_turns(
+    tokenizer: Any, template: Template, turns: Sequence[Turn], answered: bool, prompt: Sequence[int] = ()
+) -> tuple[list[int], list[bool]]:
+    """Turns of a demonstration as they would be played: the ids, and which of them the model is to write.
+
+    Args:
+        answered: an answer follows; otherwise the last call ended the episode, and its results were not heard.
+
+    Raises:
+        UsageError: the chat template rewrites history, or the tokenizer has no end token.
+    """
+    frame, form = reply_frame(tokenizer, template), call_form(tokenizer, template)
+    ids: list[int] = []
+    own: list[bool] = []
+    for number, turn in enumerate(turns, start=1):
+        written = encode_turn(tokenizer, template, turn, form, [*prompt, *ids])
+        results = [call.result for call in turn.calls]
+        is_heard = answered or number < len(turns)
+        heard = frame.encode(tokenizer, template, results, form.results, written[-1]) if is_heard else []
+        ids += [*written, *heard]
+        own += [True] * len(written) + [False] * len(heard)
+    return ids, own
+
+
+def encode_turn(
+    tokenizer: Any, template: Template, turn: Turn, form: CallForm, prompt: Sequence[int] = ()
+) -> list[int]:
+    """The ids of a turn as a model would write it behind a prompt, the end included: its text, its calls.
+
+    Raises:
+        UsageError: the tokenizer has no end token.
+    """
+    pieces = [Piece(" " if template.opening else "", trusted=True), Piece(turn.text, trusted=False)]
+    if turn.text or form.end is None:  # a call that ends otherwise than an answer is a message of its own
+        pieces = behind_prompt(tokenizer, template, pieces, prompt)
+    if turn.calls:
+        pieces = [*pieces, *write_calls(turn.calls, form, bool(turn.text))]
+    end = form.end if turn.calls and form.end is not None else end_id(tokenizer, template)
+    return [*encode_pieces(tokenizer, pieces), end]
+
+
+def reply_frame(tokenizer: Any, template: Template, roles: Sequence[str] = ("tool", "user")) -> ReplyFrame:
+    """The frame of a template with a tokenizer, in a chat for the first of the roles that the template has.
+
+    Raises:
+        UsageError: the chat template rewrites history; the message shows where.
+    """
+    if not template.chat:
+        before, after = template.frame
+        return ReplyFrame(before, "\n", after, None, strips=False, wrapped=False)
+    refusals = []
+    for role in roles:
+        try:
+            return _by_difference(tokenizer, template.variables, role)
+        except UsageError as error:
+            refusals.append(error)
+    raise refusals[-1] if "rewrites" in str(refusals[-1]) else refusals[0]
+
+
+def _by_difference(tokenizer: Any, variables: Mapping[str, Any], role: str) -> ReplyFrame:
+    """The frame for replies in a role; equal for every turn, whatever it says."""
+
+    def render(*turns: tuple[str, str]) -> str:
+        return render_history(tokenizer, [("user", mark(20)), *turns], variables, prompt=True)
+
+    heard = [mark(10), mark(11)]
+    tails = set()
+    for probe in _PROBES:
+        said = [probe.format(mark(2 * i), mark(2 * i + 1)) for i in range(2)]
+        history, before = list[tuple[str, str]](), render()
+        for turn, reply in zip(said, heard, strict=True):
+            history += [("assistant", turn), (role, reply)]
+            after = render(*history)
+            if not after.startswith(before + turn):
+                raise UsageError(_rewrites(before + turn, after))
+            opening, shown, closing = after[len(before + turn) :].partition(reply)
+            if not shown or reply in closing:
+                raise UsageError(f"the tokenizer's chat template does not show a message of the role {role!r} once")
+            tails.add((opening, closing))
+            before = after
+    if len(tails) > 1:
+        raise UsageError(_rewrites(*sorted("".join(tail) for tail in tails)[:2]))
+    ((opening, closing),) = tails
+    strips = f" {heard[0]} " not in render(("assistant", mark(0)), (role, f" {heard[0]} "))
+    between = "\n"  # where the template takes only one message
+    try:
+        both = render(("assistant", mark(0)), (role, heard[0]), (role, heard[1]))
+        found = both.partition(opening + heard[0])[2].partition(heard[1])
+        between = found[0] if found[1] and found[2] == closing else between
+    except UsageError:
+        pass
+    return ReplyFrame(opening, between, closing, turn_end(tokenizer), strips, wrapped=role == "tool")
+
+
+def _rewrites(expected: str, written: str) -> str:
+    """The message about a template that changes what was said before, with the difference."""
+    texts = [re.sub(mark(0).replace("0", r"(\d+)"), r"TEXT\1", text) for text in (expected, written)]
+    lines, others = texts[0].splitlines(), texts[1][: len(texts[0]) + 80].splitlines()
+    shown = difflib.unified_diff(lines, others, "said", "rendered", n=1, lineterm="")
+    return (
+        "the tokenizer's chat template rewrites history: once a turn follows, what was said before is rendered "
+        "otherwise, so a model would be trained on texts that it never reads again. Give the tokenizer a template that "
+        "keeps it, or choose a prompt.template that needs none (r1_zero, plain, boxed). The difference:\n"
+        + "\n".join(list(shown)[:16])
+    )

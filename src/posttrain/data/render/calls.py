@@ -1,0 +1,136 @@
+"""Forms in which models write calls of tools: the texts around a name and its arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.data.render.encoding import Piece
+from posttrain.types import Call
+
+# An object of JSON up to a name in it, which may be in another one; and from the arguments to its end.
+_OBJECT = re.compile(
+    r'\{\s*(?:"\w+"\s*:\s*"[\w.-]*"\s*,\s*)*(?:"(?P<outer>\w+)"\s*:\s*\{\s*)?"(?P<name>\w+)"\s*:\s*"\Z'
+)
+_END = re.compile(r"\s*\}(?:\s*\})?")
+_KEY = re.compile(r'"\s*,\s*"(\w+)"\s*:\s*\Z')
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The texts around each argument, where arguments are written one by one and not as JSON.
+
+    A text is written as it is, another value as JSON.
+    """
+
+    before: str
+    middle: str
+    after: str
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The texts around calls.
+
+    Attributes:
+        opening, middle, closing: before a name, between it and the arguments, and after them.
+        arguments: an object of JSON, the text of one as a JSON string (``quoted``), one by one, as keywords of a
+            function in Python, or in our own form (``plain``: the value of an only argument, else an object of JSON).
+        lead: between the text of a turn and its first call.
+        begin, between, finish: before the first call, between two, and after the last.
+        end: the id that ends a turn with calls, where it is not the end of other turns.
+        results: the tags around a result, where the chat template has none.
+        is_native: the chat template shows the tools in the prompt.
+    """
+
+    opening: str
+    middle: str
+    closing: str
+    arguments: Literal["json", "quoted", "python", "plain"] | Parameters = "json"
+    lead: str = "\n"
+    begin: str = ""
+    between: str = "\n"
+    finish: str = ""
+    end: int | None = None
+    results: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
+    is_native: bool = True
+
+    @property
+    def key(self) -> str | None:
+        """The key of the arguments, where a call is one object of JSON with the name in it; else None."""
+        found = _KEY.search(self.middle) if _OBJECT.search(self.opening) and _END.match(self.closing) else None
+        return found[1] if found else None
+
+    @property
+    def name_key(self) -> tuple[str | None, str]:
+        """The key of the object with name and arguments, where it is in another one, and the key of the name."""
+        found = _OBJECT.search(self.opening)
+        return (found["outer"], found["name"]) if found else (None, "name")
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        """The texts around what a call says, without white space at their ends; empty where there is none."""
+        if self.key is None:
+            return self.opening.strip(), self.closing.strip()
+        return _OBJECT.sub("", self.opening).strip(), _END.sub("", self.closing, count=1).strip()
+
+    @property
+    def tag(self) -> str:
+        """The text with which calls begin."""
+        return self.begin.strip() or self.tags[0] or "{"
+
+    @property
+    def is_readable(self) -> bool:
+        """Say whether calls can be found in a text, and the end of a name."""
+        if self.arguments == "python":
+            return bool(self.begin.strip() and self.finish.strip())
+        tag = self.tags[0]
+        return self.key is not None or (bool(tag) and tag[0] not in '{",')
+
+
+# Our own, for chat templates without one and for prompts without chat.
+TAGGED = CallForm("<tool>", ": ", "</tool>", "plain", results=("<result>", "</result>"), is_native=False)
+# That of the Hermes models, which many others took over.
+HERMES = CallForm('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+
+
+def object_start(before: str) -> int:
+    """The place where the object of JSON with the name behind this text begins; its length where there is none."""
+    found = _OBJECT.search(before)
+    return found.start() if found else len(before)
+
+
+def write_calls(calls: Sequence[Call], form: CallForm, behind_text: bool) -> list[Piece]:
+    """The pieces of the calls of a turn, as they stand behind its text or alone."""
+    pieces = [Piece((form.lead if behind_text else "") + form.begin, trusted=True)]
+    for number, call in enumerate(calls):
+        pieces += [Piece(form.between if number else "", trusted=True), *write_call(call, form)]
+    return [*pieces, Piece(form.finish, trusted=True)]
+
+
+def write_call(call: Call, form: CallForm) -> list[Piece]:
+    """The pieces of a call as a model writes it; its name and its arguments are not trusted."""
+    name = call.tool if form.key is None else json.dumps(call.tool, ensure_ascii=False)[1:-1]
+    pieces = [Piece(form.opening, trusted=True), Piece(name, trusted=False)]
+    if isinstance(form.arguments, Parameters):
+        pieces.append(Piece(form.middle, trusted=True))
+        for key, value in json.loads(call.stated).items():
+            around = form.arguments
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for part, is_own in ((around.before, 1), (key, 0), (around.middle, 1), (text, 0), (around.after, 1)):
+                pieces.append(Piece(part, trusted=bool(is_own)))
+    else:
+        said = call.stated
+        if form.arguments == "quoted":
+            said = json.dumps(said, ensure_ascii=False)
+        elif form.arguments == "python":
+            said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in json.loads(said).items())
+        elif form.arguments == "plain":
+            values = list(json.loads(said).values())
+            is_bare = len(values) == 1 and isinstance(values[0], str | int | float) and not isinstance(values[0], bool)
+            said = str(values[0]) if is_bare else said
+        pieces += [Piece(form.middle, trusted=True), Piece(said, trusted=False)]
+    return [*pieces, Piece(form.closing, trusted=True)]

@@ -1,0 +1,344 @@
+"""Solutions with a verdict, or with a label for each step: judged samples, Math-Shepherd, PRM800K."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from posttrain.data.base import Task
+from posttrain.data.messages import is_blank
+from posttrain.data.preferences import CLASSES, RESPONSE_IDS, NumClasses, judged_rows, read_verdict, require, stepwise
+from posttrain.data.reader import (
+    Collected,
+    Dropped,
+    Share,
+    Split,
+    reads_rows,
+    row_task,
+    strip_calculations,
+)
+from posttrain.data.reading import Row, read_file
+from posttrain.errors import UsageError
+from posttrain.registry import register
+from posttrain.types import Example, Message, Response
+
+META_KEYS = ("level", "subject", "type")  # of a problem, by which evaluation breaks results down
+_TAG = "ки"  # ends a step in Math-Shepherd's ``input``, where ``label`` has + or −
+_SIGNS = {"+": 1, "-": 0}
+HUB = "tasksource/PRM800K"  # with the published files of both phases
+_BROKEN = "bad_problem"  # why a labeller of PRM800K stopped: no step of a broken problem can be judged
+# A step that could come next, and its rating: −1, 0 or 1; None: written by the labeller, flagged or not rated.
+Candidate = tuple[str, int | None]
+
+
+@register("task", held_out="validation")
+@reads_rows
+def judged_solutions(
+    *,
+    path: str,
+    split: Split = "train",
+    validation_share: Share = 0.05,
+    problem_key: str = "question",
+    solution_key: str = "response",
+    verdict_key: str = "is_correct",
+) -> Task:
+    """A file with one row per solution: the problem, the solution, and whether it is right.
+
+    ``items.jsonl`` of ``posttrain evaluate MODEL --task gsm8k --samples 8`` is read as it is: a model's own solutions
+    with the grader's verdict. All solutions of a problem are the responses of one example (1 right, 0 wrong).
+    ``level``, ``subject`` and ``type`` are kept in meta. Dropped and counted: solutions that are blank or were not
+    judged.
+
+    Args:
+        problem_key, solution_key: where the texts stand.
+        verdict_key: where true, false, 1 or 0 stands.
+    """
+    collected = Collected()
+    groups: dict[str, tuple[Row, list[Response]]] = {}
+    for row in judged_rows(read_file(path), problem_key, solution_key, verdict_key, collected.dropped):
+        try:
+            require(row, problem_key)
+            require(row, solution_key)
+            ids = row.plain(RESPONSE_IDS) if row.has(RESPONSE_IDS) else ()
+            if not isinstance(ids, list | tuple) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+                raise row.fail(f"{RESPONSE_IDS!r} must be a list of token ids")
+            response = Response(row.text(solution_key), read_verdict(row, verdict_key), ids=tuple(ids))
+        except Dropped as reason:
+            collected.dropped[str(reason)] += 1
+            continue
+        problem = row.text(problem_key).strip()
+        collected.settle_keys(row, carries=False)
+        groups.setdefault(problem, (row, []))[1].append(response)
+    for problem, (first, responses) in groups.items():
+        meta = {key: first.plain(key) for key in META_KEYS if first.has(key)}
+        id, messages = f"judged_solutions/{split}/{first.line}", (Message("user", problem),)
+        collected.examples.append(Example(id, messages, responses=tuple(responses), meta=meta))
+    return collected.as_task("judged_solutions", path, split, validation_share)
+
+
+@register("task", held_out="validation")
+@row_task("peiyi9979/Math-Shepherd", share=0.02)
+def math_shepherd(row: Row) -> Example:
+    """Math-Shepherd: solutions whose steps were judged by how often they lead to the right answer.
+
+    Keys: ``input``, ``label`` and maybe ``task``. ``input`` is the problem and its solution from ``Step 1:`` on, with
+    ``ки`` at the end of each step; ``label`` is the same text with ``+`` (class 1: a continuation from here reached the
+    right answer) or ``-`` (class 0) in its place. A solution has the score of its last step: whether its answer is
+    right. In rows of GSM8K the calculator notes (``<<48/2=24>>``) are removed. ``meta["first_error"]`` is the first
+    step (from 0) with ``-``, or None.
+
+    Dropped and counted: texts that differ in more than the tags, no step, a blank step or problem.
+
+    Source: Wang et al. 2023 (arXiv 2312.08935).
+    """
+    pieces, labels = align(row.text("input"), row.text("label"))
+    problem, mark, first = pieces[0].rpartition("Step 1:")
+    if not mark:
+        raise Dropped("no 'Step 1:' behind the problem")
+    kind = row.text("task") if row.has("task") else None
+    texts = [problem, mark + first, *pieces[1:]]
+    problem, *steps = ((strip_calculations(text) if kind == "GSM8K" else text).strip() for text in texts)
+    if not problem:
+        raise Dropped("a blank problem")
+    if not all(re.sub(r"\AStep \d+:", "", step).strip() for step in steps):
+        raise Dropped("a blank step")
+    meta = {"first_error": labels.index(0) if 0 in labels else None} | ({} if kind is None else {"task": kind})
+    response = stepwise(steps, labels, score=float(labels[-1]))
+    return Example("", (Message("user", problem),), responses=(response,), meta=meta)
+
+
+def align(tagged: str, signed: str) -> tuple[list[str], list[int]]:
+    """The pieces of a text that end with a tag, and the signs that stand in place of the tags in the other text.
+
+    The texts between are compared, so that a plus or minus of the mathematics is never taken for a sign.
+
+    Raises:
+        Dropped: no tag, text behind the last one, or another text between the signs.
+    """
+    *pieces, rest = tagged.split(_TAG)
+    if not pieces:
+        raise Dropped("no step tag in 'input'")
+    if rest.strip():
+        raise Dropped("text behind the last step tag")
+    labels, position = list[int](), 0
+    for piece in pieces:
+        end = position + len(piece)
+        if signed[position:end] != piece or signed[end : end + 1] not in _SIGNS:
+            break
+        labels.append(_SIGNS[signed[end]])
+        position = end + 1
+    if len(labels) < len(pieces) or signed[position:].strip():
+        raise Dropped("'label' is not 'input' with signs for the step tags")
+    return pieces, labels
+
+
+@register("task", held_out="validation")
+@reads_rows
+def prm800k(
+    *,
+    split: Split = "train",
+    path: str | None = None,
+    validation_share: Share = 0.05,
+    num_classes: NumClasses = 2,
+    neutral: Literal["good", "bad"] | None = None,
+) -> Task:
+    """PRM800K, from the hub or a local file: an example is one labelled solution of a MATH problem.
+
+    A row is as published (``question``, ``label``; phase 1 or 2), or one candidate step (``instruction``,
+    ``responses``: the steps before, ``next_response``, ``rating``, ``is_preferred_response``, maybe ``answer``), of
+    which those that follow one another are put together. The first response follows the chosen candidates, up to the
+    first step without one, of which it has the first candidate. Every other rated candidate, behind the steps before
+    it, is a response of its own. A step that was rated before has no label again, unless it is wrong and others follow;
+    one that the labeller wrote or flagged has none. ``meta["first_error"]``: the first step rated −1, or None.
+
+    Dropped and counted: quality-control and screening solutions, broken problems, solutions that add no rated step,
+    repeated and unrated candidates.
+
+    Args:
+        split: ``validation`` is a part of the training problems chosen by a hash, and ``train`` is the rest; ``test``
+            of a local file is the whole file. The test problems are those of MATH-500.
+        num_classes: 2 (good, bad) or 3 (negative, neutral, positive); the same as that of the objective ``process``.
+        neutral: of two classes, the one of a step that is rated 0, not wrong but of no use; good by default.
+
+    Raises:
+        UsageError: ``neutral`` with three classes.
+
+    Source: Lightman et al. 2023 (arXiv 2305.20050).
+    """
+    if num_classes == 3 and neutral is not None:
+        raise UsageError(
+            "task.neutral says what a rating of 0 is where there are two classes; with num_classes 3 leave it out"
+        )
+    classes = CLASSES[3] if num_classes == 3 else {-1: 0, 0: int(neutral != "bad"), 1: 1}
+    source = "test" if split == "test" else "train"
+    files = {"": path} if path is not None else {f"phase{n}/": f"hf:{HUB}/phase{n}_{source}.jsonl" for n in (1, 2)}
+    collected, rated = Collected(), dict[bytes, int]()
+    for name, place in files.items():
+        for row in _join_steps(read_file(place), collected):
+            try:
+                example = read_solution(row, classes, rated, collected.dropped)
+            except Dropped as reason:
+                collected.dropped[str(reason)] += 1
+                continue
+            collected.settle_keys(row, carries=False)
+            collected.examples.append(replace(example, id=f"prm800k/{split}/{name}{row.line}"))
+    return collected.as_task("prm800k", path or f"hub:{HUB}/{source}", split, validation_share)
+
+
+def _join_steps(rows: Iterable[Row], collected: Collected) -> Iterator[Row]:
+    """Yield rows as published: those of one candidate step each become one row for each solution.
+
+    Such rows belong together as long as each continues, or is an alternative to, the one before. The step that the next
+    rows have at the end of their ``responses`` is the chosen one.
+    """
+    first: Row | None = None
+    problem, prefix, steps = "", list[str](), list[dict[str, Any]]()
+
+    def joined(row: Row) -> Row:
+        return replace(row, data={"question": {"problem": problem}, "label": {"steps": steps}})
+
+    for row in rows:
+        if "next_response" not in row.data:
+            if first is not None:
+                yield joined(first)
+                first = None
+            yield row
+            continue
+        before, text = row.data.get("responses"), row.data["next_response"]
+        if not isinstance(before, list):
+            raise row.fail("'responses' must be a list of the steps before")
+        if any(step is None or is_blank(step) for step in (*before, text)):
+            collected.dropped["a blank step"] += 1
+            continue
+        before = [row.checked(step, f"step {number}") for number, step in enumerate(before, start=1)]
+        text = row.checked(text, f"step {len(before) + 1}")
+        text += f"\n\n# Answer\n\n{row.answer('answer')}" if row.has("answer") else ""
+        asked = row.text("instruction").strip()
+        last = [candidate["text"] for candidate in steps[-1]["completions"]] if steps else []
+        continues = before[:-1] == prefix and before[-1:] != [] and before[-1] in last
+        if first is None or asked != problem or not (before == prefix or continues):
+            if first is not None:
+                yield joined(first)
+            given = [{"completions": [{"text": step, "rating": None}], "chosen_completion": 0} for step in before]
+            first, problem, prefix, steps = row, asked, before, [*given, {"completions": []}]
+        elif continues:
+            chosen = steps[-1].get("chosen_completion")
+            if chosen is None or last[chosen] != before[-1]:  # of equal texts the preferred one, or the first
+                steps[-1]["chosen_completion"] = last.index(before[-1])
+            steps.append({"completions": []})
+            prefix = before
+        if row.data.get("is_preferred_response"):
+            steps[-1]["chosen_completion"] = len(steps[-1]["completions"])
+        steps[-1]["completions"].append({"text": text, "rating": _rating(row, row.data.get("rating"))})
+        collected.settle_keys(row, carries=False)
+    if first is not None:
+        yield joined(first)
+
+
+def _rating(row: Row, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or value not in CLASSES[3]):
+        raise row.fail(f"'rating' must be −1, 0, 1 or null; got {value!r}")
+    return None if value is None else int(value)
+
+
+def read_solution(row: Row, classes: Mapping[int, int], rated: dict[bytes, int], dropped: Counter[str]) -> Example:
+    """One published line of PRM800K; ``rated`` remembers the steps that had a label, ``dropped`` counts candidates.
+
+    Raises:
+        Dropped: quality control, screening, a broken problem, a blank step, or no step that gets a label.
+        DataError: a key is missing or of the wrong type.
+    """
+    if row.data.get("is_quality_control_question"):
+        raise Dropped("a quality-control solution, given to every labeller")
+    if row.data.get("is_initial_screening_question"):
+        raise Dropped("a screening solution, given to every labeller")
+    question, label = (_object(row, row.data.get(key), repr(key)) for key in ("question", "label"))
+    finish, steps = label.get("finish_reason"), label.get("steps")
+    if finish == _BROKEN:
+        raise Dropped("a problem that the labeller found broken")
+    if not isinstance(steps, list):
+        raise row.fail("'label' needs 'steps', a list")
+    problem = Row(row.place, row.line, question).text("problem").strip()
+    trunk, branches, is_over, num_behind = list[Candidate](), list[list[Candidate]](), False, 0
+    for number, step in enumerate(steps, start=1):
+        candidates, chosen = _read_step(row, _object(row, step, f"'label.steps' {number}"), number)
+        if is_over or not candidates:
+            num_behind += len(candidates)
+            continue
+        goes_on = 0 if chosen is None and candidates[0][1] is not None else chosen
+        branches += [[*trunk, candidate] for n, candidate in enumerate(candidates) if n != goes_on]
+        trunk += [] if goes_on is None else [candidates[goes_on]]
+        is_over = chosen is None
+    if num_behind:
+        dropped["a candidate step behind one that nothing goes on from"] += num_behind
+    labelled = [(trunk, _new_ratings(problem, trunk, 0, rated, dropped))]
+    for branch in branches:
+        if branch[-1][1] is None:
+            dropped["a candidate step without a rating"] += 1
+        else:
+            labelled.append((branch, _new_ratings(problem, branch, len(branch) - 1, rated, dropped)))
+    kept = [(path, ratings) for path, ratings in labelled if any(rating is not None for rating in ratings)]
+    if not kept:
+        raise Dropped("a solution that adds no rated step")
+    responses = [
+        stepwise([text for text, _ in path], [None if rating is None else classes[rating] for rating in ratings])
+        for path, ratings in kept
+    ]
+    ratings = [rating for _, rating in kept[0][0]]
+    meta = {"first_error": ratings.index(-1) if -1 in ratings else None}
+    meta |= {} if finish is None else {"finish": finish}
+    return Example("", (Message("user", problem),), responses=tuple(responses), meta=meta)
+
+
+def _read_step(row: Row, step: Mapping[str, Any], number: int) -> tuple[list[Candidate], int | None]:
+    """The candidates of a step, and the place of the one that the solution goes on from (None: it ends here).
+
+    A step that the labeller wrote in place of the candidates is that one.
+    """
+    completions, written = list(step.get("completions") or ()), step.get("human_completion")
+    chosen = step.get("chosen_completion")
+    if chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(completions)):
+        raise row.fail(f"step {number}: 'chosen_completion' is {chosen!r} of {len(completions)} completions")
+    if chosen is None and written is not None:
+        chosen = len(completions)
+        text = written.get("text") if isinstance(written, Mapping) else written
+        completions.append({"text": text, "rating": None})
+    candidates: list[Candidate] = []
+    for completion in completions:
+        if not isinstance(completion, Mapping):
+            raise row.fail(f"step {number}: a completion must be an object with text and rating")
+        text, rating = completion.get("text"), None if completion.get("flagged") else completion.get("rating")
+        if text is None or is_blank(text):
+            raise Dropped("a blank step")
+        candidates.append((row.checked(text, f"step {number}"), _rating(row, rating)))
+    return candidates, chosen
+
+
+def _new_ratings(
+    problem: str, path: Sequence[Candidate], start: int, rated: dict[bytes, int], dropped: Counter[str]
+) -> list[int | None]:
+    """The ratings of a path from its step ``start`` on, without those that have been given before."""
+    ratings: list[int | None] = []
+    key = problem.encode()
+    for index, (text, stated) in enumerate(path):
+        key = hashlib.blake2b(key + b"\x1f" + text.encode(), digest_size=12).digest()
+        rating = stated if index >= start else None
+        before = None if rating is None else rated.get(key)
+        if before is not None and not (rating == -1 and index < len(path) - 1):
+            other = "" if before == rating else ", with another rating"
+            dropped[f"a candidate step that was rated before{other}"] += 1
+            rating = None
+        elif rating is not None:
+            rated[key] = rating
+        ratings.append(rating)
+    return ratings
+
+
+def _object(row: Row, value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise row.fail(f"{name} must be an object, as in the published files; got {value!r}"[:200])
+    return value

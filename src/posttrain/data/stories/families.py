@@ -1,0 +1,287 @@
+"""The families of the ``stories`` task: each builds one story with a given number of steps.
+
+A family is a function ``(rng, steps, limit) -> Story | None``. Every number in a story, in its
+working and in its answer lies in 0..``limit``; None means that the draw left that range, and the
+caller draws again. All randomness comes from ``rng``.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from random import Random
+from typing import Any
+
+from posttrain.strict_yaml import read_yaml
+
+# Words and phrases by their names, phrases of changes by operation (``+``, ``*2``).
+TEXT: dict[str, Any] = read_yaml(
+    (resources.files("posttrain") / "data" / "stories.yaml").read_text(encoding="utf-8"), "stories.yaml"
+)[0]
+_APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+_EQUATION = re.compile(r"(?<![\d.])(\d+)\s*([-+*/])\s*(\d+)\s*=\s*(\d+)(?!\d)")
+Operation = tuple[str, int | None]  # a sign, and the operand where it is not any number
+Phrases = Mapping[str, Sequence[str]]
+# The earlier equations that the two operands are the results of; None for a number that the story gives.
+Origins = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One step of a working, such as ``19 + 12 = 31``."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def result(self) -> int:
+        return int(_APPLY[self.sign](self.left, self.right))
+
+    @property
+    def holds(self) -> bool:
+        """Division must leave no remainder and have a divisor; differences are not negative."""
+        if self.sign == "/":
+            return self.right > 0 and self.left % self.right == 0
+        return self.sign != "-" or self.left >= self.right
+
+    @property
+    def key(self) -> str:
+        """The same text for ``a + b`` and ``b + a``: what splits are decided on."""
+        swap = self.sign in "+*" and self.left > self.right
+        left, right = (self.right, self.left) if swap else (self.left, self.right)
+        return f"{left}{self.sign}{right}"
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.result}."
+
+
+def is_worked(written: str) -> bool:
+    """Say whether a text shows working: at least one true equation such as ``19 + 12 = 31``."""
+    for left, sign, right, result in _EQUATION.findall(written):
+        if max(len(left), len(right), len(result)) <= 9:
+            equation = Equation(int(left), sign, int(right))
+            if equation.holds and equation.result == int(result):
+                return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A word problem: its text (question last), and the equations that lead to the answer.
+
+    ``origins`` say of each equation where its operands come from.
+    """
+
+    family: str
+    text: str
+    equations: tuple[Equation, ...]
+    origins: tuple[Origins, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.equations[-1].result
+
+    @property
+    def working(self) -> str:
+        return " ".join(str(equation) for equation in self.equations)
+
+    @property
+    def signature(self) -> str:
+        """Structure and numbers without the words, and without the order of summands."""
+        return ";".join(equation.key for equation in self.equations)
+
+
+@dataclass(slots=True)
+class Cast:
+    """The people and things of one story."""
+
+    name: str
+    they: str
+    friend: str
+    things: str
+    place: str
+
+    def fill(self, template: str, **numbers: object) -> str:
+        words = asdict(self) | {"They": self.they.capitalize(), "them": "her" if self.they == "she" else "him"}
+        return template.format(**(words | numbers))
+
+
+def draw_cast(rng: Random) -> Cast:
+    """A hero, a friend, something to count and a place."""
+    (name, they), (friend, _) = rng.sample(TEXT["people"], 2)
+    return Cast(name, they, friend, rng.choice(TEXT["things"]), rng.choice(TEXT["places"]))
+
+
+@dataclass(slots=True)
+class Draft:
+    """A story while it is being written; ``value`` is what is known so far."""
+
+    rng: Random
+    limit: int
+    cast: Cast
+    sentences: list[str] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
+    origins: list[Origins] = field(default_factory=list)
+    value: int = 0
+
+    @property
+    def last(self) -> int | None:
+        """The equation that gave the known value; None where the story itself gives it."""
+        return len(self.equations) - 1 if self.equations else None
+
+    def work(self, left: int, sign: str, right: int, origins: Origins = (None, None)) -> bool:
+        """Add a step; False when it leaves the range or does not divide."""
+        equation = Equation(left, sign, right)
+        if not equation.holds or max(left, right, equation.result) > self.limit:
+            return False
+        self.equations.append(equation)
+        self.origins.append(origins)
+        self.value = equation.result
+        return True
+
+    def say(self, templates: Sequence[str], **numbers: object) -> None:
+        self.sentences.append(self.cast.fill(self.rng.choice(templates), **numbers))
+
+    def change(self, phrases: Phrases) -> bool:
+        """One more event: the known value grows, shrinks, doubles, is halved, ..."""
+        self.cast.place = self.rng.choice(TEXT["places"])
+        sign, operand = draw_operation(self.rng, self.value, self.limit)
+        number = operand if operand is not None else draw_operand(self.rng, sign, self.value, self.limit)
+        if number < 2 or not self.work(self.value, sign, number, (self.last, None)):
+            return False
+        self.say(phrases[f"{sign}{operand or ''}"], n=number)
+        return True
+
+    def go_on(self, phrases: Phrases, family: str, questions: Sequence[str], steps: int) -> Story | None:
+        """Events up to so many steps, then the question; None where one does not come off."""
+        while len(self.equations) < steps:
+            if not self.change(phrases):
+                return None
+        return self.finish(family, questions)
+
+    def finish(self, family: str, questions: Sequence[str]) -> Story:
+        """The story with its question, an aside now and then."""
+        if self.rng.random() < 0.15:
+            aside = self.cast.fill(self.rng.choice(TEXT["asides"]), n=self.rng.randint(2, min(20, self.limit)))
+            self.sentences.insert(self.rng.randint(1, len(self.sentences)), aside)
+        self.say(questions)
+        return Story(family, " ".join(self.sentences), tuple(self.equations), tuple(self.origins))
+
+
+def draw_operation(rng: Random, value: int, limit: int) -> Operation:
+    """An operation that suits the value: sums and differences mostly, the others where they fit."""
+    sums: list[Operation] = [("+", None), ("-", None)]
+    choices = sums * 3
+    if value > 0:
+        choices += [("*", k) for k in (2, 3) if value * k <= limit]
+        choices += [("/", k) for k in (2, 3) if value % k == 0]
+    return rng.choice(choices)
+
+
+def draw_operand(rng: Random, sign: str, value: int, limit: int) -> int:
+    """A number to add to, or to take from, ``value``: at least 2 (plural), or 0 when there is none."""
+    room = limit - value if sign == "+" else value
+    return rng.randint(2, room) if room >= 2 else 0
+
+
+def chain(rng: Random, steps: int, limit: int) -> Story | None:
+    """A heap of things that grows and shrinks: one event a step."""
+    draft = Draft(rng, limit, draw_cast(rng), value=rng.randint(2, limit))
+    draft.say(TEXT["starts"], n=draft.value)
+    return draft.go_on(TEXT["changes"], "chain", TEXT["questions"], steps)
+
+
+def compare(rng: Random, steps: int, limit: int) -> Story | None:
+    """People who have more, fewer, twice as many as the one before; sometimes a sum at the end."""
+    cast = draw_cast(rng)
+    names = [name for name, _ in rng.sample(TEXT["people"], steps + 1)]
+    together = steps >= 2 and rng.random() < 0.4
+    draft = Draft(rng, limit, cast, value=rng.randint(2, limit))
+    draft.sentences.append(f"{names[0]} has {draft.value} {cast.things}.")
+    previous, before = draft.value, draft.last
+    for i in range(1, steps + 1 - together):
+        previous, before = draft.value, draft.last
+        cast.friend, cast.name = names[i - 1], names[i]
+        if not draft.change(TEXT["comparisons"]):
+            return None
+    if not together:
+        return draft.finish("compare", ("How many {things} does {name} have?",))
+    if not draft.work(previous, "+", draft.value, (before, draft.last)):
+        return None
+    return draft.finish("compare", ("How many {things} do {friend} and {name} have together?",))
+
+
+def shop(rng: Random, steps: int, limit: int) -> Story | None:
+    """Prices and amounts, then the change from a purse, then what happens to the coins."""
+    draft = Draft(rng, limit, draw_cast(rng))
+    goods = rng.sample(TEXT["goods"], 2)
+    kinds = 1 if steps < 3 else rng.randint(1, 2)
+    prices = [rng.randint(2, 12) for _ in range(kinds)]
+    amounts = [rng.randint(2, 9) for _ in range(kinds)]
+    costs = [price * amount for price, amount in zip(prices, amounts, strict=True)]
+    if not all(draft.work(price, "*", amount) for price, amount in zip(prices, amounts, strict=True)):
+        return None
+    if kinds == 2 and not draft.work(costs[0], "+", costs[1], (0, 1)):
+        return None
+    offers = [f"A {goods[k][0]} costs {prices[k]} coins" for k in range(kinds)]
+    baskets = [f"{amounts[k]} {goods[k][1]}" for k in range(kinds)]
+    draft.sentences.append(" and ".join([offers[0], *(offer.lower() for offer in offers[1:])]) + ".")
+    draft.sentences.append(f"{draft.cast.name} buys {' and '.join(baskets)}.")
+    if len(draft.equations) == steps:
+        return draft.finish("shop", ("How many coins does {name} pay?", "How many coins does that cost?"))
+    purse = rng.randint(draft.value, limit)
+    if rng.random() < 0.5:
+        draft.sentences.insert(0, f"{draft.cast.name} has {purse} coins.")
+    else:
+        draft.say(("{They} pays from a purse of {n} coins.",), n=purse)
+    draft.work(purse, "-", draft.value, (None, draft.last))
+    return draft.go_on(TEXT["coin_changes"], "shop", TEXT["coin_questions"], steps)
+
+
+def rate(rng: Random, steps: int, limit: int) -> Story | None:
+    """So many each day for so many days, perhaps added to a heap, then events."""
+    draft = Draft(rng, limit, draw_cast(rng))
+    pace, times = rng.randint(2, 12), rng.randint(2, 9)
+    if not draft.work(pace, "*", times):
+        return None
+    onto_heap = steps >= 2 and rng.random() < 0.5 and draft.value <= limit - 2
+    draft.say(TEXT["gains"] if onto_heap else TEXT["rates"], n=pace, m=times)
+    if onto_heap:
+        before, gained = rng.randint(2, limit - draft.value), draft.value
+        draft.sentences.insert(0, draft.cast.fill("{name} has {n} {things}.", n=before))
+        draft.work(before, "+", gained, (None, draft.last))
+    return draft.go_on(TEXT["changes"], "rate", TEXT["questions"], steps)
+
+
+def share(rng: Random, steps: int, limit: int) -> Story | None:
+    """One heap, or two put together, shared equally; then events in one person's share."""
+    cast = draw_cast(rng)
+    draft = Draft(rng, limit, cast)
+    among, each = rng.randint(2, 9), rng.randint(2, 20)
+    total = among * each
+    if total > limit:
+        return None
+    if steps >= 2 and rng.random() < 0.6:
+        mine = rng.randint(2, total - 2)
+        draft.say(("{name} has {n} {things} and {friend} has {m}.",), n=mine, m=total - mine)
+        draft.say(("They share all of them equally among {n} friends.",), n=among)
+        draft.work(mine, "+", total - mine)
+    else:
+        draft.say(("{name} has {n} {things}.", "{name} brings a bag of {n} {things}."), n=total)
+        draft.say(("{They} shares them equally among {n} friends.",), n=among)
+    draft.work(total, "/", among, (draft.last, None))
+    if len(draft.equations) == steps:
+        return draft.finish("share", ("How many {things} does each friend get?",))
+    guest = rng.choice([person for person in TEXT["people"] if person[0] not in (cast.name, cast.friend)])
+    cast.friend, (cast.name, cast.they) = cast.name, guest
+    draft.sentences.append(f"One of the friends is {guest[0]}.")
+    return draft.go_on(TEXT["changes"], "share", TEXT["share_questions"], steps)
+
+
+FAMILIES: dict[str, Callable[[Random, int, int], Story | None]] = {
+    family.__name__: family for family in (chain, compare, shop, rate, share)
+}

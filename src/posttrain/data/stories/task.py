@@ -1,0 +1,320 @@
+"""The ``stories`` task: little word problems that never end, and documents made of them.
+
+Item i is a pure function of (seed, split, i). A hash of a story's signature (its equations without the words) decides
+the one split that may hold it; a story that belongs elsewhere is drawn again. So no working of the validation or test
+split is ever shown whole in training, and the facts of documents obey the same rule.
+
+Given answers are the right working, and one with a slip that is carried on consistently: the same equations, equal
+length to the character, every number in range, every division without remainder. The wrong result is one that such a
+step has in other stories. So only arithmetic tells the two apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from random import Random
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.data.base import ExamplesOnDemand, Task
+from posttrain.data.stories.families import (
+    FAMILIES,
+    TEXT,
+    Equation,
+    Story,
+    draw_cast,
+    draw_operand,
+    draw_operation,
+    is_worked,
+)
+from posttrain.errors import UsageError
+from posttrain.option_types import Seed
+from posttrain.randomness import derive_key
+from posttrain.registry import register
+from posttrain.types import Example, Message, Response
+
+Responses = Literal["none", "pair", "judged", "steps"]
+Split = Literal["train", "validation", "test"]
+Family = Literal["chain", "compare", "shop", "rate", "share"]
+Kind = tuple[str, int, str, int]  # of a step: family, place, sign, and digits of the result
+UsualResults = Mapping[Kind, tuple[int, ...]]
+NUM_TRIES = 10  # wrong results that are tried for a step before another is chosen
+_NUM_COUNTED = 5000
+_MAX_DRAWS = 10_000  # of one item; far more than any possible combination of options needs
+
+
+@register("task", held_out="validation")
+def stories(
+    *,
+    split: Split = "train",
+    seed: Seed = 0,
+    size: Annotated[int, Field(ge=1)] = 50_000,
+    min_steps: Annotated[int, Field(ge=1, le=6)] = 1,
+    max_steps: Annotated[int, Field(ge=1, le=6)] = 4,
+    max_value: Annotated[int, Field(ge=30, le=9999)] = 99,
+    families: list[Family] | None = None,
+    worked: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    style: Literal["question", "document"] = "question",
+    responses: Responses = "none",
+) -> Task:
+    """Little word problems with 1 to 6 steps, drawn on demand and the same for everyone.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``; no two share a working, whatever the seeds.
+        seed: another seed, other stories.
+        size: number of items (they cost nothing until they are read).
+        min_steps, max_steps: steps of a story, uniform between them.
+        max_value: the largest number in a story, its working or its answer.
+        families: chain, compare, shop, rate, share; all of them by default.
+        worked: share of items whose ``solution`` shows the steps; the others have none, so that a
+            demonstration made of them answers at once.
+        style: ``question`` for a conversation, ``document`` for pretraining text in ``solution``: worked stories
+            (40 %), stories answered at once (15 %), bare facts (25 %), and scraps with turn markers and tags (20 %).
+        responses: a ``pair`` of the right working and one with a slip; both ``judged`` one by one; or both with each
+            of their ``steps`` labelled (1 before the slip, 0 from it on).
+
+    Raises:
+        UsageError: ``min_steps`` is larger than ``max_steps``, documents with responses, or no story fits the options.
+    """
+    if min_steps > max_steps:
+        raise UsageError(f"task stories: min_steps ({min_steps}) is larger than max_steps ({max_steps})")
+    if style == "document" and responses != "none":
+        raise UsageError("task stories: a document asks nothing, so it has no responses; use style question")
+    chosen = tuple(families or FAMILIES)
+    options = StoryOptions(split, seed, min_steps, max_steps, max_value, chosen, worked, style, responses)
+    make = make_document if style == "document" else make_question
+    return Task("stories", split, ExamplesOnDemand(size, partial(make, options)), worked=is_worked)
+
+
+@dataclass(frozen=True, slots=True)
+class StoryOptions:
+    """The options of ``stories`` that an item depends on."""
+
+    split: Split
+    seed: int = 0
+    min_steps: int = 1
+    max_steps: int = 4
+    max_value: int = 99
+    families: tuple[str, ...] = tuple(FAMILIES)
+    worked: float = 1.0
+    style: str = "question"
+    responses: Responses = "none"
+
+
+@lru_cache(maxsize=1 << 16)
+def split_of(key: str) -> Split:
+    """The one split that may hold a signature: 80 % train, 10 % validation, 10 % test."""
+    bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] * 10 // 256
+    return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
+
+
+def draw_story(rng: Random, options: StoryOptions) -> Story:
+    """A story of the split, by rejection.
+
+    The number of steps and the family are drawn once and kept, so that rejection does not favour
+    short stories; only a family that cannot make such a story is left for another.
+    """
+    steps = rng.randint(options.min_steps, options.max_steps)
+    for draw in range(_MAX_DRAWS):
+        if draw % 200 == 0:
+            family = FAMILIES[rng.choice(options.families)]
+        story = family(rng, steps, options.max_value)
+        if story is not None and split_of(story.signature) == options.split:
+            return story
+    raise UsageError(
+        f"task stories: no story with {steps} steps of {', '.join(options.families)} was found with numbers up to "
+        f"{options.max_value}; raise max_value or lower max_steps"
+    )
+
+
+def make_question(options: StoryOptions, index: int) -> Example:
+    """Item ``index`` as a question with a gold answer."""
+    name = f"stories/{options.split}"
+    story = draw_story(Random(derive_key(options.seed, name, index)), options)
+    shown = Random(derive_key(options.seed, f"{name}/worked", index)).random() < options.worked
+    responses: tuple[Response, ...] = ()
+    if options.responses != "none":
+        rng = Random(derive_key(options.seed, f"{name}/responses", index))
+        responses = make_responses(story, options.responses, options.max_value, usual_results(options), rng)
+    return Example(
+        id=f"{name}/{index}",
+        messages=(Message("user", story.text),),
+        answer=str(story.answer),
+        solution=story.working if shown else None,
+        responses=responses,
+        meta={"steps": len(story.equations), "level": len(story.equations), "family": story.family},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Equations with the result that is written for each; ``wrong`` is the one that does not hold, if any."""
+
+    equations: tuple[Equation, ...]
+    results: tuple[int, ...]
+    wrong: int | None = None
+
+    @property
+    def sentences(self) -> list[str]:
+        """One a step, such as ``19 + 12 = 31.``"""
+        return [f"{e.left} {e.sign} {e.right} = {r}." for e, r in zip(self.equations, self.results, strict=True)]
+
+    @property
+    def written(self) -> str:
+        return " ".join(self.sentences)
+
+    @property
+    def answer(self) -> str:
+        return str(self.results[-1])
+
+
+@lru_cache(maxsize=8)
+def usual_results(options: StoryOptions) -> UsualResults:
+    """The results of the steps of such stories, from ``_NUM_COUNTED`` stories that are no items."""
+    rng = Random(derive_key(options.seed, f"stories/{options.split}/results"))
+    return count_results(draw_story(rng, options) for _ in range(_NUM_COUNTED))
+
+
+def count_results(stories: Iterable[Story]) -> UsualResults:
+    """The results of every kind of step in ``stories``, as often as they occur."""
+    by_kind: dict[Kind, list[int]] = {}
+    for story in stories:
+        for index, equation in enumerate(story.equations):
+            by_kind.setdefault(_kind_of(story, index), []).append(equation.result)
+    return {kind: tuple(results) for kind, results in by_kind.items()}
+
+
+def _kind_of(story: Story, index: int) -> Kind:
+    equation = story.equations[index]
+    return story.family, index, equation.sign, len(str(equation.result))
+
+
+def corrupt(story: Story, limit: int, usual: UsualResults, rng: Random) -> Working:
+    """The working with one wrong result.
+
+    Steps are tried in random order, each with a few results that are usual for such a step, until nothing but
+    arithmetic tells a working from the right one. Where none does, the last step is off by one.
+    """
+    right = carry_on(story, None, 0)
+    assert right is not None
+    final = len(story.equations) - 1
+    tried: list[tuple[int, int]] = []
+    for step in rng.sample(range(len(story.equations)), len(story.equations)):
+        results = usual.get(_kind_of(story, step), ())
+        tried += [(step, rng.choice(results)) for _ in range(NUM_TRIES if results else 0)]
+    for step, stated in [*tried, (final, right.results[final] + 1), (final, right.results[final] - 1)]:
+        working = carry_on(story, step, stated)
+        if (
+            working is not None
+            and all(0 <= result <= limit for result in working.results)
+            and [len(sentence) for sentence in working.sentences] == [len(sentence) for sentence in right.sentences]
+            and working.answer != right.answer
+        ):
+            return working
+    raise AssertionError("a neighbour of the last result has as many digits and lies in the range")
+
+
+def carry_on(story: Story, step: int | None, stated: int) -> Working | None:
+    """The working in which ``step`` gives ``stated`` and every later step follows; None if one cannot be worked."""
+    equations: list[Equation] = []
+    results: list[int] = []
+    for index, (equation, (of_left, of_right)) in enumerate(zip(story.equations, story.origins, strict=True)):
+        left = equation.left if of_left is None else results[of_left]
+        right = equation.right if of_right is None else results[of_right]
+        followed = Equation(left, equation.sign, right)
+        if not followed.holds:
+            return None
+        equations.append(followed)
+        results.append(stated if index == step else followed.result)
+    return Working(tuple(equations), tuple(results), wrong=step)
+
+
+def make_responses(story: Story, kind: Responses, limit: int, usual: UsualResults, rng: Random) -> tuple[Response, ...]:
+    """The responses of ``kind`` (not ``none``): right (score 1) and corrupted (score 0).
+
+    ``pair`` has the right one first; ``judged`` and ``steps`` have them in random order, as their rows are
+    learnt one by one. A step's label is 1 before the first wrong step and 0 from there on; a step begins with the space
+    that stands before it in a written answer.
+    """
+    right = carry_on(story, None, 0)
+    assert right is not None
+    workings = [right, corrupt(story, limit, usual, rng)]
+    if kind != "pair":
+        rng.shuffle(workings)
+    responses = []
+    for working in workings:
+        score = float(working.wrong is None)
+        if kind == "steps":
+            steps = tuple(f" {sentence}" for sentence in working.sentences)
+            first_wrong = len(steps) if working.wrong is None else working.wrong
+            labels = tuple(int(index < first_wrong) for index in range(len(steps)))
+            responses.append(Response("".join(steps), score, steps, labels))
+        else:
+            responses.append(Response(working.written, score, answer=working.answer))
+    return tuple(responses)
+
+
+def make_document(options: StoryOptions, index: int) -> Example:
+    """Item ``index`` as a text to read; there is no question and no answer to grade."""
+    name = f"stories/{options.split}/document"
+    rng = Random(derive_key(options.seed, name, index))
+    kind = rng.choices(("worked", "told", "facts", "scraps"), weights=(40, 15, 25, 20))[0]
+    if kind in ("worked", "told"):
+        story = draw_story(rng, options)
+        closing = rng.choice(TEXT["closings"]).format(n=story.answer)
+        lead_in = rng.choice(TEXT["lead_ins"])
+        written = f"{story.text} {lead_in}{story.working} {closing}" if kind == "worked" else f"{story.text} {closing}"
+    elif kind == "facts":
+        written = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(2, 10)))
+    else:
+        written = draw_scrap(rng, options)
+    return Example(id=f"{name}/{index}", messages=(), answer=None, solution=written, meta={"kind": kind})
+
+
+def draw_fact(rng: Random, options: StoryOptions) -> Equation:
+    """One true equation whose signature belongs to the split."""
+    while True:
+        value = rng.randint(2, options.max_value)
+        if rng.random() < 0.25:  # a product or quotient of small numbers, as in shops and rates
+            factor, times = rng.randint(2, 12), rng.randint(2, 9)
+            is_product = rng.random() < 0.5
+            fact = Equation(factor, "*", times) if is_product else Equation(factor * times, "/", times)
+        else:
+            sign, operand = draw_operation(rng, value, options.max_value)
+            fact = Equation(value, sign, operand or draw_operand(rng, sign, value, options.max_value))
+        inside = fact.holds and max(fact.left, fact.right, fact.result) <= options.max_value
+        if inside and fact.right > 1 and split_of(fact.key) == options.split:
+            return fact
+
+
+def draw_scrap(rng: Random, options: StoryOptions) -> str:
+    """A scrap with turn markers or tags, in arrangements other than those that recipes ask for.
+
+    Tags stand around workings, facts and musings, or around an answer, never both in one text;
+    turns hold small talk. A model that has read them knows the tokens, and has still to learn
+    what to do after a question.
+    """
+    cast = draw_cast(rng)
+    kind = rng.choices(("thought", "answered", "noted", "mused", "said", "turns"), weights=(35, 20, 10, 10, 10, 15))[0]
+    tag = rng.choice(("think", "think", "reasoning"))
+    if kind == "thought":
+        story = draw_story(rng, options)
+        closing = rng.choice(TEXT["closings"]).format(n=story.answer)
+        return f"{story.text} <{tag}> {story.working} </{tag}> {closing}"
+    if kind == "answered":
+        story = draw_story(rng, options)
+        return f"{story.text} <answer> {story.answer} </answer>"
+    if kind == "noted":
+        facts = " ".join(str(draw_fact(rng, options)) for _ in range(rng.randint(1, 4)))
+        return f"<{tag}> {facts} </{tag}> {cast.fill(rng.choice(TEXT['musings']))}"
+    if kind == "mused":
+        first, second = (cast.fill(rng.choice(TEXT["musings"])) for _ in range(2))
+        return f"<{tag}> {first} </{tag}> {second}"
+    remark, reply = (cast.fill(part) for part in rng.choice(TEXT["remarks"]))
+    if kind == "said":
+        return f"User: {remark}\nAssistant: {reply}"
+    return f"<|im_start|>user\n{remark}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>\n"

@@ -1,0 +1,318 @@
+"""Suites that models are compared on: GSM8K, MATH and other mathematics, MMLU, HumanEval and MBPP."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any, Literal
+
+from posttrain.data.reader import Dropped, Reader, TestSplit, row_task, strip_calculations
+from posttrain.data.reading import Row
+from posttrain.graders.answers import last_boxed
+from posttrain.graders.choice import LETTERS
+from posttrain.graders.math.extraction import read_boxes
+from posttrain.option_types import shorten
+from posttrain.registry import register
+from posttrain.types import Example, Message
+
+# "Enter only one of the foci, not both."
+_ASKS_FOR_ONE = re.compile(r"\bonly one of\b|\bnot both\b", re.IGNORECASE)
+# Keys of a suite for the kind of problem; kept in meta under the names on the right.
+_META = {
+    "subject": "subject",
+    "subfield": "subject",
+    "type": "type",
+    "level": "level",
+    "difficulty": "difficulty",
+    "answer_type": "answer_type",
+    "year": "year",
+}
+_AIME = """The 30 problems of AIME {year}; answers are whole numbers from 0 to 999, graded by ``numeric``.
+
+Keys: ``problem``; ``answer``, or a ``solution`` with a box; ``difficulty`` and ``year`` (optional, kept in meta).
+"""
+_AMC = """83 problems of AMC 12 of 2022 and 2023, rewritten to ask for a number; graded by ``math``.
+
+Keys: ``problem`` (or ``question``), ``answer``; ``difficulty`` (optional, kept in meta). For the 40 problems that
+others call AMC 23 set ``path: hf:math-ai/amc23@test``.
+"""
+_MINERVA = """272 problems of undergraduate science (OCWCourses), graded by ``math``, or ``any_answer``.
+
+Keys: ``problem`` (or ``question``); ``answer``, a text or a list of alternatives each of which is right
+(``meta["answers"]``).
+
+Source: Lewkowycz et al. 2022 (arXiv 2206.14858), section 3.
+"""
+_OLYMPIAD = """The 675 English problems of OlympiadBench with text and an answer alone, graded by ``math``.
+
+Keys: ``problem`` (or ``question``); ``answer`` (or ``final_answer``), a text or a list of alternatives, where one
+text may state several values, all of which are asked for; ``subfield`` and ``answer_type`` (optional, kept in
+meta, the first as ``subject``).
+
+Source: He et al. 2024 (arXiv 2402.14008).
+"""
+
+
+@register("task", held_out="validation")
+@row_task("openai/gsm8k:main")
+def gsm8k(row: Row) -> Example:
+    """Grade-school mathematics (GSM8K), with the keys ``question`` and ``answer``.
+
+    ``answer`` is the worked solution and, after ``####``, the result (or ``final_answer`` is). The solution becomes a
+    demonstration without its calculator notes (``<<48/2=24>>``).
+
+    Source: Cobbe et al. 2021 (arXiv 2110.14168).
+    """
+    working, mark, result = row.text("answer").rpartition("####")
+    if not mark:
+        working, result = result, row.answer("final_answer") if row.has("final_answer") else ""
+    if not result.strip():
+        raise row.fail("'answer' has no result: it must end with a line `#### 42` (or give 'final_answer' as well)")
+    solution = strip_calculations(working).strip() or None
+    return Example("", _asked(row.text("question")), answer=result.strip(), solution=solution)
+
+
+@register("task", held_out="validation")
+@row_task("DigitalLearningGmbH/MATH-lighteval")
+def math(row: Row) -> Example:
+    """Competition mathematics (MATH).
+
+    Keys: ``problem``; ``solution`` (optional); ``answer`` (optional: otherwise the last ``\\boxed{}`` of the
+    solution); ``level`` and ``subject`` or ``type`` (optional, kept in meta). Rows with neither an
+    answer nor a box are dropped and counted. Where the solution ends in several boxes ("\\boxed{2} and \\boxed{1}")
+    and ``answer`` is no more than the last of them, all of them are the answer; where the problem asks for only one,
+    each of them is right (``meta["answers"]``).
+
+    Source: Hendrycks et al. 2021 (arXiv 2103.03874).
+    """
+    return _read_math(row, "no answer and no \\boxed{} in the solution")
+
+
+@register("task", held_out="test")
+@row_task("HuggingFaceH4/MATH-500", share=None, splits=TestSplit)
+def math500(row: Row) -> Example:
+    """MATH-500: 500 problems of the MATH test set, of all subjects and levels, graded by ``math``.
+
+    Keys as in the task ``math``: ``problem``, ``solution``, ``answer``, ``subject``, ``level``.
+
+    Source: Lightman et al. 2023 (arXiv 2305.20050), who set these problems apart.
+    """
+    return _read_math(row, "no answer")
+
+
+def _read_math(row: Row, without: str) -> Example:
+    """One row of MATH as an example; ``without`` is the reason to drop one that has no answer."""
+    solution = row.text("solution").strip() if row.has("solution") else None
+    problem = row.text("problem").strip()
+    boxed = last_boxed(solution or "") or None
+    answer = row.answer("answer").strip() if row.has("answer") else boxed
+    meta: dict[str, Any] = {}
+    grader = "math"
+    if answer is not None and answer == boxed and (boxes := read_boxes(solution or "")) is not None:
+        if len(boxes.contents) > 1 and _ASKS_FOR_ONE.search(problem):
+            meta["answers"], grader = (boxes.joined, *boxes.contents), "any_answer"
+        answer = boxes.joined
+    if row.has("level"):  # ``Level 5`` or 5; ``Level ?`` stands in the original data
+        digits = str(row.data["level"]).removeprefix("Level").strip()
+        if digits not in ("?", *"12345"):
+            raise row.fail(f"'level' must be 1 to 5 or 'Level 1' to 'Level 5'; got {row.data['level']!r}")
+        meta["level"] = None if digits == "?" else int(digits)
+    subject = next((row.text(key) for key in ("subject", "type") if row.has(key)), None)
+    if subject is not None:
+        meta["subject"] = subject
+    if answer is None:
+        raise Dropped(without)
+    return Example("", _asked(problem), answer=answer, solution=solution, meta=meta, grader=grader)
+
+
+def _suite(name: str, hub: str, hub_split: str, grader: str, about: str) -> Reader:
+    """A suite in the common layout: a problem with its answer or answers."""
+
+    def suite(row: Row) -> Example:
+        key = "question" if "problem" not in row.data and "question" in row.data else "problem"
+        problem, golds = row.text(key), read_golds(row, ("answer", "final_answer"))
+        if not golds:
+            raise Dropped("no answer")
+        if len(golds) > 1 and grader != "math":
+            raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+        meta: dict[str, Any] = {}
+        for key, kept in _META.items():
+            if row.has(key) and kept not in meta:
+                value = meta[kept] = row.plain(key)
+                is_endless = isinstance(value, float) and not isfinite(value)
+                if not isinstance(value, str | int | float) or isinstance(value, bool) or is_endless:
+                    raise row.fail(f"{key!r} must be text or a number; got {shorten(value)}")
+        meta |= {"answers": tuple(golds)} if len(golds) > 1 else {}
+        chosen = "any_answer" if len(golds) > 1 else grader
+        has_solution = row.has("solution") and isinstance(row.data["solution"], str)
+        solution = row.text("solution").strip() if has_solution else None
+        return Example("", _asked(problem), answer=golds[0], solution=solution, meta=meta, grader=chosen)
+
+    suite.__name__, suite.__doc__ = name, about
+    return register("task", held_out="test")(row_task(hub, test=hub_split, share=None, splits=TestSplit)(suite))
+
+
+aime24 = _suite("aime24", "HuggingFaceH4/aime_2024", "train", "numeric", _AIME.format(year=2024))
+aime25 = _suite("aime25", "math-ai/aime25", "test", "numeric", _AIME.format(year=2025))
+amc = _suite("amc", "AI-MO/aimo-validation-amc", "train", "math", _AMC)
+minerva_math = _suite("minerva_math", "math-ai/minervamath", "test", "math", _MINERVA)
+olympiad_bench = _suite("olympiad_bench", "math-ai/olympiadbench", "test", "math", _OLYMPIAD)
+
+
+@register("task", held_out="test")
+@row_task("ChilleD/SVAMP", test="train+test", share=None, splits=TestSplit)
+def svamp(row: Row) -> Example:
+    """SVAMP: 1,000 word problems of one step; graded by ``numeric``.
+
+    Keys: ``Body`` and ``Question``, which are joined; ``Answer``; ``Type`` (optional, kept in meta as ``type``).
+
+    Source: Patel et al. 2021 (arXiv 2103.07191).
+    """
+    body, question = row.text("Body").strip(), row.text("Question").strip()
+    joined = f"{body}{'' if body[-1] in '.?!,;:' else '.'} {question}"
+    golds, meta = read_golds(row, ("Answer",)), {"type": row.text("Type")} if row.has("Type") else {}
+    if len(golds) != 1:
+        raise row.fail(f"one answer is expected; got {len(golds)}: {', '.join(golds)}")
+    return Example("", _asked(joined), answer=golds[0], meta=meta)
+
+
+def _asked(question: str) -> tuple[Message, ...]:
+    return (Message("user", question.strip()),)
+
+
+def read_golds(row: Row, keys: tuple[str, ...]) -> list[str]:
+    """The gold answers under the first of ``keys`` that is there: one, or a list of alternatives without repetitions.
+
+    A whole number that is stored as 145.0 is 145. Without any of the keys it is the last box of ``solution``.
+
+    Raises:
+        DataError: something that is neither text nor a number, or blank.
+    """
+    key = next((key for key in keys if row.has(key)), None)
+    if key is None:
+        boxed = last_boxed(row.text("solution")) if row.has("solution") else None
+        if boxed is None and not any(name in row.data for name in keys):
+            row.need(keys[0])
+        return [boxed] if boxed else []
+    golds = []
+    for value in row.data[key] if isinstance(row.data[key], list | tuple) else [row.data[key]]:
+        if isinstance(value, float) and not isfinite(value):
+            raise row.fail(f"{key!r} must be a finite number or text; got {value!r}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            golds.append(str(int(value)) if value == int(value) else repr(value))
+        else:
+            golds.append(row.checked(value, key).strip())
+    return list(dict.fromkeys(golds))
+
+
+@register("task", held_out="validation")
+@row_task("cais/mmlu:all", share=None, splits=Literal["validation", "test"], split="test")
+def mmlu(row: Row) -> Example:
+    """Questions with choices A to D (MMLU); the answer is a letter, read by the grader ``multiple_choice``.
+
+    Keys: ``subject``, ``question``, ``choices`` (two to ten texts), and ``answer``, a letter or the index of a choice
+    (from 0). meta holds ``subject`` and ``choices``.
+
+    Args:
+        split: for evaluation; a local file is taken whole. There is no training split.
+
+    Source: Hendrycks et al. 2021 (arXiv 2009.03300). Departure: no solved questions come before; the instruction asks
+    for the letter and names the subject.
+    """
+    subject, value = row.text("subject"), row.entries("choices", f"of 2 to {len(LETTERS)} texts")
+    if not 2 <= len(value) <= len(LETTERS):
+        raise row.fail(f"'choices' must be a list of 2 to {len(LETTERS)} texts; got {value!r}")
+    choices = tuple(row.checked(item, f"choice {LETTERS[i]}").strip() for i, item in enumerate(value))
+    opening = (
+        f"Answer the following multiple-choice question about {subject.replace('_', ' ')} "
+        "with the letter of the right choice."
+    )
+    lines = [row.text("question").strip(), *(f"{m}. {choice}" for m, choice in zip(LETTERS, choices, strict=False))]
+    letters, answer = LETTERS[: len(choices)], row.data.get("answer")
+    if type(answer) is int and 0 <= answer < len(letters):
+        answer = letters[answer]
+    if not isinstance(answer, str) or answer.strip() not in tuple(letters):
+        raise row.fail(f"'answer' must be a letter from A to {letters[-1]} or 0 to {len(letters) - 1}; got {answer!r}")
+    return Example(
+        "",
+        (Message("user", "\n".join([opening, "", *lines])),),
+        answer=answer.strip(),
+        meta={"subject": subject, "choices": choices},
+        grader="multiple_choice",
+    )
+
+
+# The task ids of each split of MBPP; 1 to 10 are for prompts with examples.
+MBPP_SPLITS: dict[str, range] = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
+_IMPORTED = re.compile(r"^(?:import|from)[ \t].*$", re.MULTILINE)
+_DEFINED = re.compile(r"^(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+
+
+@register("task", held_out="test")
+@row_task("openai/openai_humaneval", share=None, splits=TestSplit)
+def humaneval(row: Row, *, style: Literal["question", "completion"] = "question") -> Example:
+    """HumanEval: 164 functions to be written from head and docstring, graded by ``code_tests``; for evaluation only.
+
+    Keys: ``task_id``, ``prompt`` (imports, helpers, and the head of the function), ``entry_point`` (its name), ``test``
+    (the code of ``check(candidate)``), ``canonical_solution`` (the body; becomes the demonstration).
+
+    Args:
+        style: ``question`` asks for the program; ``completion`` is the head itself, which a base model goes on from
+            (with the template ``as_is``).
+
+    Source: Chen et al. 2021 (arXiv 2107.03374).
+    """
+    head, name, tests = row.text("prompt"), row.text("entry_point"), row.text("test")
+    if not name.isidentifier():
+        raise row.fail(f"'entry_point' must be the name of a function; got {name!r}")
+    goes_on = style == "completion"
+    question = head if goes_on else f"Complete this Python function.\n\n{_fenced(head)}"
+    body = row.text("canonical_solution") if row.has("canonical_solution") else None
+    program = body if body is None or goes_on else _fenced(f"{head}{body}")
+    checks: dict[str, Any] = {"names": (name,), "code": f"{tests}\n\ncheck({name})\n", "prelude": head, "prefix": head}
+    return _asking(question, program, checks | {"goes_on": goes_on})
+
+
+@register("task", held_out="validation")
+@row_task("google-research-datasets/mbpp:sanitized", share=None)
+def mbpp(row: Row, split: str) -> Example:
+    """MBPP (sanitized): short programs asked for in a sentence, graded by ``code_tests``.
+
+    Keys: ``task_id``, ``prompt``, ``code`` (a solution; becomes the demonstration), ``test_list`` (assertions; the
+    first stands in the prompt and names the function), and ``test_imports`` (optional). The tests get the imports of
+    the solution too, on which some of them rely. Rows of other splits are dropped and counted, and so are those whose
+    tests call no function of the solution.
+
+    Args:
+        split: by ``task_id``, as the paper has it: ``test`` 11 to 510, ``validation`` 511 to 600, ``train`` 601 to 974.
+
+    Source: Austin et al. 2021 (arXiv 2108.07732).
+    """
+    number = row.data.get("task_id")
+    if type(number) is not int:
+        raise row.fail(f"'task_id' must be an integer, which says the split; got {number!r}")
+    question, solution, tests = row.text("prompt"), row.text("code"), _lines(row, "test_list")
+    imports = _lines(row, "test_imports") if row.data.get("test_imports") else []
+    ids, called = MBPP_SPLITS[split], "\n".join(tests)
+    if number not in ids:
+        raise Dropped(f"of another split than {split} (task_id {ids[0]} to {ids[-1]})")
+    defined = dict.fromkeys(_DEFINED.findall(solution))
+    names = tuple(name for name in defined if re.search(rf"\b{re.escape(name)}\b", called))
+    if not names:
+        raise Dropped("tests call no function of the solution")
+    asked = f"{question.strip()}\nYour program should pass this test:\n\n{_fenced(tests[0])}"
+    prelude = "\n".join([*imports, *_IMPORTED.findall(solution)])
+    return _asking(asked, _fenced(solution), {"names": names, "code": called, "prelude": prelude})
+
+
+def _asking(question: str, program: str | None, tests: dict[str, Any]) -> Example:
+    asked = (Message("user", question),)
+    return Example("", asked, demonstration=program, meta={"tests": tests}, grader="code_tests")
+
+
+def _lines(row: Row, key: str) -> list[str]:
+    return [row.checked(line, key) for line in row.entries(key, "of lines of Python")]
+
+
+def _fenced(program: str) -> str:
+    return f"```python\n{program.strip()}\n```"

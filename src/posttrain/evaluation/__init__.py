@@ -1,0 +1,1 @@
+"""Evaluation without training: generation, measures, statistics, win rates, reward-model measures."""

@@ -1,0 +1,189 @@
+"""Evaluation by generation: answers are sampled, graded, and counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from posttrain.data.base import Task
+from posttrain.errors import UsageError
+from posttrain.evaluation.items import Item, ItemSample, Kinds, break_down, graded_items, item_of, sample_of, summarize
+from posttrain.randomness import permutation
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.rollout import RolloutRequest, Sampler, collect, encode_prompts
+from posttrain.types import Example, Rollout
+
+SCORES_AT_A_TIME = 256
+
+
+class Scorer(Protocol):
+    """A reward model: one number for each text as the answer to its example; None where it cannot be scored."""
+
+    def score(
+        self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]
+    ) -> Sequence[float | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The progress of an evaluation: items done of all, the sum of their shares of right answers, tokens sampled.
+
+    ``num_right`` is None where nothing was graded. ``phase``: ``sampling``, then ``scoring`` by a reward model.
+    """
+
+    phase: str
+    num_done: int
+    num_items: int
+    num_right: float | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The outcome of an evaluation.
+
+    ``results`` by name (``summarize``; ``seconds``: wall time), ``rollouts``, ``items`` with their answers, ``kinds``:
+    accuracy by kind of item, ``timing``.
+    """
+
+    name: str
+    results: dict[str, float]
+    rollouts: list[Rollout]
+    items: list[Item] = field(default_factory=list)
+    kinds: Kinds = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+def held_out_indices(size: int, n: int, seed: int = 0) -> list[int]:
+    """The items that every evaluation of a task uses: all, or a fixed sample of ``n``, in task order.
+
+    ``seed``: which sample; 0 is everybody's.
+    """
+    if n >= size:
+        return list(range(size))
+    return sorted(int(i) for i in permutation(seed, "evaluation items", 0, size)[:n])
+
+
+def task_label(task: Task) -> str:
+    """``name/split``: how a task's results are called."""
+    return f"{task.name}/{task.split}"
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The questions of an evaluation: ``samples`` completions for each of at most ``n`` fixed held-out items of a task.
+
+    ``ks``: of pass@k and its like. ``seed``: of the random numbers. ``step``: under which rollouts are recorded.
+    ``batch``: completions that are sampled at a time (whole items); None: all.
+    """
+
+    task: Task
+    sampling: Sampling
+    n: int
+    samples: int = 1
+    ks: Sequence[int] = ()
+    seed: int = 0
+    step: int = 0
+    batch: int | None = None
+
+
+def evaluate(
+    sampler: Sampler,
+    asked: Questions,
+    *,
+    scorer: Scorer | None = None,
+    observe: Callable[[Advance], None] = lambda advance: None,
+) -> Evaluation:
+    """Sample the answers to some questions and grade them.
+
+    A prompt without room in the model's context counts as wrong (``prompts_too_long``), so that models with different
+    contexts are measured on the same items. The answers to an item are a function of (seed, task, its place, number of
+    the sample), and not of ``batch``.
+
+    Args:
+        scorer: a reward model that scores every answer.
+        observe: called with the progress after each batch.
+
+    Raises:
+        UsageError: the task is empty, or no prompt fits.
+    """
+    started, task, samples = time.perf_counter(), asked.task, asked.samples
+    examples, prompts = _read_questions(sampler, asked)
+    num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
+    items = [item_of(example, i) for i, example in enumerate(examples)]
+    timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
+
+    def tell(phase: str, num_done: int) -> None:
+        graded = graded_items(items)
+        num_right = sum(item.share for item in graded) if graded else None
+        observe(Advance(phase, num_done, len(items), num_right, int(timing["generated_tokens"])))
+
+    size = len(prompts) if asked.batch is None else max(1, asked.batch // samples)
+    for start in range(0, len(prompts), size):
+        slots = list(prompts)[start : start + size]
+        groups = _ask(sampler, asked, {slot: (examples[slot], prompts[slot]) for slot in slots}, timing)
+        for slot, group in zip(slots, groups, strict=True):
+            items[slot] = item_of(examples[slot], slot, [sample_of(rollout, sampler) for rollout in group])
+        rollouts += [rollout for group in groups for rollout in group]
+        tell("sampling", sum(bool(item.samples) for item in items) + num_too_long)
+    if scorer is not None:
+        before = time.perf_counter()
+        items = _scored(items, examples, scorer, lambda num_done: tell("scoring", num_done))
+        timing["scoring_seconds"] = time.perf_counter() - before
+    if timing["sampling_seconds"] > 0:
+        timing["generated_tokens_per_second"] = timing["generated_tokens"] / timing["sampling_seconds"]
+    results = summarize(items, task, samples=samples, ks=asked.ks, format_part=sampler.grader.format_part)
+    results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
+    return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
+
+
+def _ask(
+    sampler: Sampler, asked: Questions, batch: Mapping[int, tuple[Example, list[int]]], timing: dict[str, float]
+) -> list[list[Rollout]]:
+    """The graded answers to the items of a batch, examples with prompts by place; ``timing`` is added to."""
+    before, slots = time.perf_counter(), list(batch)
+    request = RolloutRequest(
+        [example for example, _ in batch.values()],
+        [prompt for _, prompt in batch.values()],
+        asked.sampling,
+        key=(asked.seed, f"evaluation {asked.task.name}", 0),
+        group=asked.samples,
+        step=asked.step,
+        prompt_indices=slots,
+        slots=slots,
+    )
+    groups, grading_seconds = collect(sampler, request)
+    timing["sampling_seconds"] += time.perf_counter() - before - grading_seconds
+    timing["grading_seconds"] += grading_seconds
+    timing["generated_tokens"] += sum(rollout.completion.num_own for group in groups for rollout in group)
+    return groups
+
+
+def _read_questions(sampler: Sampler, asked: Questions) -> tuple[list[Example], dict[int, list[int]]]:
+    """The examples, and by place the prompts of those that fit."""
+    task, limit = asked.task, sampler.context_tokens
+    if len(task.examples) == 0:
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
+    kept, prompts, _ = encode_prompts(sampler.tokenizer, sampler.grader.template, examples, limit - 1)
+    if not kept:
+        raise UsageError(f"task {task.name!r}: no prompt fits into the model's {limit} tokens")
+    return examples, dict(zip(kept, prompts, strict=True))
+
+
+def _scored(
+    items: Sequence[Item], examples: Sequence[Example], scorer: Scorer, tell: Callable[[int], None]
+) -> list[Item]:
+    """The items with every answer scored, those of known items too."""
+    owners = [(i, sample) for i, item in enumerate(items) for sample in item.samples]
+    scored: list[list[ItemSample]] = [[] for _ in items]
+    for start in range(0, len(owners), SCORES_AT_A_TIME):
+        part = owners[start : start + SCORES_AT_A_TIME]
+        texts, finishes = [sample.text for _, sample in part], [sample.finish for _, sample in part]
+        values = scorer.score([examples[i] for i, _ in part], texts, finishes)
+        for (i, sample), value in zip(part, values, strict=True):
+            scored[i].append(replace(sample, score=value))
+        tell(part[-1][0] + 1)
+    return [replace(item, samples=tuple(own)) for item, own in zip(items, scored, strict=True)]

@@ -1,0 +1,369 @@
+"""Held-out items with their graded answers (``items.jsonl``, one a line), and the results computed from them.
+
+Every rate counts items, and an item without answers (its prompt did not fit) counts as wrong in all of them, so
+that models with different contexts are measured on the same items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+
+from posttrain.data.base import Task, percentile
+from posttrain.data.render import stop_ids
+from posttrain.data.render.assistant import encode_answer
+from posttrain.errors import DataError
+from posttrain.evaluation.statistics import (
+    best_of_n,
+    half_width,
+    item_interval,
+    majority_at_k,
+    pass_at_k,
+    standard_error,
+)
+from posttrain.graders.grading import FAILURES
+from posttrain.sampling.rollout import Sampler
+from posttrain.store.durable import replace_file
+from posttrain.store.metrics import MAX_BYTES
+from posttrain.store.reading import read_record
+from posttrain.store.rollouts import prompt_text, show_turns
+from posttrain.types import TRUNCATED, Example, Rollout
+from posttrain.untrusted import first_fault
+
+Scalar = str | int | float | bool | None
+_OPTIONAL = ("transcript", "response_ids")  # fields of a sample that are written only where there is something
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSample:
+    """One sampled answer to an item, graded.
+
+    ``text``: the graded text (``Rollout.text``). ``extracted``: the answer in it. ``outcome``: the grader's verdict.
+    ``in_format``: the template's format was kept; None for a template without one. ``parts``: the unweighted rewards
+    and the grader's facts. ``score``: that of a reward model (``--best-of``). ``transcript``: all turns, of an answer
+    with an environment. ``response_ids``: the sampled tokens, where ``text`` encodes to others.
+    """
+
+    text: str
+    extracted: str | None
+    outcome: str
+    num_tokens: Annotated[int, Field(ge=0, lt=1 << 53)]
+    finish: str
+    reward: FiniteFloat
+    in_format: bool | None
+    parts: dict[str, float]
+    score: FiniteFloat | None = None
+    transcript: str | None = None
+    response_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.outcome == "right"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One held-out example with its answers, in the order in which they were sampled.
+
+    ``index``: its place among the items of the evaluation. ``meta``: the facts of the example that are plain values
+    (subject, level, ...). No samples: its prompt did not fit into the model's context.
+    """
+
+    id: str
+    index: int
+    question: str
+    answer: str | None
+    meta: dict[str, Scalar] = field(default_factory=dict)
+    samples: tuple[ItemSample, ...] = ()
+
+    @property
+    def num_right(self) -> int:
+        return sum(sample.is_right for sample in self.samples)
+
+    @property
+    def share(self) -> float:
+        """The share of its samples that were right; 0 without samples."""
+        return self.num_right / len(self.samples) if self.samples else 0.0
+
+    @property
+    def is_ungraded(self) -> bool:
+        """There was nothing to grade its answers against."""
+        return bool(self.samples) and all(sample.outcome == "ungraded" for sample in self.samples)
+
+
+_ITEM = TypeAdapter(Item)
+
+
+def item_of(example: Example, index: int, samples: Sequence[ItemSample] = ()) -> Item:
+    """The item of an example."""
+    return Item(example.id, index, prompt_text(example), example.answer, meta_of(example), tuple(samples))
+
+
+def meta_of(example: Example) -> dict[str, Scalar]:
+    """The facts of an example that are plain values."""
+    return {key: value for key, value in example.meta.items() if value is None or isinstance(value, str | int | float)}
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """SHA-256 (16 hex digits) of messages, gold answers, graders and facts: are these rows still the same?"""
+    digest = hashlib.sha256()
+    for example in examples:
+        messages = [[message.role, message.content] for message in example.messages]
+        content = [example.id, messages, example.answer, example.grader, example.meta]
+        digest.update(json.dumps(content, default=_plain).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know, in a form that is the same in every process."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(map(repr, value)) if isinstance(value, Set) else repr(value)
+
+
+def sample_of(rollout: Rollout, sampler: Sampler) -> ItemSample:
+    """The record of a graded answer."""
+    part, tokenizer, template = sampler.grader.format_part, sampler.tokenizer, sampler.grader.template
+    ids = rollout.completion.ids
+    ids = ids[:-1] if ids and ids[-1] in stop_ids(tokenizer, template) else ids
+    encoded = encode_answer(tokenizer, template, rollout.text, rollout.prompt_ids, rollout.example.variables)
+    return ItemSample(
+        text=rollout.text,
+        extracted=rollout.extracted,
+        outcome=rollout.outcome,
+        num_tokens=rollout.completion.num_own,
+        finish=rollout.completion.finish,
+        reward=rollout.reward,
+        in_format=rollout.parts[part] > 0 if part in rollout.parts else None,
+        parts=dict(rollout.parts),
+        transcript=show_turns(rollout.turns, rollout.failures) or None,
+        response_ids=None if rollout.turns or tuple(encoded) == tuple(ids) else tuple(ids),
+    )
+
+
+def item_line(item: Item | Mapping[str, Any]) -> bytes:
+    """The line of an item; items of other kinds of evaluations are plain data."""
+    if isinstance(item, Item):
+        item = asdict(item)
+        for sample in item["samples"]:
+            for name in _OPTIONAL:
+                if sample[name] is None:
+                    del sample[name]
+    return json.dumps(item).encode() + b"\n"
+
+
+def parse_item(line: bytes | str) -> Item:
+    """The item of a line.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    return _ITEM.validate_json(line, strict=True)
+
+
+def write_items(items: Sequence[Item | Mapping[str, Any]], path: Path) -> None:
+    """``items.jsonl``, in one step.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    replace_file(path, b"".join(map(item_line, items)))
+
+
+def read_items(path: str | Path, samples: int | None = None) -> list[Item]:
+    """The items that ``write_items`` wrote.
+
+    Args:
+        samples: how many answers an item has, if it has any; None: any number.
+
+    Raises:
+        DataError: no such file, a line that is no item, or one with another number of answers.
+    """
+    try:
+        lines = read_record(Path(path), MAX_BYTES).decode().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise DataError(path, f"cannot be read ({error}); `posttrain evaluate` writes it") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            items.append(parse_item(line))
+        except ValidationError as error:
+            what = f"no item of an evaluation ({first_fault(error)}); evaluate again to replace the file"
+            raise DataError(path, what, number) from None
+        if samples is not None and len(items[-1].samples) not in (0, samples):
+            what = f"{len(items[-1].samples)} answers, where the settings of the evaluation say {samples}"
+            raise DataError(path, f"{what}; evaluate again to replace the file", number)
+    return items
+
+
+MAX_KINDS = 60  # a key of meta with more values than this is no breakdown (MMLU has 57 subjects)
+LENGTH_PERCENTILES = {"p50": 0.5, "p90": 0.9, "max": 1.0}
+# Results that are the share of episodes which ended so (``Completion.finish``), where there are such.
+OF_EPISODES = {
+    "out_of_turns": "out_of_turns",
+    "tool_failed": "tool_failed",
+    "environment_failed": "environment_failures",
+}
+NONE = "none"  # items that lack a key which others have
+
+ANY_TASK = Task("", "", ())
+Kinds = dict[str, dict[str, dict[str, float]]]
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """The powers of two below ``samples``, and ``samples`` itself; nothing for one sample."""
+    if samples == 1:
+        return ()
+    return (*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples)
+
+
+def summarize(
+    items: Sequence[Item],
+    task: Task = ANY_TASK,
+    *,
+    samples: int = 1,
+    ks: Sequence[int] = (),
+    format_part: str | None = None,
+) -> dict[str, float]:
+    """Compute the results of an evaluation by name. Shares are in 0..1, lengths in tokens.
+
+    ``num_graded``: items with a gold answer, over which ``accuracy`` is the mean share of right samples; without any
+    the mean reward has the interval. With several samples also the clustered ``standard_error``, ``pass@k``,
+    ``majority@k`` and, of scored samples, ``best_of@k`` (``unscored``: without a score, chosen last). Shares of all
+    samples: ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit),
+    ``worked``. Means over samples: ``num_tokens``, ``reward``, and every further reward and fact of the grader
+    (``part_NAME`` where the name is taken). ``Task.shares`` have intervals, and ``NAME_n``.
+
+    Args:
+        items: with as many samples each as ``samples``, or none.
+        ks: at most ``samples``.
+        format_part: the reward that measures the template's format, which has a result under another name.
+    """
+    drawn = [sample for item in items for sample in item.samples]
+    graded = graded_items(items)
+    results = {"n": float(len(items)), "num_graded": float(len(graded)), "samples": float(samples)}
+    if graded:
+        results |= with_interval("accuracy", item_values(graded, "accuracy"), samples)
+    else:
+        rewards = [statistics.fmean(sample.reward for sample in item.samples) for item in items if item.samples]
+        results |= mean_interval("reward", rewards) if len(rewards) > 1 else {}
+    if samples > 1 and graded:
+        results["standard_error"] = standard_error(item_values(graded, "accuracy"))
+        for name in measure_names(graded, ks):
+            results |= with_interval(name, item_values(graded, name), samples // int(name.partition("@")[2]))
+    asked, in_format, lengths = len(items) * samples, [s.in_format for s in drawn], [s.num_tokens for s in drawn]
+    if None not in in_format:
+        results["format"] = sum(map(bool, in_format)) / asked
+    results |= {
+        "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
+        "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
+        "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,
+        "num_tokens": statistics.fmean(lengths),
+        "reward": statistics.fmean(s.reward for s in drawn),
+    }
+    ends = Counter(OF_EPISODES[s.finish] for s in drawn if s.finish in OF_EPISODES)
+    results |= {name: ends[name] / asked for name in OF_EPISODES.values() if ends[name]}
+    results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
+    if task.worked is not None:
+        results["worked"] = sum(task.worked(s.text) for s in drawn) / asked
+    for name, values in (task.shares(items) if task.shares is not None else {}).items():
+        if values:
+            results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
+    if has_scores(items):
+        results["unscored"] = sum(s.score is None for s in drawn) / asked
+    parts: dict[str, list[float]] = {}
+    for name, value in (pair for sample in drawn for pair in sample.parts.items()):
+        if name not in ("correct", format_part):
+            parts.setdefault(f"part_{name}" if name in results else name, []).append(value)
+    return results | {name: statistics.fmean(values) for name, values in parts.items()}
+
+
+def mean_interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean of one value per item, with its 95 % Student-t interval (``_low``, ``_high``)."""
+    middle, half = statistics.fmean(values), half_width(values)
+    return {name: middle, f"{name}_low": middle - half, f"{name}_high": middle + half}
+
+
+def graded_items(items: Sequence[Item]) -> list[Item]:
+    """Those that count in accuracy: all but the ungraded; none where nothing that was answered was graded."""
+    if all(item.is_ungraded for item in items if item.samples):
+        return []
+    return [item for item in items if not item.is_ungraded]
+
+
+def has_scores(items: Sequence[Item]) -> bool:
+    """Return whether a reward model was asked about the samples."""
+    return any(sample.score is not None for item in items for sample in item.samples)
+
+
+def measure_names(items: Sequence[Item], ks: Sequence[int]) -> list[str]:
+    """The measures of several samples per item, for each k."""
+    kinds = ["pass", "majority", *(["best_of"] if has_scores(items) else [])]
+    return [f"{kind}@{k}" for kind in kinds for k in ks]
+
+
+def item_values(items: Sequence[Item], name: str) -> list[float]:
+    """The value of each item in a result: ``accuracy``, ``pass@k``, ``majority@k``, ``best_of@k``."""
+    kind, _, k = name.partition("@")
+
+    def value_of(item: Item) -> float:
+        if kind == "accuracy" or not item.samples:
+            return item.share
+        if kind == "pass":
+            return pass_at_k(len(item.samples), item.num_right, int(k))
+        if kind == "majority":
+            return majority_at_k([s.extracted for s in item.samples], [s.is_right for s in item.samples], int(k))
+        scores = [-math.inf if s.score is None else s.score for s in item.samples]
+        return best_of_n(scores, [float(s.is_right) for s in item.samples], int(k))
+
+    return [value_of(item) for item in items]
+
+
+def with_interval(name: str, values: Sequence[float], draws: float) -> dict[str, float]:
+    """The mean of one value per item, each of ``draws`` draws, and its 95 % interval (``_low``, ``_high``)."""
+    low, high = item_interval(values, draws)
+    return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def break_down(items: Sequence[Item], samples: int = 1) -> Kinds:
+    """Accuracy by kind of item, of the graded items: each kind's n, and its accuracy with the interval."""
+    graded = graded_items(items)
+
+    def measure(places: Sequence[int]) -> dict[str, float]:
+        values = [graded[place].share for place in places]
+        return {"n": float(len(values)), **with_interval("accuracy", values, samples)}
+
+    return by_kind([item.meta for item in graded], measure)
+
+
+def by_kind(metas: Sequence[Mapping[str, Scalar]], measure: Callable[[Sequence[int]], dict[str, float]]) -> Kinds:
+    """Apply ``measure`` to each kind of item, given the places of its items, for each key of ``meta``.
+
+    Values that are written alike (5 and ``"5"``, none and ``"none"``) are one kind. A key counts that has 2 to
+    ``MAX_KINDS`` kinds, at most half as many as there are items, and cuts them otherwise than the keys before.
+    """
+    kinds: Kinds = {}
+    cuts: set[frozenset[tuple[int, ...]]] = set()
+    for key in dict.fromkeys(key for meta in metas for key in meta):
+        groups: dict[str, list[int]] = {}
+        values: dict[Scalar, str] = {}  # 1 and 1.0 are one value, called by how it is written first
+        for place, meta in enumerate(metas):
+            value = meta.get(key)
+            groups.setdefault(values.setdefault(value, NONE if value is None else str(value)), []).append(place)
+        cut = frozenset(map(tuple, groups.values()))
+        if 2 <= len(groups) <= min(MAX_KINDS, len(metas) // 2) and cut not in cuts:
+            cuts.add(cut)
+            texts = sorted(value for value in values if isinstance(value, str))
+            numbers = sorted(value for value in values if isinstance(value, int | float))
+            ordered = dict.fromkeys(values[value] for value in (*numbers, *texts, *([None] if None in values else [])))
+            kinds[key] = {kind: measure(groups[kind]) for kind in ordered}
+    return kinds

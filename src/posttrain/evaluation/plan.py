@@ -1,0 +1,421 @@
+"""Models × tasks × templates as single evaluations (cells), and how they are carried out.
+
+Callers hand in what higher layers know: models found by name, the reward model that chooses, and who writes pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from posttrain import registry
+from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.render import encode_prompt
+from posttrain.data.render.template import build_template
+from posttrain.errors import UsageError
+from posttrain.evaluation.files import (
+    SUMMARY,
+    Finished,
+    WritePage,
+    finished_before,
+    folder_of_its_own,
+    read_finished,
+    refuse_other,
+    settings_replaced,
+    weights_mark,
+    write_evaluation,
+)
+from posttrain.evaluation.generation import (
+    Advance,
+    Evaluation,
+    Questions,
+    Scorer,
+    evaluate,
+    held_out_indices,
+    task_label,
+)
+from posttrain.evaluation.items import default_ks, digest_of
+from posttrain.evaluation.tables import Row, notes_on
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.sections import TURN_DEFAULTS, Word
+from posttrain.sampling.base import SMALLEST_TEMPERATURE
+from posttrain.sampling.models import (
+    NATIVE,
+    Device,
+    Dtype,
+    ModelSource,
+    OpenedModel,
+    check_rewards,
+    complete_template,
+    open_model,
+    plays,
+)
+from posttrain.store.durable import replace_file, storage_errors
+from posttrain.untrusted import harmless
+
+EVALUATIONS = "evaluations"
+MAX_NAME_CHARS = 100
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Settings of drawing and counting answers, the same for every cell.
+
+    ``max_tokens`` None: each model's own. ``batch`` None: all answers at once.
+    """
+
+    n: int
+    samples: int = 1
+    ks: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    seed: int = 0
+    batch: int | None = None
+
+
+def choose_drawing(
+    *,
+    samples: int = 1,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    **others: Any,
+) -> Drawing:
+    """Return the settings of drawing, with the defaults that depend on one another.
+
+    Raises:
+        UsageError: an option that would do nothing, or k answers out of fewer.
+    """
+    temperature = float(samples > 1) if temperature is None else temperature
+    temperature = 0.0 if temperature < SMALLEST_TEMPERATURE else temperature
+    if temperature == 0 and samples > 1:
+        raise UsageError("--samples: greedy decoding gives the same answer every time; give --temperature above 0")
+    for option, value in (("--top-p", top_p), ("--top-k", top_k)):
+        if temperature == 0 and value is not None:
+            raise UsageError(f"{option}: greedy decoding draws nothing; give --temperature above 0 with it")
+    for wanted in k or ():
+        if wanted > samples:
+            raise UsageError(
+                f"--k {wanted}: that needs at least {wanted} answers to each item; give --samples {wanted} or more"
+            )
+    ks = tuple(sorted(set(k))) if k else default_ks(samples)
+    top_p = 1.0 if top_p is None else top_p
+    return Drawing(samples=samples, ks=ks, temperature=temperature, top_k=top_k, top_p=top_p, **others)
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """A request: models, what they are measured on, and how.
+
+    ``tasks``, ``templates``: none is each model's own. ``best_of``: the reward model that chooses among the samples.
+    ``out``: where the files go; None: into the run, where there is one alone, else below ``evaluations``. ``alike``:
+    models of different lengths of answers are all given the longest.
+    """
+
+    models: Sequence[ModelSource]
+    drawing: Drawing
+    tasks: Sequence[Word] = ()
+    templates: Sequence[Word] = ()
+    engine: Word = field(default_factory=lambda: NATIVE)
+    dtype: Dtype | None = None
+    device: Device | None = None
+    best_of: ModelSource | None = None
+    out: Path | None = None
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One evaluation: a model on a task under a template, with the folder for its files.
+
+    ``data`` is the digest of the examples that are asked (``evals/items.py``).
+    """
+
+    source: ModelSource
+    task: Task
+    task_word: Word
+    template: Word
+    max_tokens: int
+    folder: Path
+    data: str
+
+    @property
+    def name(self) -> str:
+        return task_label(self.task)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells, by model and task and template in the order of the request; ``folder`` holds them."""
+
+    cells: list[Cell]
+    folder: Path
+    asked: EvaluationRequest
+    best_of_weights: str | None = None
+
+    @property
+    def is_table(self) -> bool:
+        return len(self.cells) > 1
+
+    def settings(self, cell: Cell) -> dict[str, Any]:
+        """All that decides about a cell's answers, as plain data; what is not set is left out."""
+        checkpoint = resolve_model_name(cell.source.path)
+        asked, recipe = self.asked, cell.source.recipe
+        settings: dict[str, Any] = {
+            "model": cell.source.name,
+            "label": cell.source.label,
+            "checkpoint": checkpoint,
+            "weights": weights_mark(checkpoint),
+            "task": cell.task_word.model_dump(),
+            "data": cell.data,
+            "dropped": cell.task.dropped,
+            "template": cell.template.model_dump(),
+        }
+        if recipe is not None and plays(cell.source, cell.template):
+            limits = {key: getattr(recipe.rollout, key) for key in (*TURN_DEFAULTS, "max_turn_tokens")}
+            environment = recipe.environment.model_dump() if recipe.environment is not None else None
+            settings |= {"environment": environment, "tools": recipe.tools, "turns": limits}
+        settings |= {key: value for key, value in asdict(asked.drawing).items() if key != "batch"}
+        settings |= {
+            "max_tokens": cell.max_tokens,
+            "engine": asked.engine.model_dump(),
+            "dtype": asked.dtype,
+            "device": asked.device,
+            "best_of": asked.best_of.name if asked.best_of is not None else None,
+            "best_of_weights": self.best_of_weights,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+def make_plan(asked: EvaluationRequest) -> Plan:
+    """Check what was asked for as far as that goes without loading a model.
+
+    Raises:
+        UsageError: words, options or combinations that cannot be.
+    """
+    drawing = asked.drawing
+    if asked.best_of is not None and drawing.samples == 1:
+        raise UsageError("--best-of: there is nothing to choose from; give --samples 2 or more")
+    sources = tell_apart(asked.models)
+    for source in sources:
+        source.refuse_scorer()
+    longest = max(source.max_tokens for source in sources) if asked.alike else None
+    own: Sequence[Word | None] = [None]
+    tasks_asked = asked.tasks or (choose_common_task(sources) if asked.alike else own)
+    combinations = [
+        (source, choose_task(task, source.name, source.recipe), complete_template(template, source) or source.template)
+        for source in sources
+        for task in tasks_asked
+        for template in asked.templates or own
+    ]
+    registry.find("engine", asked.engine.name, "--engine").options(asked.engine.options, "--engine")
+    for source, task, template in combinations:  # before a task is read, which may take long
+        build_template(template, "--template")
+        check_rewards(source, template)
+        if (registry.traits_of("task", task.name) or {}).get("played") and not plays(source, template):
+            raise UsageError(
+                f"--task {task.name}: it asks nothing by itself, and {source.name} has no environment under this "
+                "template; name a run that was trained in one, or another task"
+            )
+    words = {task.model_dump_json(): task for _, task, _ in combinations}
+    tasks = {key: build_task(word, "--task") for key, word in words.items()}
+    data = {
+        key: digest_of([task.examples[i] for i in held_out_indices(len(task.examples), drawing.n)])
+        for key, task in tasks.items()
+    }
+    cells = [
+        Cell(
+            source,
+            tasks[word.model_dump_json()],
+            word,
+            template,
+            drawing.max_tokens or longest or source.max_tokens,
+            Path(),
+            data[word.model_dump_json()],
+        )
+        for source, word, template in combinations
+    ]
+    folder, names = _choose_folders(asked.out, cells)
+    refuse_other(folder)
+    best_of_weights = weights_mark(resolve_model_name(asked.best_of.path)) if asked.best_of is not None else None
+    plan = Plan(cells, folder, asked, best_of_weights)
+    if asked.out is None and folder.exists():  # next to evaluations of other questions
+        folder = folder_of_its_own(folder, {name: plan.settings(cell) for name, cell in zip(names, cells, strict=True)})
+    placed = [replace(cell, folder=folder / name) for name, cell in zip(names, cells, strict=True)]
+    return replace(plan, cells=placed, folder=folder)
+
+
+def choose_common_task(sources: Sequence[ModelSource]) -> list[Word | None]:
+    """The task on which models are compared where none is named: the own task of the last that is a run.
+
+    None, and each has its own, where their runs learnt different tasks; runs of one task may differ in its options.
+    """
+    own = [choose_task(None, source.name, source.recipe) for source in sources if source.recipe is not None]
+    return [own[-1]] if own and len({task.name for task in own}) == 1 else [None]
+
+
+class EvaluationProgress:
+    """Called as an evaluation goes on; this one shows nothing. One cell after the other is begun and observed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def begin(self, title: str) -> None:
+        """A cell begins."""
+
+    def observe(self, advance: Advance) -> None:
+        """See ``evals.generation.evaluate``."""
+
+    def tell(self, line: str) -> None:
+        """A message that a person should read."""
+
+    def close(self) -> None:
+        """The end of all cells."""
+
+
+# ``summary.md`` of a table, from its rows, its notes and the pages of its cells.
+WriteTablePage = Callable[[Sequence[Row], Sequence[str], Mapping[str, str]], str]
+
+
+def run_plan(
+    plan: Plan,
+    write_page: WritePage,
+    write_table_page: WriteTablePage,
+    open_scorer: Callable[[ModelSource], Scorer],
+    progress: EvaluationProgress,
+) -> list[Finished]:
+    """Every cell in the plan's order, one model in memory at a time; ``open_scorer`` loads the reward model.
+
+    Cells that an interrupted table has finished with the same settings are kept; a complete table, which has its
+    ``summary.md``, is made anew.
+    """
+    finished: dict[Path, Finished] = {}
+    if plan.is_table and (plan.folder / SUMMARY).is_file():
+        with storage_errors("evaluation", plan.folder):
+            (plan.folder / SUMMARY).unlink()
+    elif plan.is_table:
+        before = {cell.folder: finished_before(cell.folder, plan.settings(cell)) for cell in plan.cells}
+        finished = {folder: known for folder, known in before.items() if known is not None}
+    left = [cell for cell in plan.cells if cell.folder not in finished]
+    best_of = plan.asked.best_of
+    scorer = open_scorer(best_of) if best_of is not None and left else None
+    for name in dict.fromkeys(cell.source.name for cell in left):
+        cells = [cell for cell in left if cell.source.name == name]
+        finished |= _run_cells(plan, cells, write_page, scorer, progress)
+    ordered = [finished[cell.folder] for cell in plan.cells]
+    if plan.is_table:
+        rows = rows_of(ordered)
+        pages = [str(cell.folder.relative_to(plan.folder) / SUMMARY) for cell in plan.cells]
+        titles = [" · ".join((row.evaluation, row.model, row.template or "")) for row in rows]
+        page = write_table_page(rows, notes_of(ordered), dict(zip(titles, pages, strict=True)))
+        replace_file(plan.folder / SUMMARY, harmless(page).encode())
+    return ordered
+
+
+def _run_cells(
+    plan: Plan, cells: Sequence[Cell], write_page: WritePage, scorer: Scorer | None, progress: EvaluationProgress
+) -> dict[Path, Finished]:
+    """The cells of one model; before the first is sampled, one prompt of each is encoded."""
+    asked = plan.asked
+    model = open_model(cells[0].source, engine=asked.engine, dtype=asked.dtype, device=asked.device)
+    models = [model.on_stage(cell.template) for cell in cells]
+    for cell, own in zip(cells, models, strict=True):
+        for example in cell.task.examples[:1]:
+            encode_prompt(own.tokenizer, own.grader.template, example.messages, example.variables)
+    finished = {}
+    for cell, own in zip(cells, models, strict=True):
+        settings = plan.settings(cell)
+        if names := settings_replaced(cell.folder, settings):
+            other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
+            progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
+        drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
+        evaluation = measure(own, cell.task, drawing, scorer=scorer, progress=progress)
+        write_evaluation(cell.folder, settings, evaluation, write_page)
+        finished[cell.folder] = read_finished(cell.folder)
+    return finished
+
+
+def measure(
+    model: OpenedModel,
+    task: Task,
+    drawing: Drawing,
+    *,
+    scorer: Scorer | None = None,
+    progress: EvaluationProgress | None = None,
+) -> Evaluation:
+    """Evaluate a model on a task (``evals/generation.py``)."""
+    progress = progress or EvaluationProgress()
+    progress.begin(f"{task_label(task)} · {model.label} · {model.grader.template.name}")
+    max_tokens = drawing.max_tokens or model.source.max_tokens
+    asked = Questions(
+        task,
+        model.sampling(max_tokens, drawing.temperature, drawing.top_k, drawing.top_p),
+        drawing.n,
+        samples=drawing.samples,
+        ks=drawing.ks,
+        seed=drawing.seed,
+        batch=drawing.batch,
+    )
+    return evaluate(model, asked, scorer=scorer, observe=progress.observe)
+
+
+def rows_of(finished: Sequence[Finished]) -> list[Row]:
+    """The evaluations as rows of a table."""
+    return [Row(done.label, done.template, done.evaluation, done.results) for done in finished]
+
+
+def notes_of(finished: Sequence[Finished]) -> list[str]:
+    """Notes under the table of some evaluations; first the seed and size by which a task draws its problems."""
+    drawn: dict[str, None] = {}
+    for one in finished:
+        task = one.settings.get("task")
+        options = task if isinstance(task, Mapping) else {}
+        drawn_by = [f"task.{key} {options[key]}" for key in ("seed", "size") if options.get(key) is not None]
+        if len(drawn_by) == 2:
+            drawn[f"{one.evaluation}: the problems are those of {' and '.join(drawn_by)}"] = None
+    return [*drawn, *notes_on(rows_of(finished), {one.evaluation: one.settings.get("dropped", {}) for one in finished})]
+
+
+def tell_apart(sources: Sequence[ModelSource]) -> list[ModelSource]:
+    """The models, those with equal labels renamed to what was typed."""
+    labels = [source.label for source in sources]
+    return [replace(s, label=s.name) if labels.count(s.label) > 1 else s for s in sources]
+
+
+def place_of(source: ModelSource, out: Path | None, name: str) -> Path:
+    """``out``, or a folder of this name in the model's run, or below ``evaluations`` for a model without a run."""
+    return out or (source.run / "evaluation" if source.run else Path(EVALUATIONS)) / slug(name)
+
+
+def _choose_folders(out: Path | None, cells: Sequence[Cell]) -> tuple[Path, list[str]]:
+    """The folder for everything, and below it the name of each cell's (none for a single cell).
+
+    By default it lies in the run, where there is one run alone, and is named by task and template.
+    """
+    facts = [(cell.source.label, cell.name, cell.template.name) for cell in cells]
+    models, labels, templates = (list(dict.fromkeys(column)) for column in zip(*facts, strict=True))
+    source = cells[0].source if len(models) == 1 else replace(cells[0].source, run=None)
+    is_own = len(templates) == 1 and cells[0].template == source.template
+    place = "+".join(models)
+    if source.run is not None:
+        place = Path(source.path).name if source.path != str(source.run) else ""
+    parts = [part for part in (place, "+".join(labels), "" if is_own else "+".join(templates)) if part]
+    varied = [i for i, column in enumerate((models, labels, templates)) if len(column) > 1]
+    names = [slug("-".join(fact[i] for i in varied)) for fact in facts] if len(cells) > 1 else [""]
+    earlier = [names[:i].count(name) for i, name in enumerate(names)]
+    folders = [f"{name}-{count + 1}" if count else name for name, count in zip(names, earlier, strict=True)]
+    return place_of(source, out, "-".join(parts)), folders
+
+
+def slug(text: str) -> str:
+    """A text as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+@-]+", "-", text)[:MAX_NAME_CHARS].strip("-.") or "evaluation"

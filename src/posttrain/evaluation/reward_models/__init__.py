@@ -1,0 +1,1 @@
+"""Trained reward models: loading, scoring, measures, quantization."""

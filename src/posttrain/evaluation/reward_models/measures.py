@@ -1,0 +1,379 @@
+"""A reward model measured on a held-out task: pairs, judged answers, solutions with labelled steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.render.rows import rows_of
+from posttrain.errors import UsageError
+from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
+from posttrain.evaluation.generation import held_out_indices, task_label
+from posttrain.evaluation.items import Kinds, by_kind, meta_of
+from posttrain.evaluation.plan import EvaluationRequest, place_of, slug, tell_apart
+from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
+from posttrain.evaluation.statistics import (
+    area_under_curve,
+    best_of_n,
+    first_error,
+    pair_wins,
+    score_first_errors,
+    wilson_interval,
+)
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.sections import Word
+from posttrain.sampling.models import ModelSource
+from posttrain.store.environment import describe_environment
+from posttrain.types import Example, Response
+
+
+@dataclass(slots=True)
+class RewardEvaluation:
+    """A reward model measured on a task by a ``view`` of its data.
+
+    ``results`` by name, one record per item, how many items could not be measured, by reason, and ``kinds``: by a fact
+    of the items and its values, n and accuracy.
+    """
+
+    view: str
+    name: str = ""
+    results: dict[str, float] = field(default_factory=dict)
+    items: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    kinds: Kinds = field(default_factory=dict)
+
+
+def add_share(
+    results: dict[str, float], name: str, values: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> None:
+    """Add the mean of ``values`` (one from 0 to 1 per item), and its interval as ``<name>_low`` and ``<name>_high``.
+
+    ``clusters``: of each value; values of one problem depend on one another, and count as fewer. Nothing is added
+    for no values.
+    """
+    if values:
+        results[name] = share = statistics.fmean(values)
+        effective = float(len(values)) if clusters is None else effective_number(values, clusters)
+        results[f"{name}_low"], results[f"{name}_high"] = wilson_interval(share * effective, effective)
+
+
+def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
+    """Return how many independent values of 0 and 1 would tell the mean of ``values`` as surely as these clusters do.
+
+    ``p (1 − p) / SE²`` with the clustered variance ``SE² = Σ_g (Σ_{i∈g} (x_i − p))² / n²``; from 1 to n, and
+    the number of clusters where all values are equal. Korn and Graubard (1998).
+    """
+    n, share = len(values), statistics.fmean(values)
+    shifts: dict[Hashable, float] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        shifts[cluster] = shifts.get(cluster, 0.0) + value - share
+    spread = math.fsum(shift * shift for shift in shifts.values())
+    if spread == 0.0:  # all values are equal: nothing shows how much those of a cluster depend on one another
+        return float(len(shifts))
+    return max(1.0, min(float(n), share * (1.0 - share) * n * n / spread))
+
+
+def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
+    """The area under the curve of ``scores`` for label 1 over 0; nothing where either is missing."""
+    right, wrong = ([score for score, z in zip(scores, labels, strict=True) if z == label] for label in (1.0, 0.0))
+    return {name: area_under_curve(right, wrong)} if right and wrong else {}
+
+
+def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
+    """Accuracy (of ``right``) by kind of item (``evals.items.by_kind``), of the items with a verdict."""
+    judged = [item for item in items if item["right"] is not None]
+
+    def measure(places: Sequence[int]) -> dict[str, float]:
+        own = [judged[place] for place in places]
+        results = {"n": float(len(own))}
+        clusters = [item.get("problem", item["id"]) for item in own]
+        add_share(results, "accuracy", [float(item["right"]) for item in own], clusters)
+        return results
+
+    return by_kind([item["meta"] for item in judged], measure)
+
+
+def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
+    """Each example's best response against its worst, as training pairs them; pairs that training drops are dropped.
+
+    ``accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
+    """
+    view = RewardEvaluation("pairs")
+    pairs: list[tuple[Example, Response, Response]] = []
+    for example in examples:
+        (unit,) = rows_of(model.tokenizer, model.template, example, "pair")
+        if isinstance(unit, str):
+            view.dropped[unit] += 1
+        else:
+            best, worst = (choose(example.responses, key=lambda r: r.score) for choose in (max, min))
+            pairs.append((example, best, worst))
+    asked = [example for example, _, _ in pairs for _ in range(2)]
+    scores = model.score_responses(asked, [response for _, *both in pairs for response in both])
+    for (example, chosen, rejected), won, lost in zip(pairs, scores[0::2], scores[1::2], strict=True):
+        if won is None or lost is None:
+            view.dropped[model.unscored] += 1
+            continue
+        view.items.append(
+            {
+                "id": example.id,
+                "meta": meta_of(example),
+                "right": pair_wins([won], [lost])[0],
+                "margin": won - lost,
+                "chosen_score": won,
+                "rejected_score": lost,
+                "chosen": chosen.text,
+                "rejected": rejected.text,
+            }
+        )
+    view.results["n"] = float(len(view.items))
+    add_share(view.results, "accuracy", [float(item["right"]) for item in view.items])
+    for name in ("margin", "chosen_score", "rejected_score") if view.items else ():
+        view.results[name] = statistics.fmean(item[name] for item in view.items)
+    return view
+
+
+def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
+    """Answers that are right (1) or wrong (0), one or several to a problem.
+
+    Over answers: ``auc``, and where a score states a probability ``accuracy`` (it is on the right side of one half,
+    a tie counts one half). Over problems: see ``choose_among``.
+    """
+    view = RewardEvaluation("judged answers")
+    if missing := sum(not example.responses for example in examples):
+        view.dropped["no given responses"] = missing
+    answers = [(example, response) for example in examples for response in example.responses]
+    scores = model.score_responses([e for e, _ in answers], [r for _, r in answers])
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for (example, response), score in zip(answers, scores, strict=True):
+        group = groups.setdefault(example.id, [])
+        group.append((-math.inf if score is None else score, response.score))
+        probability = None if score is None else model.probability(score)
+        judged = None if probability is None else pair_wins([probability], [0.5])[0]
+        if judged is not None and response.score == 0.0:
+            judged = 1.0 - judged
+        if score is None:
+            view.dropped[model.unscored] += 1
+        view.items.append(
+            {
+                "id": f"{example.id}#{len(group) - 1}",
+                "problem": example.id,
+                "meta": meta_of(example),
+                "right": judged,
+                "score": score,
+                "probability": probability,
+                "label": response.score,
+                "answer": response.answer,
+                "text": response.text,
+            }
+        )
+    scored = [item for item in view.items if item["score"] is not None]
+    view.results["n"] = float(len(scored))
+    if scored:
+        problems, labels = [item["problem"] for item in scored], [item["label"] for item in scored]
+        view.results["right_share"] = statistics.fmean(labels)
+        view.results |= _area("auc", [item["score"] for item in scored], labels)
+        if model.kind != "preference":
+            add_share(view.results, "accuracy", [item["right"] for item in scored], problems)
+    view.results |= choose_among([group for group in groups.values() if len(group) > 1])
+    return view
+
+
+def choose_among(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """The gain of choosing by score, over problems with at least two answers (``num_problems``).
+
+    ``top_one``: the top-scored answer is right, ties shared. For comparison ``random_one`` (the mean), ``oracle`` (any
+    is right).
+
+    Args:
+        groups: of each problem the score (−inf: none) and the label of every answer.
+    """
+    measures = {"num_problems": float(len(groups))} if groups else {}
+    split = [([score for score, _ in group], [label for _, label in group]) for group in groups]
+    add_share(measures, "top_one", [best_of_n(s, r, len(s)) for s, r in split])
+    add_share(measures, "random_one", [statistics.fmean(r) for _, r in split])
+    add_share(measures, "oracle", [max(r) for _, r in split])
+    return measures
+
+
+def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
+    """Solutions with labelled steps: is each step judged rightly, and is the first wrong one found?
+
+    A step is good if its class is not the lowest, and called good if P(good) > 1/2; one without a label counts nowhere.
+    Over solutions: ``accuracy`` (the first step with P(good) < 1/2 is the first that is labelled bad, or there is
+    neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
+    classes), ``positive_share`` and ``step_auc``.
+    """
+    view = RewardEvaluation("labelled steps")
+    labelled: list[tuple[Example, int, Response]] = []
+    for example in examples:
+        if not example.responses:
+            view.dropped["no given responses"] += 1
+        for place, response in enumerate(example.responses):
+            if all(label is None for label in response.step_labels):
+                view.dropped["no labelled steps"] += 1
+            elif not all(response.steps):
+                view.dropped["an empty step"] += 1
+            else:
+                labelled.append((example, place, response))
+    scores = model.score_steps([e for e, _, _ in labelled], [r.steps for _, _, r in labelled])
+    for (example, place, response), probabilities in zip(labelled, scores, strict=True):
+        if probabilities is None:
+            view.dropped[model.unscored] += 1
+            continue
+        predicted = first_error(probabilities)
+        actual = next((index for index, label in enumerate(response.step_labels) if label == 0), None)
+        view.items.append(
+            {
+                "id": f"{example.id}#{place}",
+                "problem": example.id,
+                "meta": meta_of(example),
+                "right": float(predicted == actual),
+                "predicted_error": predicted,
+                "first_error": actual,
+                "probabilities": probabilities,
+                "labels": list(response.step_labels),
+                "label": response.score,
+                "steps": list(response.steps),
+            }
+        )
+    view.results["n"] = float(len(view.items))
+    if view.items:
+        _summarize_steps(view)
+    return view
+
+
+def _summarize_steps(view: RewardEvaluation) -> None:
+    problems = [item["problem"] for item in view.items]
+    add_share(view.results, "accuracy", [item["right"] for item in view.items], problems)
+    view.results |= score_first_errors(
+        *([item[key] for item in view.items] for key in ("predicted_error", "first_error"))
+    )
+    judged = [
+        (p, float(z > 0), item["problem"])
+        for item in view.items
+        for p, z in zip(item["probabilities"], item["labels"], strict=True)
+        if z is not None
+    ]
+    probabilities, good, of_problem = ([row[i] for row in judged] for i in range(3))
+    called = pair_wins(probabilities, [0.5] * len(judged))
+    view.results["num_steps"] = float(len(judged))
+    rightly = [c if z else 1.0 - c for c, z in zip(called, good, strict=True)]
+    add_share(view.results, "step_accuracy", rightly, of_problem)
+    view.results["positive_share"] = statistics.fmean(good)
+    view.results |= _area("step_auc", probabilities, good)
+
+
+def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEvaluation:
+    """Score the given responses of the ``n`` examples that every evaluation of the task uses.
+
+    The view follows from the data and the model: labelled steps for a model that judges steps; else pairs, where scores
+    are ratings, or where every example has two responses and the model knows only preferences; else judged answers
+    (scores of 0 and 1). Items that cannot be scored are left out and counted (``dropped``).
+
+    Raises:
+        UsageError: an empty task, one without responses, or one of which nothing can be scored.
+    """
+    started = time.perf_counter()
+    if len(task.examples) == 0:
+        raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    if not any(example.responses for example in examples):
+        raise UsageError(
+            f"task {task.name!r} has no given responses, so there is nothing that a reward model could score; name a "
+            "task of pairs, judged answers or labelled steps (for stories: --task.responses pair, judged or steps)"
+        )
+    groups = [example.responses for example in examples if example.responses]
+    responses = [response for group in groups for response in group]
+    is_rated = any(response.score not in (0.0, 1.0) for response in responses)
+    if model.kind == "process" and any(response.steps for response in responses):
+        view = evaluate_steps(model, examples)
+    elif is_rated or (model.kind == "preference" and all(len(group) == 2 for group in groups)):
+        view = evaluate_pairs(model, examples)
+    else:
+        view = evaluate_judged(model, examples)
+    if not view.results.get("n"):
+        raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
+    view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
+    view.name, view.kinds = task_label(task), break_down(view.items)
+    return view
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward model measured on a task, the settings that decide about the results, the folder for its files."""
+
+    label: str
+    evaluation: RewardEvaluation
+    settings: dict[str, Any]
+    folder: Path
+
+
+def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
+    """Score the given answers of every task with every reward model, one model in memory at a time.
+
+    Raises:
+        UsageError: words or models that cannot be, before any model is loaded.
+    """
+    sources = tell_apart(asked.models)
+    named: Sequence[Word | None] = asked.tasks or [None]
+    words = [(source, choose_task(task, source.name, source.recipe)) for source in sources for task in named]
+    tasks = {word.model_dump_json(): build_task(word, "--task") for _, word in words}
+    cells = [(source, word, tasks[word.model_dump_json()]) for source, word in words]
+    folders = _choose_folders(asked.out, [(source, task) for source, _, task in cells])
+    for folder in ([asked.out] if asked.out else []) + folders:
+        refuse_other(folder)
+    model: RewardModel | None = None
+    for place, ((source, word, task), folder) in enumerate(zip(cells, folders, strict=True)):
+        if model is None or cells[place - 1][0] != source:
+            model = open_reward_model(source, dtype=asked.dtype, device=asked.device)
+        evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        settings = {
+            "model": source.name,
+            "label": source.label,
+            "step": model.step,
+            "weights": weights_mark(resolve_model_name(source.path)),
+            "kind": model.kind,
+            "task": word.model_dump(),
+            "template": model.template.name,
+            "n": asked.drawing.n,
+            "dropped": task.dropped,
+        }
+        own = folder if asked.out else folder_of_its_own(folder, {"": settings})
+        yield Scored(model.label, evaluation, settings, own)
+
+
+def _choose_folders(out: Path | None, cells: Sequence[tuple[ModelSource, Task]]) -> list[Path]:
+    """A folder for each model and task: in its run, or below ``out``."""
+    is_shared = out is not None and len({source.label for source, _ in cells}) > 1
+    folders = []
+    for source, task in cells:
+        is_whole_run = source.run is not None and source.path == str(source.run)
+        name = task_label(task) if is_whole_run and not is_shared else f"{source.label}-{task_label(task)}"
+        folders.append(place_of(source, out / slug(name) if out and len(cells) > 1 else out, name))
+    return folders
+
+
+def write_scores(scored: Scored, page: str) -> None:
+    """``items.jsonl``, ``summary.md`` (``page``) and, last, ``results.json``; those of an earlier one are replaced.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+    """
+    one = scored.evaluation
+    content = {
+        "evaluation": one.name,
+        "measured": one.view,
+        "results": one.results,
+        "settings": scored.settings,
+        "kinds": one.kinds,
+        "not_measured": one.dropped,
+        "environment": describe_environment(),
+    }
+    write_records(scored.folder, one.items, page, content)

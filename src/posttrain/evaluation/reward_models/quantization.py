@@ -1,0 +1,243 @@
+"""A model in 8 or 4 bits: made, saved, and compared with the original by its distributions or held-out verdicts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Linear, Parameter
+from transformers.utils import logging as transformers_logging
+
+from posttrain import registry
+from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.render import end_id
+from posttrain.errors import UsageError
+from posttrain.evaluation.generation import Questions, evaluate
+from posttrain.evaluation.reward_models.measures import evaluate_reward_model
+from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
+from posttrain.evaluation.statistics import paired_bootstrap
+from posttrain.evaluation.win_rate import measure_kl, summarize_kl
+from posttrain.models.comparison import check_same, read_probe
+from posttrain.models.config import context_length
+from posttrain.models.forward.forward import Forward
+from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
+from posttrain.models.scorer import save_scorer
+from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
+from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.models import Device, Dtype, ModelSource, complete_template, grader_for
+from posttrain.sampling.rollout import Sampler
+from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
+from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
+from posttrain.untrusted import STORED_RECIPE
+
+REPORT = "quantization.json"
+
+
+def compare_policies(
+    sampler: Sampler, task: Task, *, before: Forward, after: Forward, n: int, sampling: Sampling, seed: int = 0
+) -> dict[str, float]:
+    """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
+
+    ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
+    token (``evals/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
+
+    Raises:
+        UsageError: no prompt that fits into the model.
+    """
+    evaluation = evaluate(sampler, Questions(task, sampling, n, seed=seed))
+    answers = evaluation.rollouts
+    results = summarize_kl("kl", answers, measure_kl(answers, before, after))
+    results["num_tokens"] = float(sum(len(answer.completion.ids) for answer in answers))
+    return results | {
+        "num_answers": float(len(answers)),
+        "prompts_too_long": evaluation.results["prompts_too_long"],
+    }
+
+
+def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: int) -> dict[str, float]:
+    """Measure the accuracy of both on the same ``n`` fixed examples of a task, and how far it moved.
+
+    ``accuracy_before``, ``accuracy_after`` and the paired ``change`` with intervals; ``same_verdict``: the share of
+    items on which both are right or both wrong. ``num_items`` were scored, and ``dropped`` were not.
+
+    Raises:
+        UsageError: nothing in the task that could be scored.
+    """
+    both = [evaluate_reward_model(model, task, n=n) for model in (before, after)]
+    right = [[float(item["right"]) for item in evaluation.items] for evaluation in both]
+    assert [i["id"] for i in both[0].items] == [i["id"] for i in both[1].items], "lengths alone decide what is scored"
+    change = paired_bootstrap(*right)
+    facts = {"num_items": float(change.n), "dropped": both[0].results["dropped"]}
+    for name, evaluation in zip(("before", "after"), both, strict=True):
+        for bound in ("", "_low", "_high"):
+            facts[f"accuracy_{name}{bound}"] = evaluation.results[f"accuracy{bound}"]
+    facts |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
+    facts["same_verdict"] = sum(a == b for a, b in zip(*right, strict=True)) / change.n
+    return facts
+
+
+def with_trunk(scorer: RewardModel, model: Any) -> RewardModel:
+    """The reward model with its own head on another language model of the same width."""
+    forward = scorer.forward
+    moved = Forward(model.requires_grad_(False), head=forward.head, reads=forward.reads, scores_only=True)
+    return replace(scorer, forward=moved)
+
+
+@dataclass(frozen=True)
+class QuantizationRequest:
+    """A model, the bits, the folder, and the data that the loss is measured on.
+
+    ``task``, ``template``: None is the run's own; ``n``: examples to measure on, 0: none. ``out``: None is in the
+    checkpoint, or below ``quantized``.
+    """
+
+    source: ModelSource
+    bits: int
+    dtype: Dtype | None = None
+    device: Device | None = None
+    task: Word | None = None
+    template: Word | None = None
+    n: int = 200
+    max_tokens: int | None = None
+    seed: int = 0
+    out: Path | None = None
+
+
+def quantize_model(asked: QuantizationRequest) -> tuple[dict[str, Any], Path]:
+    """Quantize, save, load what was saved and measure the loss.
+
+    Returns the report, which is stored in the model's folder, and that folder.
+
+    Raises:
+        UsageError: a model that is quantized already, words that cannot be, or a folder that holds something else.
+        MissingExtra: bitsandbytes is not installed.
+    """
+    from posttrain.models.quantize import weight_bytes  # says what to install before anything else is done
+
+    source, word, task = asked.source, None, None
+    is_known = (
+        (asked.task is not None and asked.task.name) or source.recipe is not None or source.name in EMBEDDED_MODELS
+    )
+    if asked.n and is_known:
+        word = choose_task(asked.task, source.name, source.recipe)
+        task = build_task(word, "--task")
+    grader = grader_for(source, complete_template(asked.template, source))  # refused before hours of work
+    path = resolve_model_name(source.path)
+    out = _choose_folder(asked, path)
+    # an empty adapter asks for a base with its adapters added
+    section = source.section(asked.dtype, asked.device).model_copy(update={"name": path, "adapter": AdapterSection()})
+    before = load_model(section, seed=0)
+    stored = quantized_bits(before.model)
+    if stored is not None:
+        raise UsageError(f"{source.name} is quantized to {stored} bits already; name the model that it was made from")
+    scorer = with_trunk(open_reward_model(source), before.model) if source.is_scorer else None
+    after = _write(asked, section, scorer, out)
+    report: dict[str, Any] = {
+        "model": source.name,
+        "source": path,
+        "bits": asked.bits,
+        "dtype": section.dtype,
+        "num_parameters": num_parameters(after.model),
+        "disk_bytes_before": _bytes_on_disk(path),
+        "disk_bytes_after": _bytes_on_disk(str(out)),
+        "memory_bytes_before": weight_bytes(before.model),
+        "memory_bytes_after": weight_bytes(after.model),
+    }
+    if word is not None and task is not None:
+        report |= {"task": word.model_dump(), "seed": asked.seed}
+        if scorer is not None:
+            report["results"] = compare_scorers(scorer, with_trunk(scorer, after.model), task, n=asked.n)
+        else:
+            engine = registry.find("engine", "native").bind({}, "engine")(before.model, before.tokenizer)
+            sampler = Sampler(engine, before.tokenizer, grader, context_length(before.model.config))
+            sampling, models = sampler.sampling(asked.max_tokens or source.max_tokens, 1.0), (before, after)
+            own, other = (Forward(loaded.model) for loaded in models)
+            report["results"] = compare_policies(
+                sampler, task, before=own, after=other, n=asked.n, sampling=sampling, seed=asked.seed
+            )
+    replace_file(out / REPORT, json.dumps(report, indent=1).encode() + b"\n")
+    return report, out
+
+
+def _choose_folder(asked: QuantizationRequest, path: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", asked.source.name).strip("-.") or "model"
+    is_folder = Path(path).is_dir() and Path(path) not in EMBEDDED.values()
+    default = Path(path) / QUANTIZED_FOLDERS[asked.bits] if is_folder else Path(f"quantized/{name}-int{asked.bits}")
+    out = asked.out or default
+    is_ours = (out / REPORT).is_file() and (out / "config.json").is_file()
+    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out: {out} holds something else than a quantized model; give another folder")
+    return out
+
+
+def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardModel | None, out: Path) -> LoadedModel:
+    """Write the quantized model to ``out``, whole or not at all; one that was there is replaced.
+
+    Returns it as it is loaded again.
+
+    Raises:
+        RunFailure: what was written is not the quantized model; nothing was changed.
+    """
+    aside, run = aside_of(out), asked.source.run
+    quantized = load_model(section.model_copy(update={"load_bits": asked.bits}), seed=0)
+    refuse_links(run or out)
+    with storage_errors("quantized model", out):
+        remove_asides(out)
+        try:
+            aside.mkdir(parents=True)
+            _save(quantized, scorer, aside)
+            if scorer is not None:
+                shutil.copyfile(Path(section.name) / HEADS, aside / HEADS)
+            if run is not None and not out.resolve().is_relative_to(run.resolve()):
+                shutil.copyfile(run / STORED_RECIPE, aside / STORED_RECIPE)  # elsewhere, too, it is asked as in its run
+            probe = read_probe(quantized.model)
+            del quantized
+            again = {"name": str(aside), "load_bits": None, "adapter": None}
+            after = load_model(section.model_copy(update=again), seed=0)
+            is_exact = section.dtype != "bfloat16"
+            check_same(probe, read_probe(after.model), f"{out} in {asked.bits} bits", exact=is_exact)
+            seal(aside, 0)
+            rename_into_place(aside, out)
+        finally:
+            remove_tree(aside)
+    return after
+
+
+def _save(quantized: LoadedModel, scorer: RewardModel | None, folder: Path) -> None:
+    """Save model and tokenizer; a reward model as a sequence classifier, where that layout fits."""
+    model, is_shown, is_saved = quantized.model, transformers_logging.is_progress_bar_enabled(), False
+    transformers_logging.disable_progress_bar()
+    try:
+        if scorer is not None:
+            assert scorer.forward.head is not None, "a reward model has a head"
+            weight = scorer.forward.head.weight.detach()
+            model.score = Linear(
+                weight.shape[1], weight.shape[0], bias=False
+            )  # a quantized model saves its own tensors
+            model.score.weight = Parameter(weight)
+            is_saved = save_scorer(folder, model, weight, end_id(scorer.tokenizer, scorer.template))
+            del model.score
+        if not is_saved:
+            model.save_pretrained(folder)
+        quantized.tokenizer.save_pretrained(folder)
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _bytes_on_disk(path: str) -> int | None:
+    """Bytes of the weights in a folder, with those of an adapter's base; None for what is not here under that name."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    own = sum(f.stat().st_size for kind in ("model", "adapter_model") for f in folder.glob(f"{kind}*.safetensors"))
+    base = adapter_base(path)
+    if base is None:
+        return own
+    below = _bytes_on_disk(base)
+    return None if below is None else own + below

@@ -1,0 +1,401 @@
+"""A trained reward model: scores of answers, probabilities of steps, and the reward that it gives a policy.
+
+Rows of tokens are those of training (``render/rows.py``), and a score is read where training read it: at the end token
+of an answer, at the last token of each step. So a score here is the number that training saw.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.data.base import build_task
+from posttrain.data.render import Template, encode_prompt, end_id
+from posttrain.data.render.assistant import encode_answer
+from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.data.render.template import build_template
+from posttrain.errors import CheckpointError, RecipeError, RunFailure, UsageError
+from posttrain.evaluation.generation import held_out_indices
+from posttrain.evaluation.statistics import sigmoid
+from posttrain.graders.grading import Measured
+from posttrain.models.config import context_length
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import split_padded
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model
+from posttrain.models.trained_heads import forward_with_head, restore_heads
+from posttrain.recipes.document import parse_yaml, recipe_text
+from posttrain.recipes.recipe import Recipe, stored_recipe
+from posttrain.recipes.sections import Word, map_tasks
+from posttrain.registry import find, register
+from posttrain.sampling.models import ModelSource, checkpoint_of
+from posttrain.store.checkpoint_files import Unverified, best_step, checkpoint_steps, step_folder, verify
+from posttrain.types import Example, Response, Sample, collate
+from posttrain.untrusted import STORED_RECIPE
+
+Kind = Literal["preference", "outcome", "process"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HEADS = "heads.safetensors"
+TOKENS_PER_MICRO = 1 << 14
+# A step ends with the white space behind a sentence; what follows belongs to the next.
+_SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model with the template that it was trained with.
+
+    ``kind``: its scores are log-odds between answers to one prompt (``preference``), log-odds that the answer is right
+    (``outcome``), or of each step the probability that it is good (``process``; that of an answer is then the lowest of
+    its steps, Lightman et al. 2023, appendix F). ``max_tokens``: a row that is longer (prompt, answer and end token)
+    is not scored.
+    """
+
+    label: str
+    kind: Kind
+    forward: Forward
+    tokenizer: Any
+    template: Template
+    max_tokens: int
+    step: int | None = None
+    tokens_per_micro: int = TOKENS_PER_MICRO
+
+    @property
+    def unscored(self) -> str:
+        """The reason why a score is None."""
+        long = f"longer than the model's {self.max_tokens} tokens"
+        return f"{long}, or without {'steps' if self.kind == 'process' else 'text'}"
+
+    def score(self, examples: Sequence[Example], texts: Sequence[str], finishes: Sequence[str]) -> list[float | None]:
+        """Score each text as the answer to its example's messages; higher is better.
+
+        ``texts`` are what a policy wrote, with or without what the prompt has opened. A process model is asked about
+        the reasoning alone, cut into steps. None: longer than ``max_tokens``, without any step, or cut off before any
+        token. One that ``finishes`` with ``length`` gets no end token and is scored where it stops.
+        """
+        if self.kind == "process":
+            steps = [split_steps(reasoning_of(self.template, text)) for text in texts]
+            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
+        rows: list[Row | str] = []
+        for example, text, finish in zip(examples, texts, finishes, strict=True):
+            prompt = encode_prompt(self.tokenizer, self.template, example.messages, example.variables)
+            body = text.removeprefix(self.template.opening)
+            answer = encode_answer(self.tokenizer, self.template, body, prompt, example.variables)
+            if finish != "length":
+                answer = [*answer, end_id(self.tokenizer, self.template)]
+            rows.append(Row([*prompt, *answer], len(prompt)) if answer else "cut off before any token")
+        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
+
+    def score_responses(self, examples: Sequence[Example], responses: Sequence[Response]) -> list[float | None]:
+        """Like ``score``, of given answers, in the rows that training makes of them, or by a response's own steps."""
+        if self.kind == "process":
+            steps = [response.steps or split_steps(response.text) for response in responses]
+            return [None if good is None else min(good) for good in self.score_steps(examples, steps)]
+        rows = self._rows(examples, [replace(r, score=0.0) for r in responses], "judged")
+        return [scores if scores is None else float(scores[-1]) for scores in self.read(rows)]
+
+    def score_steps(self, examples: Sequence[Example], steps: Sequence[Sequence[str]]) -> list[list[float] | None]:
+        """Return for each solution, given as its steps, the probability that each step is good.
+
+        ``σ(s)``; of three classes one less the probability of the negative one (Lightman et al. 2023). None:
+        longer than ``max_tokens``, no steps, or an empty one.
+        """
+        assert self.kind == "process", "a model of steps alone has probabilities of steps"
+        responses = [Response("".join(s), 0.0, tuple(s), (0,) * len(s)) for s in steps]
+        return [None if s is None else _good(s) for s in self.read(self._rows(examples, responses, "steps"))]
+
+    def probability(self, score: float) -> float | None:
+        """The probability of being right that a score states, where it states one."""
+        if self.kind == "preference":
+            return None
+        return score if self.kind == "process" else sigmoid(score)
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[Row | str]) -> list[Tensor | None]:
+        """Read the head's scores at the step ends of each row, or at its last token: fp32 ``[N]``, or ``[N, C]`` for C
+        classes; None for a row that is too long, or is none. Rows with the same prompt share its computation.
+
+        Raises:
+            RunFailure: a score that is no finite number.
+        """
+        row_scores: list[Tensor | None] = [None] * len(rows)
+        for piece in _pieces(rows, self.max_tokens, self.tokens_per_micro):
+            prompts: dict[tuple[int, ...], int] = {}
+            samples, counts = [], []
+            for index in piece:
+                row = cast(Row, rows[index])
+                ends = row.step_labels or {len(row.ids) - 1: 0}
+                group = prompts.setdefault(tuple(row.ids[: row.prompt_length]), len(prompts))
+                mask = [t in ends for t in range(len(row.ids))]
+                samples.append(Sample(row.ids, mask, group=group, prefix=row.prompt_length))
+                counts.append(len(ends))
+            batch = collate(samples)
+            scores = self.forward.read_scores(batch)[batch.mask.to(self.forward.device)].float().cpu()
+            if not bool(scores.isfinite().all()):
+                raise RunFailure(f"{self.label}: the reward model gave a score that is no finite number")
+            for index, part in zip(piece, scores.split(counts), strict=True):
+                row_scores[index] = part
+        return row_scores
+
+    def _rows(self, examples: Sequence[Example], responses: Sequence[Response], shape: Shape) -> list[Row | str]:
+        """The row that training makes of each response, or the reason why it makes none."""
+        rows: list[Row | str] = []
+        for example, response in zip(examples, responses, strict=True):
+            asked = replace(example, responses=(response,))
+            (unit,) = rows_of(self.tokenizer, self.template, asked, shape)
+            rows.append(unit if isinstance(unit, str) else unit[0])
+        return rows
+
+
+def load_reward_model(
+    recipe: Recipe, checkpoints: str | Path, *, label: str, step: int | None = None, bits: int | None = None
+) -> RewardModel:
+    """The reward model that a resolved recipe has trained, from the folder of its run's ``checkpoints``.
+
+    Args:
+        label: what it is called in messages.
+        step: of which step; the best one by default, else the newest.
+        bits: the copy in so many bits that ``posttrain quantize`` has made of that checkpoint.
+
+    Raises:
+        UsageError: the recipe trains no reward model, or there is no such checkpoint.
+        CheckpointError: the checkpoint does not verify, or holds no head, or another one.
+    """
+    entry = registry.find("objective", recipe.objective.name, "objective")
+    kind = entry.traits.get("scores")
+    if entry.traits.get("head") != "score":
+        scoring = [name for name, one in registry.entries("objective").items() if one.traits.get("scores") in KINDS]
+        raise UsageError(
+            f"{label}: this run trained a policy ({recipe.objective.name}), which scores nothing; name the run of a "
+            f"reward model, such as one of {', '.join(scoring)}"
+        )
+    if kind not in KINDS:
+        raise UsageError(
+            f"{label}: objective {recipe.objective.name!r} does not say what its scores mean; register it with "
+            f"scores= one of {', '.join(KINDS)}"
+        )
+    folder, chosen = _choose_checkpoint(Path(checkpoints), step, label)
+    changes: dict[str, Any] = {"name": str(folder), "init": None, "adapter": None}
+    if bits is not None:
+        if not (folder / QUANTIZED_FOLDERS[bits]).is_dir():
+            raise UsageError(
+                f"{label}: no copy in {bits} bits beside the weights of step {chosen}; make it with: "
+                f"posttrain quantize {label} --bits {bits}"
+            )
+        changes |= {"name": str(folder / QUANTIZED_FOLDERS[bits]), "load_bits": None}
+    section = recipe.model.model_copy(update=changes)
+    loaded = load_model(section, seed=recipe.train.seed)
+    forward, heads = forward_with_head(recipe, entry, Forward(loaded.model.requires_grad_(False)))
+    assert isinstance(forward, Forward), "a reward head stands on one model"
+    restore_heads(heads, load_file(folder / HEADS))
+    template = build_template(recipe.prompt.template)
+    return RewardModel(
+        label, kind, forward, loaded.tokenizer, template, context_length(loaded.model.config), step=chosen
+    )
+
+
+def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: str | None = None) -> RewardModel:
+    """The reward model of a run, or of one of its checkpoints, with its own template.
+
+    Args:
+        source: a run, or the folder of a checkpoint in it.
+        dtype, device: other than those of the run.
+
+    Raises:
+        UsageError: no run, or one that trained a policy.
+        CheckpointError: no checkpoint of it can be used.
+    """
+    if source.run is None or source.recipe is None:
+        raise UsageError(
+            f"{source.name}: a reward model is named by its run, or by a checkpoint in its run, where its head and its "
+            "template are; `posttrain runs` lists the runs"
+        )
+    changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+    recipe = source.recipe.model_copy(update={"model": source.recipe.model.model_copy(update=changes)})
+    path = Path(source.path)
+    bits = next((bits for bits, folder in QUANTIZED_FOLDERS.items() if path.name == folder), None)
+    match = _STEP.fullmatch(checkpoint_of(path).resolve().name) if path != source.run else None
+    step = int(match[1]) if match else None  # None: of a whole run, its best
+    return load_reward_model(recipe, source.run / "checkpoints", label=source.label, step=step, bits=bits)
+
+
+def reasoning_of(template: Template, text: str) -> str:
+    """The part of a policy's text that is reasoned in steps: up to where the reasoning's tag is closed, if it is."""
+    body = text.removeprefix(template.opening)
+    if not template.tags:
+        return body
+    return body.partition(f"</{template.tags[0]}>")[0].removeprefix(f"<{template.tags[0]}>")
+
+
+def split_steps(text: str) -> list[str]:
+    """A solution's steps: its paragraphs, else its lines, else its sentences; together they are the text.
+
+    The first of these that cuts the text is used. White space stands at the beginning of the step that it leads to,
+    as in given steps; pieces of white space alone go to the step before them.
+    """
+    for pattern in (r"(?<=\S)(?=\s*\n\s*\n)", r"(?<=\S)(?=[ \t]*\n)", _SENTENCE):
+        parts = [part for part in re.split(pattern, text.rstrip()) if part.strip()]
+        if len(parts) > 1:
+            break
+    return parts
+
+
+def _good(scores: Tensor) -> list[float]:
+    """P(good) of each step: ``[N]`` log-odds, or ``[N, C]`` logits with the lowest class as the error."""
+    wide = scores.double()
+    good = wide.sigmoid() if wide.ndim == 1 else wide.softmax(dim=-1)[:, 1:].sum(dim=-1)
+    return [float(p) for p in good.clamp(0.0, 1.0)]
+
+
+def _pieces(rows: Sequence[Row | str], max_tokens: int, budget: int) -> list[list[int]]:
+    """Indices of the rows that can be scored, shortest first, rows of one prompt side by side.
+
+    A piece's rows, padded to the longest, have at most ``budget`` tokens (one row alone may have more).
+    """
+    lengths = {i: len(row.ids) for i, row in enumerate(rows) if isinstance(row, Row) and len(row.ids) <= max_tokens}
+    families: dict[tuple[int, ...], list[int]] = {}
+    for index in lengths:
+        row = cast(Row, rows[index])
+        families.setdefault(tuple(row.ids[: row.prompt_length]), []).append(index)
+    ordered = sorted(families.values(), key=lambda family: max(lengths[i] for i in family))
+    return split_padded((index for family in ordered for index in family), lengths, budget)
+
+
+def _choose_checkpoint(root: Path, step: int | None, label: str) -> tuple[Path, int]:
+    steps = checkpoint_steps(root)
+    if not steps:
+        raise UsageError(f"{label}: the run has no checkpoint yet")
+    best = best_step(root)
+    chosen = step if step is not None else best if best is not None else steps[-1]
+    if chosen not in steps:
+        raise UsageError(f"{label}: there is no checkpoint of step {chosen}; there are: {', '.join(map(str, steps))}")
+    folder = step_folder(root, chosen)
+    try:
+        files = verify(folder, chosen)
+    except Unverified as reason:
+        others = ", ".join(str(s) for s in steps if s != chosen) or "none"
+        raise CheckpointError(
+            f"{folder}: this checkpoint does not verify against its manifest: {reason}. Other steps there: {others}"
+        ) from None
+    if HEADS not in files:
+        raise CheckpointError(
+            f"{folder}: there is no {HEADS}, where the head of a reward model is kept; name a checkpoint that "
+            "training has written, not an export of the model alone"
+        )
+    return folder, chosen
+
+
+NUM_CALIBRATED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``(score − mean) / std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+
+def prepare(*, run: str, normalize: bool = False, **_: Any) -> None:
+    """Load the model (and its scale) before anything is sampled, so that what is wrong shows at once."""
+    open_run(run)
+    if normalize:
+        held_out_scale(run)
+
+
+@register("reward", batched=True, model_option="run", asks_a_model=True, prepare=prepare)
+def reward_model(
+    example: Sequence[Example],
+    text: Sequence[str],
+    finish: Sequence[str],
+    *,
+    run: str,
+    normalize: bool = False,
+) -> list[Measured]:
+    """The score of a trained reward model, with the weights, the template and the tokenizer of its run.
+
+    ``r = s(x, y)``: of a preference model its score, of an outcome model the log-odds of being right, of a process
+    model the lowest probability of a step. An answer that was cut off is scored as one, without an end token. An
+    answer that cannot be scored (longer than the model's context) gets the lowest score of the batch, and is
+    counted as ``unscored``.
+
+    Args:
+        run: the folder of its run; the best checkpoint is used.
+        normalize: take the mean off and divide by the standard deviation of the model's scores of the given answers
+            in its own held-out data (at most 256 examples), computed once: scores of preference models have no
+            zero of their own.
+
+    Source: Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5, where the mean is taken off likewise.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+    """
+    scale = held_out_scale(run) if normalize else Scale()
+    scores = open_run(run).score(example, text, finish)
+    lowest = min((score for score in scores if score is not None), default=0.0)
+    return [Measured(scale(lowest if score is None else score), {"unscored": float(score is None)}) for score in scores]
+
+
+@cache
+def open_run(run: str) -> RewardModel:
+    """The reward model of a run's folder, loaded once in a process.
+
+    Raises:
+        UsageError: no such run, or it trained no reward model.
+        CheckpointError: its checkpoint does not verify.
+    """
+    folder = Path(run)
+    if not (folder / "recipe.yaml").is_file():
+        raise UsageError(
+            f"reward_model: {run} is no run's folder (it has no recipe.yaml). Train a reward model first, such as "
+            "posttrain train tiny/rm, and give its folder: run: runs/tiny-rm"
+        )
+    recipe = _recipe_of(folder)
+    return load_reward_model(recipe, folder / "checkpoints", label=folder.name)
+
+
+@cache
+def held_out_scale(run: str) -> Scale:
+    """Mean and standard deviation of a run's reward model over the given answers of its held-out data.
+
+    Of at most 256 examples, which are those that every evaluation of that size uses.
+
+    Raises:
+        RecipeError: fewer than two answers there, or all have the same score.
+    """
+    model = open_run(run)
+    recipe = _recipe_of(Path(run))
+
+    def held_out(word: Word) -> Word:
+        split = find("task", word.name, "task").traits.get("held_out", "validation")
+        return Word(name=word.name, **(word.options | {"split": split}))
+
+    words = recipe.eval.tasks or [map_tasks(recipe.task, held_out)]
+    task = build_task(words[0], "task")
+    examples = [task.examples[i] for i in held_out_indices(len(task.examples), NUM_CALIBRATED)]
+    pairs = [(example, response) for example in examples for response in example.responses]
+    scores = [s for s in model.score_responses([e for e, _ in pairs], [r for _, r in pairs]) if s is not None]
+    if len(scores) < 2 or statistics.pstdev(scores) == 0:
+        raise RecipeError(
+            f"reward_model: of the held-out answers of {run} {len(scores)} could be scored, and normalize needs two "
+            "whose scores differ; leave normalize out"
+        )
+    return Scale(statistics.fmean(scores), statistics.stdev(scores))
+
+
+def _recipe_of(run: Path) -> Recipe:
+    place = str(run / STORED_RECIPE)
+    return stored_recipe(parse_yaml(recipe_text(place)[1], place)[0], place).resolve(to_read=True)

@@ -1,1 +1,0 @@
-"""A trained reward model: loaded, asked, measured."""

@@ -1,1 +1,0 @@
-"""Rewards: plain functions of (prompt, text, answer, ...), asked for by parameter name."""

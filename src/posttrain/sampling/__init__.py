@@ -1,0 +1,1 @@
+"""Sampling: engines (native, vLLM), episodes, environments, tools, the LLM judge."""

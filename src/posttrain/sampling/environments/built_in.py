@@ -1,0 +1,229 @@
+"""The environments that ship: a calculator, Python in a sandbox, a game in turns."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import Field
+
+from posttrain.errors import RunFailure, UsageError
+from posttrain.graders.sandbox.sandbox import Bounds, Kind, choose_sandbox, run
+from posttrain.randomness import generator
+from posttrain.registry import register
+from posttrain.sampling.environments.contract import EnvironmentFailed
+
+MAX_CHARS = 200
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@register("environment")
+def calculator(*, max_digits: Annotated[int, Field(ge=1, le=1000)] = 30) -> Calculator:
+    """A tool ``calculator`` for sums: ``+ - * / // % **``, brackets, whole numbers and decimals, computed exactly.
+
+    The expression is parsed, never evaluated. A result that is no whole number is given as a decimal where that ends
+    within ``max_digits``, else as a fraction. Anything else, or too large, is answered with an error.
+
+    Args:
+        max_digits: of every number in it, intermediate results included.
+    """
+    return Calculator(max_digits)
+
+
+class Calculator:
+    """The environment; it has no state."""
+
+    def __init__(self, max_digits: int) -> None:
+        self._max_digits = max_digits
+
+    def reset(self) -> None:
+        """Prepare nothing."""
+
+    def calculator(self, expression: str) -> str:
+        """Computes a sum exactly.
+
+        Args:
+            expression: the sum, as in (12 + 7) * 3.
+        """
+        if len(expression) > MAX_CHARS:
+            raise ValueError(f"at most {MAX_CHARS} characters")
+        try:
+            tree = ast.parse(expression.strip(), mode="eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise ValueError("this is no sum") from None
+        return self._show(self._value(tree.body))
+
+    def _value(self, node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            if node.value == math.inf:  # 1e999
+                raise self._too_large()
+            return self._bounded(Fraction(str(node.value)))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            value = self._value(node.operand)
+            return -value if isinstance(node.op, ast.USub) else value
+        if isinstance(node, ast.BinOp):
+            return self._bounded(self._combine(node.op, self._value(node.left), self._value(node.right)))
+        raise ValueError("only numbers, brackets and + - * / // % ** can stand in a sum")
+
+    def _combine(self, kind: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+        if isinstance(kind, ast.Pow):
+            if right.denominator != 1:
+                raise ValueError("an exponent is a whole number")
+            if left == 0 and right < 0:
+                raise ValueError("division by zero")
+            size = max(left.numerator.bit_length(), left.denominator.bit_length()) - 1
+            if size * abs(right.numerator) > 4 * self._max_digits or abs(right.numerator) > 10**6:
+                raise self._too_large()
+            return left**right.numerator
+        if type(kind) not in _OPERATIONS:
+            raise ValueError("only + - * / // % ** can be computed")
+        if isinstance(kind, ast.Div | ast.FloorDiv | ast.Mod) and right == 0:
+            raise ValueError("division by zero")
+        return Fraction(_OPERATIONS[type(kind)](left, right))
+
+    def _bounded(self, value: Fraction) -> Fraction:
+        if max(abs(value.numerator), value.denominator) >= 10**self._max_digits:
+            raise self._too_large()
+        return value
+
+    def _too_large(self) -> ValueError:
+        return ValueError(f"a number has more than {self._max_digits} digits")
+
+    def _show(self, value: Fraction) -> str:
+        places = next((n for n in range(1, self._max_digits + 1) if 10**n % value.denominator == 0), None)
+        if value.denominator == 1 or places is None:
+            return str(value)
+        digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+        return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+
+
+_PROGRAM = "program.py"
+_FACTOR = 6  # elapsed time, in units of computing time
+
+
+@register("environment")
+def python(
+    *,
+    sandbox: Kind | None = None,
+    seconds: Annotated[int, Field(ge=1, le=600)] = 5,
+    memory_megabytes: Annotated[int, Field(ge=64)] = 512,
+    max_output_chars: Annotated[int, Field(ge=100)] = 4000,
+) -> Python:
+    """A tool ``python`` that runs a program and returns what it prints, and its error, if it ends with one.
+
+    Every call begins anew, in an empty folder (`docs/code.md` says what each sandbox keeps out). A program that takes
+    too long is stopped, and the model reads that.
+
+    Args:
+        sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.
+        seconds: of computing; elapsed time may be 6 times as long. ``rollout.tool_seconds`` should be more.
+        memory_megabytes: of the program with all processes that it starts.
+        max_output_chars: the rest is cut off.
+
+    Raises:
+        UsageError: the sandbox does not work on this machine.
+    """
+    return Python(choose_sandbox(sandbox, "environment.sandbox"), seconds, memory_megabytes, max_output_chars)
+
+
+class Python:
+    """The environment; it has no state."""
+
+    def __init__(self, kind: Kind, seconds: int, memory_megabytes: int, max_chars: int) -> None:
+        self._kind: Kind = kind
+        self._seconds, self._max_chars = seconds, max_chars
+        self._bounds = Bounds(cpu_seconds=seconds, memory_bytes=memory_megabytes * 2**20)
+
+    def reset(self) -> None:
+        """Prepare nothing."""
+
+    def python(self, code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: the program.
+        """
+        try:
+            files = {_PROGRAM: code.encode("utf-8", "replace")}
+            seconds = float(_FACTOR * self._seconds)
+            ended = run([_PROGRAM], files, kind=self._kind, bounds=self._bounds, seconds=seconds)
+        except RunFailure as error:
+            raise EnvironmentFailed(str(error)) from error
+        said, complaint = (text.decode("utf-8", "replace") for text in (ended.stdout, ended.stderr))
+        if ended.timed_out or ended.code == 137:
+            said += f"\nstopped: it took more than {self._seconds} seconds or more memory than it may have"
+        elif ended.code:
+            complaint = complaint.strip()[-self._max_chars // 2 :]  # its end says what happened
+            said = f"{self._cut(said, self._max_chars - len(complaint))}\n{complaint}"
+        return self._cut(said.strip("\n"), self._max_chars) or "(nothing was printed)"
+
+    def _cut(self, text: str, limit: int) -> str:
+        return text if len(text) <= limit else f"{text[:limit]} ... (cut off)"
+
+
+@register("environment")
+def number_guess(
+    *,
+    low: Annotated[int, Field(ge=0)] = 1,
+    high: Annotated[int, Field(ge=1)] = 20,
+    guesses: Annotated[int, Field(ge=1)] | None = None,
+) -> NumberGuess:
+    """A number is to be found; each guess is answered with ``higher``, ``lower`` or ``right``. Pays 1 if it is found.
+
+    With k guesses among n numbers, halving finds ``min(n, 2^k − 1)`` of them, and nothing finds more.
+
+    Args:
+        low, high: the number is one of these or between them, each as likely.
+        guesses: how many there are; by default as many as halving needs.
+
+    Raises:
+        UsageError: ``low`` is not below ``high``.
+    """
+    if low >= high:
+        raise UsageError(f"environment number_guess: low ({low}) must be below high ({high})")
+    return NumberGuess(low, high, (high - low + 1).bit_length() if guesses is None else guesses)
+
+
+class NumberGuess:
+    """See ``number_guess``. The number follows from the seed."""
+
+    def __init__(self, low: int, high: int, guesses: int) -> None:
+        self.low, self.high, self.guesses = low, high, guesses
+        self.number, self.left = low, guesses
+        self.done, self.is_found = False, False
+
+    def reset(self, *, seed: int) -> str:
+        """Begin a new game."""
+        self.number = int(generator(seed, "game").integers(self.low, self.high + 1))
+        self.left, self.done, self.is_found = self.guesses, False, False
+        return f"Find a number from {self.low} to {self.high} with {self.guesses} guesses."
+
+    def get_reward(self) -> float:
+        """Return 1 if the number was found."""
+        return float(self.is_found)
+
+    def guess(self, number: int) -> str:
+        """Guesses the number; says whether it is higher, lower or right.
+
+        Args:
+            number: the guess.
+        """
+        if self.done:
+            raise ValueError("the game is over")
+        self.left -= 1
+        self.is_found = number == self.number
+        self.done = self.is_found or not self.left
+        if self.is_found:
+            return "right"
+        direction = "higher" if number < self.number else "lower"
+        return direction if self.left else f"{direction}; it was {self.number}"

@@ -1,0 +1,299 @@
+"""Calls of tools as a model writes them, read from the text of one of its turns (forms: ``render.calls``)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.render.calls import CallForm, Parameters
+from posttrain.sampling.environments.tools import ArgumentText
+
+MAX_CALLS = 16  # of one turn
+_TAG = re.compile(r"<[^<>]+>|\[[A-Z_/]+\]")
+_BETWEEN_OBJECTS = " \t\n,;"
+_HARMONY = "to=functions."  # of gpt-oss: the recipient in the header of a message
+_PYTHON_TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?)"""
+_PYTHON_CALLS = re.compile(r"\[\s{0,8}[\w.]+\(\s{0,8}(?:\w+\s{0,8}=|\))")
+_LISTED = re.compile(r'\[\s{0,8}\{\s{0,8}"\w+"\s{0,8}:\s{0,8}["{]')
+_MARK = re.compile(r"\[[A-Z_]+\]")  # behind it some models write the id of a call
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call as it was written. ``wrong`` is the reason why it is no call; then there are no arguments.
+
+    ``place``: where it begins and ends in the text, its tags included.
+    """
+
+    tool: str
+    stated: str
+    arguments: Mapping[str, Any] | str = ""
+    wrong: str = ""
+    place: tuple[int, int] = field(default=(0, 0), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The text of a call between its tags, its place with them, and whether it was closed."""
+
+    content: str
+    place: tuple[int, int]
+    is_closed: bool = True
+
+
+def read_calls(text: str, form: CallForm) -> list[Request]:
+    """Return the calls in a turn, in order; the one beyond ``MAX_CALLS`` is refused and no later one is read.
+
+    Thinking (up to the last ``</think>``) calls nothing where the form is the chat template's.
+    """
+    requests: list[Request] = []
+    first = text.rfind("</think>") + len("</think>") if form.is_native and "</think>" in text else 0
+    for region in _regions(text, first, form):
+        if len(requests) == MAX_CALLS:
+            wrong = f"one turn calls at most {MAX_CALLS} tools; call again in the next"
+            return [*requests, Request("", "", wrong=wrong, place=region.place)]
+        if region.is_closed:
+            request = _read(region.content.strip(), form)
+        else:
+            last = form.finish.strip() if form.arguments == "python" else _last_tag(form)
+            request = Request("", region.content, wrong=f"the call does not end with {last}")
+        requests.append(replace(request, place=region.place))
+    return requests
+
+
+def _regions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
+    opening, closing = _first_tag(form), _last_tag(form)
+    if form.arguments == "python":
+        yield from _functions(text, first, form)
+    elif not opening:
+        yield from _objects(text, first, form)
+    at = text.find(opening, first) if opening and form.arguments != "python" else -1
+    while at >= 0:
+        start = at + len(opening)
+        inside = _object_end(text, start, closing or opening) if form.arguments in ("json", "quoted") else start
+        again = text.find(opening, inside)
+        end = text.find(closing, inside) if closing else (again if again >= 0 else len(text))
+        if end < 0 or 0 <= again < end:  # an opening tag inside begins anew
+            end = again if again >= 0 else len(text)
+            yield _Region(text[start:end].strip(), (at, end), is_closed=False)
+            at = again
+        else:
+            yield _Region(text[start:end], (at, end + len(closing)))
+            at = text.find(opening, end + len(closing))
+
+
+def _object_end(text: str, start: int, tag: str) -> int:
+    """Return the end of the object of JSON in a call, whose texts may hold tags; ``start`` where there is none."""
+    brace = text.find("{", start)
+    if brace < 0 or tag in text[start:brace]:
+        return start
+    try:
+        return _DECODER.raw_decode(text, brace)[1]
+    except (ValueError, RecursionError):
+        return start
+
+
+def _find_begin(text: str, first: int, form: CallForm) -> int:
+    """Return the place where calls begin, or -1. A bracket alone, which any text may have, counts before a call."""
+    begin = form.begin.strip()
+    if begin != "[":
+        return text.find(begin, first)
+    found = (_PYTHON_CALLS if form.arguments == "python" else _LISTED).search(text, first)
+    return found.start() if found else -1
+
+
+def _objects(text: str, first: int, form: CallForm) -> Iterator[_Region]:
+    """Objects of JSON one after another, after ``begin``; without one the turn has to begin with such a call."""
+    begin = form.begin.strip()
+    at = _find_begin(text, first, form)
+    if at < 0:
+        return
+    start = at + len(begin)
+    if not begin:
+        start += len(text[start:]) - len(text[start:].lstrip().removeprefix("<|python_tag|>"))
+    start += len(text[start:]) - len(text[start:].lstrip(_BETWEEN_OBJECTS + "["))
+    while text[start : start + 1] == "{":
+        try:
+            value, end = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            value, end = None, len(text)
+        if begin in ("", "[") and form.name_key[1] not in (_inner(value, form) or {}):
+            return
+        yield _Region(text[start:end], (at, end))
+        at, start = end, end + len(text[end:]) - len(text[end:].lstrip(_BETWEEN_OBJECTS))
+        if begin and text[start : start + 1] != "{" and (again := _find_begin(text, end, form)) >= 0:
+            at, start = again, again + len(begin)
+            start += len(text[start:]) - len(text[start:].lstrip(_BETWEEN_OBJECTS + "["))
+
+
+def _functions(text: str, first: int, form: CallForm) -> Iterator[_Region]:
+    """Calls of functions in Python, one after another between the two tags."""
+    begin, finish = form.begin.strip(), form.finish.strip()
+    at = _find_begin(text, first, form)
+    while at >= 0:
+        start = at + len(begin)
+        end = _end_of_code(text, start, finish)
+        if end < 0:
+            yield _Region(text[start:].strip(), (at, len(text)), is_closed=False)
+            return
+        source, place = text[start:end].strip(), (at, end + len(finish))
+        for number, part in enumerate(_parts(source)):
+            yield _Region(part, place if number == 0 else (place[1], place[1]))
+        at = _find_begin(text, place[1], form)
+
+
+def _parts(source: str) -> list[str]:
+    """Return the calls in Python's source, in lines or with commas between them."""
+    try:
+        lines = [one.value if isinstance(one, ast.Expr) else one for one in ast.parse(source).body]
+        each = [one for line in lines for one in (line.elts if isinstance(line, ast.Tuple) else [line])]
+        return [ast.get_source_segment(source, one) or "" for one in each]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [source]
+
+
+def _end_of_code(text: str, start: int, finish: str) -> int:
+    """Return the end of source: the first ``finish`` outside of texts and brackets, or the first at all, or -1."""
+    depth = 0
+    for found in re.finditer(rf"{_PYTHON_TEXT}|(?P<end>{re.escape(finish)})|[\[({{]|[\])}}]", text[start:]):
+        if found["end"] and depth == 0:
+            return start + found.start()
+        inside = found[0] if not found["end"] else found[0][0]
+        depth += (inside in "[({") - (inside in "])}")
+    return text.find(finish, start)
+
+
+def _first_tag(form: CallForm) -> str:
+    opening = form.tags[0]
+    if _HARMONY in opening:
+        return _HARMONY
+    found = _TAG.match(opening) if form.is_native else None
+    return found[0] if found else opening
+
+
+def _rest_of_opening(form: CallForm) -> str:
+    tag = _first_tag(form)
+    return form.tags[0].partition(tag)[2].strip() if tag else ""
+
+
+def _last_tag(form: CallForm) -> str:
+    closing = form.tags[1]
+    found = _TAG.findall(closing) if form.is_native else []
+    return found[-1] if found and closing.endswith(found[-1]) else closing
+
+
+def _read(content: str, form: CallForm) -> Request:
+    """Read the call between the tags."""
+    if form.arguments == "plain":
+        name, _, stated = content.partition(":")
+        return Request(name.strip(), stated.strip(), stated.strip())
+    if form.key is not None:
+        return _read_object(content, form, form.key)
+    if form.arguments == "python":
+        return _read_function(content)
+    content = content.removeprefix(_rest_of_opening(form))
+    if isinstance(form.arguments, Parameters):
+        return _read_parameters(content, form, form.arguments)
+    middle = form.middle.strip()
+    if _HARMONY in form.opening:  # models write what stands between in several orders
+        found = re.match(r"([\w.-]+)[^{]*?<\|message\|>", content)
+        name, stated = (found[1], content[found.end() :]) if found else ("", content)
+    elif middle:
+        name, _, stated = content.partition(middle)
+    else:
+        name, brace, stated = content.partition("{")
+        stated = brace + stated
+    return _read_json(_MARK.split(name, maxsplit=1)[0].strip(), stated)
+
+
+def _inner(call: Any, form: CallForm) -> dict[str, Any] | None:
+    """Return the object with the name and the arguments; None where there is none."""
+    outer = form.name_key[0]
+    inner = call.get(outer) if outer and isinstance(call, dict) else call
+    return inner if isinstance(inner, dict) else None
+
+
+def _read_object(content: str, form: CallForm, key: str) -> Request:
+    name = form.name_key[1]
+    try:
+        call = _inner(json.loads(content.removeprefix(_rest_of_opening(form))), form)
+    except (ValueError, RecursionError) as error:
+        return Request("", content, wrong=f"the call is no JSON ({error})")
+    if call is not None and isinstance(call.get(name), str):
+        arguments = call.get(key, {})
+        return _read_json(call[name], (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments))
+    return Request("", content, wrong=f'a call is {{"{name}": "...", "{key}": {{...}}}}')
+
+
+class _Constants(ast.NodeTransformer):
+    """Replaces JSON's names of constants, which models mix with those of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        named = {"true": True, "false": False, "null": None}
+        return ast.Constant(named[node.id]) if node.id in named else node
+
+
+def _read_function(content: str) -> Request:
+    """Read a call written as one of a function in Python, with keywords; its source is never run."""
+    try:
+        call = ast.parse(content, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            raise ValueError("it is no function with arguments by name")
+        arguments = {str(k.arg): ast.literal_eval(_Constants().visit(k.value)) for k in call.keywords}
+        stated = _written(arguments)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        return Request("", content, wrong=f"a call is name(argument=value, ...) ({error})")
+    return Request(ast.unparse(call.func), stated, arguments)
+
+
+def _written(arguments: Any) -> str:
+    """Arguments as JSON.
+
+    Raises:
+        ValueError: a value is no number (NaN, or too large), or a text holds half a surrogate pair.
+    """
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    written.encode()
+    return written
+
+
+def _read_json(name: str, stated: str) -> Request:
+    """Read a call whose arguments are an object of JSON, or the text of one."""
+    try:
+        arguments = _DECODER.raw_decode(stated.lstrip())[0]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        written = _written(arguments)
+    except (ValueError, RecursionError) as error:
+        return Request("", stated.strip(), wrong=f"the call is no JSON ({error})")
+    if not name or not isinstance(arguments, dict):
+        return Request("", stated.strip(), wrong="a call is a name and an object of JSON")
+    return Request(name, written, arguments)
+
+
+def _read_parameters(content: str, form: CallForm, around: Parameters) -> Request:
+    """Read a call whose arguments are written one by one."""
+    before, middle, after = (_loosely(text) for text in (around.before, around.middle, around.after))
+    rest_of_closing = _loosely(form.tags[1].removesuffix(_last_tag(form)))
+    one = f"{before}(?P<key>[^<>\\s]+?){middle}(?P<value>.*?){after}(?=\\s{{0,8}}(?:{before}|{rest_of_closing}\\Z))"
+    name = re.match(rf"\s*(?P<name>[^<>\s]+?){_loosely(form.middle)}(?=\s*(?:{before}|{rest_of_closing}\Z))", content)
+    if name is None:
+        return Request("", content, wrong=f"a call is {form.opening}NAME{form.middle}{around.before}...")
+    at, arguments = name.end(), dict[str, ArgumentText]()
+    for found in re.finditer(one, content[at:], re.DOTALL):
+        arguments[found["key"]] = ArgumentText(found["value"])
+        end = at + found.end()
+    rest = content[end:] if arguments else content[at:]
+    if not re.fullmatch(rf"\s*{rest_of_closing}\s*", rest):
+        return Request("", content, wrong=f"an argument is {around.before}NAME{around.middle}VALUE{around.after}")
+    return Request(name["name"], json.dumps(arguments, ensure_ascii=False), arguments)
+
+
+def _loosely(text: str) -> str:
+    """Return a pattern for the text in which white space may be more or less."""
+    return r"\s{0,8}".join(re.escape(word) for word in re.split(r"\s+", text))  # bounded, so that no text takes long

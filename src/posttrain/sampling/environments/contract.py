@@ -1,0 +1,240 @@
+"""The contract of an environment: a class whose ``reset`` begins an episode and whose public methods are tools.
+
+It is that of TRL's ``environment_factory``, so that a class written for it runs as it is:
+
+- It is made without arguments, once for each completion. (Keyword-only parameters with types are its options.)
+- ``reset(**row) -> str | None`` begins an episode. It gets the example's fields that it names (``id``, ``prompt``,
+  ``answer``, those of ``meta``, and ``seed``, the same for all completions of a group). The text that it returns
+  follows the prompt's last user message.
+- Every other public method is a tool: its parameters have types, it has a docstring, the model reads its result. The
+  model also reads its exceptions, which are recorded.
+- ``get_reward() -> float`` (optional): the reward ``environment``, read once, at the end.
+- ``get_turn_reward() -> float`` (optional): the reward ``turn_rewards``, read once after each turn with calls.
+- An attribute ``done`` (optional) that has become true ends the episode.
+- ``close()`` (optional) gives back resources.
+
+Methods may be async. One that raises ``EnvironmentFailed``, or fails in ``reset``, ``get_reward`` or
+``get_turn_reward``, or is needed again while a call of it hangs, is broken: that is no reward of 0, the episode is
+played again from the same seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from posttrain import registry
+from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.sections import Word
+from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.tools import Tool, make_tool, result_text
+from posttrain.types import Call, CallOutcome, Example, Message
+
+NO_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
+
+
+class EnvironmentFailed(Exception):
+    """Raised by an environment that is itself at fault (its server is down): the episode is played again."""
+
+
+@dataclass(frozen=True)
+class Toolset:
+    """The environment of a recipe, made anew for each completion, and its tools.
+
+    ``name`` is for messages; ``make`` is None where there are only tools.
+    """
+
+    name: str
+    make: Callable[[], Any] | None
+    tools: Mapping[str, Tool]
+    gives_reward: bool
+    pays_turns: bool = False
+
+    def open(self, pool: Pool, seconds: float) -> Session:
+        """Return the session of one completion; each of its calls runs in the pool, for at most ``seconds``."""
+        return Session(self, pool, seconds)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+
+def build_toolset(environment: Word | None, functions: Sequence[str] = ()) -> Toolset:
+    """Return the environment and the tools of a recipe, checked: one environment is made for that.
+
+    Raises:
+        UsageError: no such environment; a class without reset; a tool without types or docstring; two of one name.
+        UnallowedCode: code that is not allowed.
+    """
+    tools: dict[str, Tool] = {}
+    make, gives_reward, pays_turns, name = None, False, False, "tools"
+    if environment is not None:
+        name = environment.name
+        make = registry.find("environment", name, "environment").bind(environment.options, "environment")
+        place = f"environment {name!r}"
+        probe = registry.call("environment", make)
+        kind = type(probe)
+        if not callable(getattr(kind, "reset", None)):
+            raise UsageError(f"{place}: it has no method reset, which begins an episode; write reset(self, **row)")
+        gives_reward, pays_turns = (callable(getattr(kind, m, None)) for m in ("get_reward", "get_turn_reward"))
+        for base in reversed(kind.__mro__[:-1]):  # a base's methods first, in the order in which they are written
+            for method in (name for name, member in vars(base).items() if inspect.isfunction(member)):
+                function = getattr(kind, method)
+                if not method.startswith("_") and method not in NO_TOOLS and inspect.isfunction(function):
+                    tools[method] = make_tool(function, place, method=True)
+        if callable(getattr(kind, "close", None)) and not inspect.iscoroutinefunction(kind.close):
+            registry.call("environment", probe.close)
+    for index, path in enumerate(functions):
+        where = f"tools.{index}"
+        if ":" not in path:
+            raise RecipeError(f"{where}: a tool is a function of your own, named as module:function; got {path!r}")
+        tool = make_tool(registry.import_word("tool", path, where).function, f"{where}: {path}")
+        if tool.name in tools:
+            raise RecipeError(f"{where}: there is a tool named {tool.name!r} already; give this one another name")
+        tools[tool.name] = tool
+    if not tools:
+        raise UsageError(f"environment {name!r}: it has no public method that a model could call; write one")
+    return Toolset(name, make, tools, gives_reward, pays_turns)
+
+
+def refuse_unpaid(toolset: Toolset, rewards: Sequence[str]) -> None:
+    """Refuse rewards that the environment does not give.
+
+    Raises:
+        UsageError: with the method that is missing.
+    """
+    needed = {
+        "environment": ("get_reward", toolset.gives_reward),
+        "turn_rewards": ("get_turn_reward", toolset.pays_turns),
+    }
+    for reward, (method, is_there) in needed.items():
+        if reward in rewards and not is_there:
+            raise UsageError(f"rewards: {toolset.name!r} has no {method}, which the reward {reward} asks; write one")
+
+
+class Session:
+    """One episode: an environment of its own, its calls, and its ``failure``, if it is broken."""
+
+    def __init__(self, toolset: Toolset, pool: Pool, seconds: float) -> None:
+        self.toolset, self.pool, self.seconds = toolset, pool, seconds
+        self.environment: Any = None
+        self.failure = ""
+        self.num_late = 0
+        self._late: Job | None = None  # a call of the environment that has not come back
+        self._job: Job | None = None
+
+    def begin(self, example: Example, seed: int) -> None:
+        """Make the environment and reset it, in the background; ``opening`` waits for that."""
+        make = self.toolset.make
+        if make is None:
+            return
+
+        def reset() -> Any:
+            self.environment = make()
+            return self.environment.reset(**row_for(self.environment.reset, example, seed))
+
+        self._job = self.pool.submit(reset, self.seconds)
+
+    def opening(self) -> str:
+        """Return the text of reset, maybe empty; after an error ``failure`` is set."""
+        if self._job is None:
+            return ""
+        text = self._outcome(self._job, "reset")
+        if text is not None and not isinstance(text, str) and not self.failure:
+            what = type(text).__name__
+            self.failure = f"reset returned {what}, which is no text; return what the model is to read, or None"
+        return text if isinstance(text, str) else ""
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Job | None:
+        """Begin a call; return None and set ``failure`` where the environment is broken."""
+        if tool.method and not self._is_free(f"tool {tool.name!r}"):
+            return None
+        function = getattr(self.environment, tool.name) if tool.method else tool.function
+        return self.pool.submit(lambda: function(**arguments), self.seconds)
+
+    def answer(self, tool: Tool, stated: str, job: Job) -> Call:
+        """Wait for a call and return its result. ``failure`` is set where the environment is broken."""
+        self.pool.wait(job)
+        outcome: CallOutcome = "ok"
+        if not job.done:
+            outcome, text = "timeout", f"{tool.name} took longer than {self.seconds:g} seconds and was given up"
+            self.num_late += 1
+            self._late = job if tool.method else self._late
+        elif isinstance(job.error, EnvironmentFailed):
+            outcome, text = "failed", str(job.error)
+            self.failure = f"tool {tool.name!r}: {job.error}"
+        elif job.error is not None:
+            outcome, text = "failed", f"{type(job.error).__name__}: {job.error}"
+        else:
+            text = result_text(job.result)
+        return Call(tool.name, stated, result_text(text), outcome)
+
+    @property
+    def done(self) -> bool:
+        """True once the environment has ended the episode."""
+        return bool(getattr(self.environment, "done", False))
+
+    def reward(self) -> float | None:
+        """Return get_reward; None without one, or where the environment is broken, with ``failure`` set."""
+        return self._number("get_reward") if self.toolset.gives_reward else None
+
+    def turn_reward(self) -> float | None:
+        """Return get_turn_reward for the turn whose calls were run; None as ``reward``."""
+        return self._number("get_turn_reward") if self.toolset.pays_turns else None
+
+    def close(self) -> Job | None:
+        """Begin to close the environment; return None where there is nothing to do."""
+        closes = callable(getattr(self.environment, "close", None))
+        return self.pool.submit(self.environment.close, self.seconds) if closes else None
+
+    def _is_free(self, what: str) -> bool:
+        if self._late is not None and not self._late.done:
+            self.failure = f"{what} is needed while a call that took longer than {self.seconds:g} seconds still runs"
+        return not self.failure
+
+    def _number(self, method: str) -> float | None:
+        if self.failure or not self._is_free(method):
+            return None
+        value = self._outcome(self.pool.submit(getattr(self.environment, method), self.seconds), method)
+        if not self.failure and (not isinstance(value, Real) or not math.isfinite(float(value))):
+            self.failure = f"{method} returned {value!r:.80}, which is no finite number"
+        return None if self.failure else float(value)
+
+    def _outcome(self, job: Job, what: str) -> Any:
+        self.pool.wait(job)
+        if not job.done:
+            self.failure = f"{what} took longer than {self.seconds:g} seconds (rollout.tool_seconds)"
+        elif job.error is not None:
+            self.failure = f"{what} raised {type(job.error).__name__}: {job.error}"
+        return job.result
+
+
+def row_for(reset: Callable[..., Any], example: Example, seed: int) -> dict[str, Any]:
+    """Return the example's fields and the seed that ``reset`` names; all, if it takes any."""
+    fields = {
+        **{name: value for name, value in example.meta.items() if name.isidentifier()},
+        "id": example.id,
+        "prompt": [{"role": message.role, "content": message.content} for message in example.messages],
+        "answer": example.answer,
+        "seed": seed,
+    }
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return fields
+    return {parameter.name: fields[parameter.name] for parameter in parameters if parameter.name in fields}
+
+
+def opened(example: Example, text: str) -> list[Message]:
+    """Return the messages of an example with an environment's opening appended to the last one of the user."""
+    messages = list(example.messages)
+    if text.strip():
+        last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+        if last is None:
+            return [*messages, Message("user", text)]
+        content = messages[last].content
+        messages[last] = Message("user", f"{content}\n\n{text}" if content.strip() else text)
+    return messages

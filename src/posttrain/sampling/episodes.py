@@ -1,0 +1,266 @@
+"""Rollouts of several turns, which an environment opens and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.render import Template, decode_response, encode_prompt
+from posttrain.data.render.assistant import ReplyFrame, reply_frame
+from posttrain.data.render.calls import CallForm
+from posttrain.data.render.template_calls import call_form
+from posttrain.errors import UsageError
+from posttrain.recipes.recipe import Recipe
+from posttrain.registry import suggest
+from posttrain.sampling.base import Engine, Episode, Reply, Sampling
+from posttrain.sampling.environments.calls import Request, read_calls
+from posttrain.sampling.environments.contract import Session, Toolset, build_toolset, opened, refuse_unpaid
+from posttrain.sampling.environments.pool import Job, Pool
+from posttrain.sampling.environments.tools import describe_tools
+from posttrain.types import Call, Completion, Example, Finish, Message, Turn
+from posttrain.world import ONE, World
+
+MAX_LATE = 2  # calls of a completion that may take too long: with this one it ends
+
+Place = tuple[int, int]  # (number of the prompt, number of the completion)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The environment, tools and limits of completions of several turns.
+
+    ``template`` shows the tools, in ``form``; ``frame`` encodes a reply. Each call has ``tool_seconds``. Where the
+    environment fails the episode is played again, ``retries`` times.
+    """
+
+    toolset: Toolset
+    template: Template
+    form: CallForm
+    frame: ReplyFrame
+    max_turns: int
+    tool_seconds: float
+    retries: int
+    max_turn_tokens: int | None = None
+
+
+def build_stage(recipe: Recipe, template: Template, tokenizer: Any) -> Stage | None:
+    """Return the stage of a resolved recipe; None for one whose completions have one turn.
+
+    Raises:
+        UsageError: an environment or tool that cannot be used, or a chat template that rewrites history.
+    """
+    options = recipe.rollout
+    if options is None or (recipe.environment is None and not recipe.tools):
+        return None
+    toolset = build_toolset(recipe.environment, recipe.tools or ())
+    form = call_form(tokenizer, template)
+    if options.show_tools:
+        template = show_tools(template, toolset.schemas, form)
+    refuse_unpaid(toolset, [word.name for word in recipe.rewards])
+    assert options.max_turns is not None, "resolved"
+    assert options.tool_seconds is not None, "resolved"
+    assert options.retries is not None, "resolved"
+    frame = reply_frame(tokenizer, template)
+    limits = (options.max_turns, options.tool_seconds, options.retries, options.max_turn_tokens)
+    return Stage(toolset, template, form, frame, *limits)
+
+
+def show_tools(template: Template, schemas: Sequence[Mapping[str, Any]], form: CallForm) -> Template:
+    """Return the template with the tools in its prompts: written by the chat template, or in a system message."""
+    if form.is_native:
+        variables = {**template.variables, "tools": list(schemas)}
+
+        def natively(messages: Sequence[Message], tokenizer: Any, own: Mapping[str, Any] | None = None) -> Any:
+            return template.prompt(messages, tokenizer, {**variables, **(own or {})})
+
+        return replace(template, prompt=natively, variables=variables)
+    described = describe_tools(schemas)
+
+    def described_first(messages: Sequence[Message], tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Any:
+        own = [message.content for message in messages[:1] if message.role == "system"]
+        told = [Message("system", "\n\n".join([described, *own]))] if messages else []
+        return template.prompt([*told, *messages[len(own) :]], tokenizer, *([variables] if variables else []))
+
+    return replace(template, prompt=described_first)
+
+
+@dataclass(slots=True)
+class _Actor:
+    """A completion under way, with its session."""
+
+    session: Session
+    prompt: Sequence[int]  # ids before the next turn
+    turns: list[Turn] = field(default_factory=list)
+    text: str = ""
+    last: int | None = None
+    requests: list[Request] = field(default_factory=list)
+    first: Job | Call | None = None  # the job of the first request, or its result where it cannot begin
+    finish: Finish | None = None
+
+
+class Cast:
+    """Answers the turns of many completions (``engines.base.Respondent``)."""
+
+    def __init__(self, stage: Stage, tokenizer: Any, actors: Mapping[Place, _Actor]) -> None:
+        self.stage, self.tokenizer, self.actors = stage, tokenizer, actors
+
+    def hear(self, prompt: int, sample: int, turn: Sequence[int], finish: Finish) -> None:
+        """Read the calls of a turn, and begin the first."""
+        actor = self.actors[prompt, sample]
+        actor.text = decode_response(self.tokenizer, self.stage.template, turn, actor.prompt)
+        actor.last = turn[-1] if len(turn) else None
+        actor.requests, actor.first, actor.finish = [], None, None
+        if finish == "stop":  # of a turn that was cut off nothing may be what was meant
+            actor.requests = read_calls(actor.text.removeprefix(self.stage.template.opening), self.stage.form)
+        if actor.requests:
+            actor.first = self._begin(actor, actor.requests[0])
+        else:
+            actor.finish = finish
+            actor.turns.append(Turn(actor.text))
+
+    def reply(self, prompt: int, sample: int) -> Reply:
+        """Wait for the calls, and return their results."""
+        actor = self.actors[prompt, sample]
+        if actor.finish is not None:
+            return Reply(finish=actor.finish)
+        calls, session = list[Call](), actor.session
+        for number, request in enumerate(actor.requests):
+            begun = self._begin(actor, request) if number else actor.first
+            if isinstance(begun, Job):
+                begun = session.answer(self.stage.toolset.tools[request.tool], request.stated, begun)
+            assert begun is not None, "``hear`` began the first"
+            calls.append(begun)
+            if session.failure or session.num_late >= MAX_LATE or session.done:
+                actor.finish = "tool_failed" if session.num_late >= MAX_LATE else "ended"
+                break
+        actor.turns.append(Turn(actor.text, tuple(calls), session.turn_reward()))
+        if session.failure:
+            actor.finish = "environment_failed"
+        elif actor.finish is None and len(actor.turns) >= self.stage.max_turns:
+            actor.finish = "out_of_turns"
+        if actor.finish is not None:
+            return Reply(finish=actor.finish)
+        frame, template = self.stage.frame, self.stage.template
+        results, tags = [call.result for call in calls], self.stage.form.results
+        actor.prompt = tuple(frame.encode(self.tokenizer, template, results, tags, actor.last))
+        return Reply(actor.prompt)
+
+    def _begin(self, actor: _Actor, request: Request) -> Job | Call:
+        """Begin a call; return its job, or the result where it cannot begin."""
+        tools = self.stage.toolset.tools
+        if request.wrong:
+            return Call(request.tool, request.stated, request.wrong, "malformed")
+        if request.tool not in tools:
+            known = f"there is no tool {request.tool!r}.{suggest(request.tool, tools)} There are: {', '.join(tools)}"
+            return Call(request.tool, request.stated, known, "unknown")
+        try:
+            arguments = tools[request.tool].read(request.arguments)
+        except ValueError as error:
+            return Call(request.tool, request.stated, str(error), "malformed")
+        job = actor.session.call(tools[request.tool], arguments)
+        return job or Call(request.tool, request.stated, actor.session.failure, "failed")
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The completions of some prompts, played; ``seeds`` are those of the prompts, shared by their completions.
+
+    Args:
+        room: tokens that a prompt may have.
+    """
+
+    stage: Stage
+    engine: Engine
+    tokenizer: Any
+    sampling: Sampling
+    room: int
+    world: World = ONE
+
+    def play(
+        self, examples: Sequence[Example], keys: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> list[list[Episode]]:
+        """Return one episode per key, grouped by prompt.
+
+        Raises:
+            UsageError: an environment opens a group's episodes with different texts.
+        """
+        episodes: dict[Place, Episode] = {}
+        openings: dict[int, str] = {}
+        failures: dict[Place, list[str]] = {(i, g): [] for i, row in enumerate(keys) for g in range(len(row))}
+        pending = list(failures)
+        with Pool() as pool:
+            for attempt in range(self.stage.retries + 1):
+                if attempt and not self.world.agree(bool(pending), "episodes that are played again"):
+                    break
+                for place, episode in self._attempt(pool, pending, examples, keys, seeds, openings).items():
+                    failures[place] += episode.failures
+                    episodes[place] = replace(episode, failures=tuple(failures[place]))
+                pending = [place for place in pending if episodes[place].completion.finish == "environment_failed"]
+        return [[episodes[i, g] for g in range(len(row))] for i, row in enumerate(keys)]
+
+    def _attempt(
+        self,
+        pool: Pool,
+        places: Sequence[Place],
+        examples: Sequence[Example],
+        keys: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        openings: dict[int, str],
+    ) -> dict[Place, Episode]:
+        """Play the completions at these places once, from the beginning."""
+        sessions = {place: self.stage.toolset.open(pool, self.stage.tool_seconds) for place in places}
+        for (i, _), session in sessions.items():
+            session.begin(examples[i], seeds[i])
+        prompts = {(i, g): self._open(session, examples[i], i, openings) for (i, g), session in sessions.items()}
+        going = [place for place in places if not sessions[place].failure]
+        rows = {i: [g for n, g in going if n == i] for i in dict.fromkeys(i for i, _ in going)}
+        actors, of_place = {}, {}
+        for n, (i, samples) in enumerate(rows.items()):
+            for k, g in enumerate(samples):
+                actors[n, k] = of_place[i, g] = _Actor(sessions[i, g], prompts[i, g])
+        said = self.engine.converse(
+            [prompts[i, samples[0]] for i, samples in rows.items()],
+            [[keys[i][g] for g in samples] for i, samples in rows.items()],
+            self.sampling,
+            Cast(self.stage, self.tokenizer, actors),
+        )
+        completions = {
+            (i, g): one
+            for (i, samples), row in zip(rows.items(), said, strict=True)
+            for g, one in zip(samples, row, strict=True)
+        }
+        nothing = Completion((), (), "environment_failed", self.engine.version, ())
+        episodes = {}
+        for place, session in sessions.items():
+            played = self._result(prompts[place], completions.get(place, nothing), session, of_place.get(place))
+            messages = tuple(opened(examples[place[0]], openings.get(place[0], "")))
+            episodes[place] = replace(played, messages=messages)
+        for closing in [session.close() for session in sessions.values()]:
+            if closing is not None:  # the next to be played may need the place, or what it holds
+                pool.wait(closing)
+        return episodes
+
+    def _open(self, session: Session, example: Example, number: int, openings: dict[int, str]) -> list[int]:
+        """Return the prompt with the environment's opening of the episode."""
+        text = session.opening()
+        if session.failure:
+            return encode_prompt(self.tokenizer, self.stage.template, example.messages, example.variables)
+        if openings.setdefault(number, text) != text:
+            raise UsageError(
+                f"environment {self.stage.toolset.name!r}: reset returned different texts for the same row and seed "
+                f"(example {example.id!r}), and a group is compared on one prompt; let all that reset draws follow "
+                "from its seed"
+            )
+        ids = encode_prompt(self.tokenizer, self.stage.template, opened(example, text), example.variables)
+        if len(ids) > self.room:
+            session.failure = f"with its opening the prompt has {len(ids)} tokens, and {self.room} have room"
+        return ids
+
+    def _result(self, prompt: Sequence[int], completion: Completion, session: Session, actor: _Actor | None) -> Episode:
+        reward = session.reward()
+        turns = tuple(actor.turns) if actor is not None else ()
+        if session.failure:
+            completion = replace(completion, finish="environment_failed")
+        failures = (session.failure,) if session.failure else ()
+        return Episode(tuple(prompt), completion, turns, reward, failures)

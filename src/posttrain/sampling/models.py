@@ -1,0 +1,184 @@
+"""Models by name, opened with a template, a grader and an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain import registry
+from posttrain.data.render.template import build_template
+from posttrain.errors import UsageError
+from posttrain.models.config import context_length
+from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ModelSection, RewardWord, Word
+from posttrain.sampling.rollout import Grader, Sampler, build_grader
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_TEMPLATE = Word(name="r1_zero")
+NATIVE = Word(name="native")
+
+Dtype = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model by name (``runs.models.find_source``).
+
+    ``label`` is its name in tables, ``path`` is loaded. ``run`` and ``recipe`` are there for a run or a checkpoint.
+    """
+
+    name: str
+    label: str
+    path: str
+    run: Path | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def template(self) -> Word:
+        """The template of its training."""
+        return self.recipe.prompt.template if self.recipe is not None else DEFAULT_TEMPLATE
+
+    @property
+    def max_tokens(self) -> int:
+        """The limit of its answers in its run."""
+        if self.recipe is None:
+            return DEFAULT_MAX_TOKENS
+        trained = self.recipe.rollout.max_tokens if self.recipe.rollout is not None else None
+        return self.recipe.eval.max_tokens or trained or DEFAULT_MAX_TOKENS
+
+    @property
+    def is_scorer(self) -> bool:
+        """True if its run trained a reward model, and not a policy."""
+        return self.recipe is not None and self.recipe.trains_scorer
+
+    def section(self, dtype: Dtype | None = None, device: Device | None = None) -> ModelSection:
+        """Return the options of loading: those of its run, changed by those given here."""
+        own: dict[str, Any] = {}
+        if self.recipe is not None:
+            trained = self.recipe.model
+            own = {"dtype": trained.dtype, "device": trained.device, "trust_remote_code": trained.trust_remote_code}
+        changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+        return ModelSection(name=self.path, **(own | changes))
+
+    def refuse_scorer(self) -> None:
+        """Raise ``UsageError`` if the run trained a reward model."""
+        if self.recipe is not None and self.is_scorer:
+            raise UsageError(
+                f"{self.name}: this run trained a reward model ({self.recipe.objective.name}); it scores answers and "
+                f"writes none. Measure it with: posttrain evaluate {self.name}"
+            )
+
+
+def plays(source: ModelSource, template: Word | None) -> bool:
+    """Return True if an environment answers the model's turns: its run's, under its own template."""
+    recipe = source.recipe
+    if recipe is None or recipe.rollout is None or (recipe.environment is None and not recipe.tools):
+        return False
+    return template is None or template.name == source.template.name
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint of a path: itself, or the folder of a quantized copy."""
+    return path.parent if path.name in QUANTIZED_FOLDERS.values() else path
+
+
+@dataclass(frozen=True)
+class OpenedModel(Sampler):
+    """A loaded model. ``model`` is None where the engine samples in another process."""
+
+    source: ModelSource
+    model: Any
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    def with_template(self, template: Word | None) -> OpenedModel:
+        """Return the model under another template (None: its own, with its run's rewards)."""
+        return replace(self, grader=grader_for(self.source, template), stage=None)
+
+    def on_stage(self, template: Word | None) -> OpenedModel:
+        """Return the model with its run's environment and tools where it has any and keeps its template.
+
+        Raises:
+            UnallowedCode: they are code that the run's recipe names, and nobody allowed it.
+            UsageError: they cannot be used here.
+        """
+        plain, recipe = self.with_template(template), self.source.recipe
+        if recipe is None or not plays(self.source, template):
+            return plain
+        from posttrain.sampling.episodes import build_stage
+
+        stage = build_stage(recipe, plain.grader.template, self.tokenizer)
+        assert stage is not None, "it plays"
+        return replace(plain, grader=replace(plain.grader, template=stage.template), stage=stage)
+
+
+def open_model(
+    source: ModelSource,
+    template: Word | None = None,
+    *,
+    engine: Word = NATIVE,
+    dtype: Dtype | None = None,
+    device: Device | None = None,
+) -> OpenedModel:
+    """Load a model with the template of its training (``template`` None), or another.
+
+    For an engine that samples elsewhere the tokenizer alone is loaded, and its option ``checkpoint`` names the model.
+
+    Raises:
+        UsageError: no such model, one that cannot be loaded, or a reward model.
+    """
+    source.refuse_scorer()
+    section = source.section(dtype, device)
+    grader = grader_for(source, template)
+    entry = registry.find("engine", engine.name, "--engine")
+    options = dict(engine.options)
+    if "checkpoint" in entry.options_model.model_fields:
+        options.setdefault("checkpoint", resolve_model_name(source.path))
+    build = entry.bind(options, "--engine")
+    if entry.traits.get("needs_model", True):
+        loaded = load_model(section, seed=0)
+        model, tokenizer = loaded.model, loaded.tokenizer
+    else:
+        model, tokenizer = None, load_tokenizer(source.path, trust_remote_code=section.runs_remote_code)
+    built = build(model, tokenizer)
+    context_tokens = built.context_tokens if model is None else context_length(model.config)
+    return OpenedModel(built, tokenizer, grader, context_tokens, source, model)
+
+
+def grader_for(source: ModelSource, template: Word | None) -> Grader:
+    """Return the grader under a template, with the run's rewards if it is the run's own.
+
+    Rewards that are models are left out (a policy can be asked where its judge is gone), and so is code that a stored
+    recipe names and that is not allowed (see ``check_rewards``).
+    """
+    word = template or source.template
+    own = source.recipe is not None and word.name == source.template.name
+    rewards = source.recipe.rewards if own and source.recipe is not None else [RewardWord(name="correct")]
+    known = [(reward, registry.traits_of("reward", reward.name)) for reward in rewards]
+    plain = [reward for reward, traits in known if traits is not None and not traits.get("asks_a_model")]
+    return build_grader(plain, build_template(word, "template"))
+
+
+def check_rewards(source: ModelSource, template: Word | None) -> None:
+    """Refuse to measure a run's rewards without one of them.
+
+    Raises:
+        UnallowedCode: one is code that the run's recipe names, and it is not allowed.
+    """
+    if source.recipe is not None and (template is None or template.name == source.template.name):
+        for index, reward in enumerate(source.recipe.rewards):
+            registry.find("reward", reward.name, f"rewards.{index}")
+
+
+def complete_template(template: Word | None, source: ModelSource) -> Word | None:
+    """Add options (``--template.preamble``) to the run's own template, if that or no other is named."""
+    own = source.template
+    if template is None or template.name not in ("", own.name):
+        return template
+    return Word(name=own.name, **(own.options | template.options))

@@ -1,0 +1,307 @@
+"""The engine in the trainer's process: samples with the trainer's own weights, by reference.
+
+Nothing is copied, synchronized or merged: every generation reads the parameters where they are. There are a fast path
+for one family of blocks, a reference path over the model's own modules for every architecture, and a plain path for
+models whose state is not keys and values. Their log-probabilities, compared with the model's own forward pass, decide
+which one samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from posttrain.errors import EngineMismatch, PosttrainError, first_line
+from posttrain.models.config import context_length, find_switches
+from posttrain.models.forward.precision import full_precision
+from posttrain.registry import register
+from posttrain.sampling.base import (
+    Conversation,
+    Engine,
+    Groups,
+    Respondent,
+    Sampling,
+    begin,
+    check_prompts,
+    check_sampling,
+    num_tokens_of,
+)
+from posttrain.sampling.native.cache import Decoder, LayerShape
+from posttrain.sampling.native.lean import LeanDecoder
+from posttrain.sampling.native.probe import probe, probe_lengths
+from posttrain.sampling.native.schedule import Schedule, check_finite
+
+Path = Literal["lean", "modules", "plain", "reread"]
+PROBED_TOKENS = 64  # of a row, at least
+PATHS: dict[Path, str] = {
+    "lean": "the fast path",
+    "modules": "the model's own modules over a shared cache",
+    "plain": "the model's own cache, prompts of one length at a time",
+    "reread": "no cache: every token reads all tokens before it",
+}
+_OWN_FORWARD = ("plain", "reread")  # paths with the model's own forward pass from beginning to end
+
+
+@register("engine")
+def native(
+    model: Any,
+    tokenizer: Any,
+    *,
+    slots: Annotated[int, Field(ge=1)] = 64,
+) -> Engine:
+    """Sample in this process with the trainer's own weights: no copy, no synchronization.
+
+    Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
+    log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
+    log-probabilities equal the model's; every other architecture samples through its own modules.
+    """
+    engine = NativeEngine(model, slots=slots)
+    engine.num_tokens = num_tokens_of(tokenizer)
+    return engine
+
+
+class NativeEngine(Engine):
+    """See ``native``. ``model`` is a transformers causal language model, or a peft one around it.
+
+    ``path``: ``lean`` takes the fast path where it computes what the model does, ``modules`` never takes it.
+    """
+
+    def __init__(self, model: Any, *, slots: int = 64, path: Literal["lean", "modules"] = "lean") -> None:
+        self.model, self.slots, self.wanted = model, slots, path
+        self._chosen: dict[Any, tuple[Path, list[LayerShape]]] = {}
+        self._known_notices: set[str] = set()
+        self.num_tokens: int | None = None  # of the tokenizer; ids beyond them are not drawn
+        # Ends the rows of a prompt whose answers are no longer awaited, with ``length``.
+        self.is_abandoned: Callable[[int], bool] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The decoding path of the model as it is now (found by a probe, once)."""
+        with sampling_mode(self.model):
+            return self._choose(PROBED_TOKENS)[0]
+
+    @property
+    def context_tokens(self) -> int:
+        return context_length(self.model.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """See ``Engine.generate``. The model's training mode is as before afterwards.
+
+        Raises:
+            UsageError: an empty prompt, one that leaves no room in the model's context, an id
+                outside the vocabulary, or sampling options out of range.
+            EngineMismatch: no path computes what the model computes.
+            RunFailure: the model's logits are not finite.
+        """
+        assert len(prompts) == len(keys), f"{len(prompts)} prompts but keys for {len(keys)}"
+        context = sampling.within(self.context_tokens)
+        check_sampling(sampling)
+        check_prompts(prompts, context, self.vocab_size)
+        groups = begin(prompts, keys, sampling.max_tokens, context)
+        self._sample(prompts, [row for group in groups for row in group], sampling)
+        return [[row.completion(self.version) for row in group] for group in groups]
+
+    def _converse(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[Conversation], sampling: Sampling, respondent: Respondent
+    ) -> int:
+        check_prompts(prompts, self.context_tokens, self.vocab_size)
+        with sampling_mode(self.model):
+            reads_anew = bool(rows) and self._choose(_reach(prompts, rows))[0] in _OWN_FORWARD
+        if reads_anew:
+            return super()._converse(prompts, rows, sampling, respondent)
+        self._sample(prompts, rows, sampling, respondent)
+        return self.version
+
+    def _sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        sampling: Sampling,
+        respondent: Respondent | None = None,
+    ) -> None:
+        """Complete every row."""
+        if not rows:
+            return
+        reach = _reach(prompts, rows)
+        if self.num_tokens is not None and self.num_tokens < self.vocab_size:
+            sampling = replace(sampling, num_tokens=self.num_tokens)
+            self._say(
+                f"the model has {self.vocab_size:,} ids and its tokenizer text for {self.num_tokens:,}; the others are "
+                "never sampled"
+            )
+        with sampling_mode(self.model):
+            path, shapes = self._choose(reach)
+            if path in _OWN_FORWARD:
+                from posttrain.sampling.native.modules import sample_plainly
+
+                sample_plainly(self.model, prompts, rows, sampling, self.slots, is_cached=path == "plain")
+            else:
+                decoder = self._bind(path, shapes, reach)
+                work = (decoder, prompts, rows, sampling, self.slots)
+                with torch.inference_mode(decoder.name == "lean"):
+                    if respondent is None:
+                        schedule = Schedule(*work)
+                        schedule.is_abandoned = self.is_abandoned
+                    else:
+                        from posttrain.sampling.native.turns import Turns
+
+                        schedule = Turns(*work, respondent=respondent, vocab_size=self.vocab_size)
+                    schedule.run()
+        for row in rows:
+            check_finite(row)
+
+    def _bind(self, path: Path, shapes: list[LayerShape] | None, reach: int) -> Decoder:
+        """Return the path over the parameters of this moment, for positions below ``reach``.
+
+        Raises:
+            EngineMismatch: the fast path is not for this model.
+        """
+        if path == "modules":
+            from posttrain.sampling.native.modules import ModulesDecoder  # which few models need
+
+            return ModulesDecoder(self.model, shapes)
+        if _has_hooks(self.model):  # they see the modules' own forward only, so a model that has some keeps it
+            raise EngineMismatch("its modules have hooks")
+        decoder = LeanDecoder.bind(self.model, reach)
+        if decoder is None:
+            raise EngineMismatch(
+                "its blocks are not those of Qwen3, Qwen2 or Llama with plain weights or LoRA and no sliding window"
+            )
+        return decoder
+
+    def _choose(self, reach: int) -> tuple[Path, list[LayerShape]]:
+        """Return the path for rows of ``reach`` tokens of the model as it is built now.
+
+        It is probed where the structure is new, or the rows are the first to get past a switch of the configuration.
+        """
+        reach = min(context_length(self.model.config), max(reach, PROBED_TOKENS))
+        switches = find_switches(self.model.config, reach)
+        structure = _structure(self.model), switches
+        if structure not in self._chosen:
+            self._chosen[structure] = self._probe_paths(reach, probe_lengths(switches, reach))
+        return self._chosen[structure]
+
+    def _probe_paths(self, reach: int, batches: list[tuple[int, ...]]) -> tuple[Path, list[LayerShape]]:
+        reasons: dict[Path, str] = {}
+        for path, what in PATHS.items():
+            if path == "lean" and self.wanted == "modules":
+                continue
+            shapes: list[LayerShape] = []
+            try:
+                with _probing():
+                    self._probe(path, reach, batches, shapes)
+            except EngineMismatch as reason:
+                reasons[path] = str(reason)
+            else:
+                if reasons:
+                    faster = list(reasons.values())[-1]
+                    self._say(f"sampling takes a slower path, {what}: of the faster one, {faster}")
+                return path, shapes
+        shorter = ""
+        if len(batches) > 1:
+            longest = min(max(lengths) for lengths in batches[1:])
+            shorter = (
+                f". Rows of this run may have {reach} tokens and get past a window, a chunk or another scale of "
+                f"positions that the configuration names; keep them well below {longest} (prompt.max_prompt_tokens, "
+                "rollout.max_tokens)"
+            )
+        raise EngineMismatch(
+            f"{type(self.model).__name__}: the native engine cannot sample from this architecture. "
+            f"{'; '.join(f'{PATHS[path]}: {reason}' for path, reason in reasons.items())}{shorter}"
+        )
+
+    def _probe(self, path: Path, reach: int, batches: list[tuple[int, ...]], shapes: list[LayerShape]) -> None:
+        """Compare a path with the model, and fill ``shapes``.
+
+        Raises:
+            EngineMismatch: its log-probabilities are not the model's.
+        """
+        if path in _OWN_FORWARD:
+            from posttrain.sampling.native.modules import probe_plainly
+
+            lengths = [length for batch in batches for length in batch]
+            found = [probe_plainly(self.model, reach, lengths, is_cached=path == "plain")]
+        else:
+            decoder = self._bind(path, None, reach)
+            shapes += decoder.shapes
+            found = [probe(self.model, decoder, reach, batches[0])]
+            for batch in batches[1:]:
+                try:
+                    found.append(probe(self.model, decoder, reach, batch))
+                except torch.OutOfMemoryError:  # of logits at every position; a run that has room may sample
+                    tokens = max(batch)
+                    self._say(f"for rows of {tokens} tokens there is no memory to compare the sampler with the model")
+        difference, tolerance = max(found, key=lambda one: one[0] - one[1])
+        if difference > tolerance:
+            raise EngineMismatch(
+                f"its log-probabilities differ by {difference:.1e} from the model's own forward (at most "
+                f"{tolerance:.1e} is allowed)"
+            )
+
+    def _say(self, line: str) -> None:
+        if line not in self._known_notices:
+            self._known_notices.add(line)
+            self._notices = (*self._notices, line)
+
+
+def _reach(prompts: Sequence[Sequence[int]], rows: Sequence[Conversation]) -> int:
+    """Return the largest number of tokens that any of ``rows`` may have, with its prompt."""
+    return max(len(prompts[row.prompt]) + row.limit for row in rows)
+
+
+@contextmanager
+def _probing() -> Iterator[None]:
+    """Compute in full precision; an error of a library, which may raise anything, is a mismatch.
+
+    Binding multiplies, too: transformers 5.17 makes the angles of rotary embedding by a product.
+    """
+    with full_precision():
+        try:
+            yield
+        except (PosttrainError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise EngineMismatch(f"it ends in {type(error).__name__}: {first_line(error)}") from error
+
+
+@contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """Set evaluation mode, no gradients, no autocast; every module's own mode is put back.
+
+    cuDNN's attention is off: it makes a plan for every shape, some 100 ms, and a cache is wider with every token.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device_type = next(model.parameters()).device.type
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        model.eval()
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        for module, training in modes:
+            module.training = training
+
+
+def _structure(model: Any) -> Any:
+    """Return the facts on which a path depends besides the parameters' values: modules, dtype, device, hooks."""
+    parameter = next(model.parameters())
+    kinds = tuple((name, type(module)) for name, module in model.named_modules())
+    return kinds, parameter.dtype, parameter.device, _has_hooks(model)
+
+
+def _has_hooks(model: Any) -> bool:
+    """Return True if anything watches or replaces the forward pass of a module."""
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
+    )

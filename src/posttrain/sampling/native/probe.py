@@ -1,0 +1,91 @@
+"""The comparison of a decoding path with the model, on a few ragged sequences, before the path is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.randomness import generator
+from posttrain.sampling.native.cache import Decoder, Prefix, SharedPrefixes, SlotCache
+
+PROMPT_TOKENS = (7, 3, 60)
+STEPS = 4
+LEAST_PAST = 16  # tokens of a row behind a switch of the configuration
+
+
+def probe_lengths(switches: tuple[int, ...], reach: int) -> list[tuple[int, ...]]:
+    """Return batches of prompt lengths: one of 64 tokens with what is decoded, then past each switch and across it.
+
+    Past a window by half of it, where rows of ``reach`` tokens get so far: a few tokens of thousands change little.
+    """
+    batches: list[tuple[int, ...]] = [PROMPT_TOKENS]
+    for switch in switches:
+        past = min(switch + max(switch // 2, LEAST_PAST), reach - STEPS)
+        batches.append((max(past, 1), max(switch - 1, 1), min(PROMPT_TOKENS)))
+    return batches
+
+
+def probe(
+    model: Any, decoder: Decoder, context: int, prompt_tokens: Sequence[int] = PROMPT_TOKENS
+) -> tuple[float, float]:
+    """Return the largest difference in log-probability between ``decoder`` and ``model``'s own forward.
+
+    The caller sees to full precision: TF32 rounds the same function in two orders by more than a wrong function may
+    differ. Prompts of different lengths are prefilled, decoded side by side for a few steps
+    with given tokens, and every step's full distribution is compared.
+
+    Returns:
+        (difference, tolerance), both in nats. The tolerance follows the spread of the logits, so
+        that a freshly initialized model, whose distribution is almost uniform, is held to it too.
+    """
+    steps = min(STEPS, max(1, context // 2))
+    lengths = [max(1, min(n, context - steps)) for n in prompt_tokens]
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    numbers = generator(0, "engine probe").integers(0, vocab_size, (len(lengths), max(lengths) + steps))
+    rows = [numbers[i, : n + steps].tolist() for i, n in enumerate(lengths)]
+    ways = [_decode(decoder, rows, steps, share=share) for share in ([False, True] if decoder.can_share else [False])]
+    difference = spread = 0.0
+    for i, row in enumerate(rows):
+        ids = torch.tensor([row[:-1]], device=decoder.device)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        expected = logits[-steps:].log_softmax(-1)
+        difference = max(difference, *(largest(expected - logprobs[i]) for logprobs in ways))
+        spread = max(spread, float(expected.std(-1).max()))
+    return difference, tolerance_of(decoder.shapes[0].dtype, spread)
+
+
+def _decode(decoder: Decoder, rows: list[list[int]], steps: int, *, share: bool) -> Tensor:
+    """Return log-probabilities ``[rows, steps, V]`` after each of the last ``steps`` tokens of a row but its last.
+
+    The tokens before these are prefilled. ``share``: a prompt is kept once for all its rows.
+    """
+    device, names = decoder.device, list(range(len(rows)))
+    bodies = [row[: -steps - 1] for row in rows]
+    longest = max(map(len, bodies))
+    shared = SharedPrefixes(decoder.shapes, len(rows), device) if share else None
+    layout: dict[str, Any] = {"device": device, "transposed": decoder.transposed, "shared": shared}
+    cache = SlotCache(decoder.shapes, len(rows), longest + steps + 1, **layout)
+    cache.reserve(longest)
+    prefix = decoder.prefill([body or [0] for body in bodies])
+    cache.place(Prefix(prefix.keys, prefix.values, [len(body) for body in bodies]), names, names)
+    cache.refresh(len(rows))
+    logprobs = []
+    for step in range(steps):
+        tokens = torch.tensor([row[step - steps - 1] for row in rows], device=device)
+        positions = torch.tensor([len(body) + step for body in bodies], device=device)
+        logprobs.append(decoder.decode(tokens, positions, cache).float().log_softmax(-1))
+        cache.advance()
+    return torch.stack(logprobs, 1)
+
+
+def largest(difference: Tensor) -> float:
+    """Return the largest absolute entry; NaN, which compares as nothing, counts as infinite."""
+    return float(torch.nan_to_num(difference.abs(), nan=float("inf")).max())
+
+
+def tolerance_of(dtype: torch.dtype, spread: float) -> float:
+    """Return the allowed difference in nats for logits of this standard deviation."""
+    return 1e-2 + 0.1 * spread if dtype.itemsize < 4 else 1e-5 + 1e-3 * spread

@@ -1,0 +1,70 @@
+"""The engine ``vllm``: a vLLM server is asked in an evaluation, and follows the weights in training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.option_types import ServerUrl
+from posttrain.registry import register
+from posttrain.sampling.base import Engine
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@register("engine", needs_model=False, takes_weights=True)
+def vllm(
+    model: Any,
+    tokenizer: Any,
+    where: str = "engine",
+    *,
+    url: ServerUrl | None = None,
+    checkpoint: str | None = None,
+    served_name: str | None = None,
+    timeout_seconds: Annotated[float, Field(gt=0)] = 900.0,
+    concurrency: Annotated[int, Field(ge=1)] = 64,
+    retries: Annotated[int, Field(ge=0)] = 3,
+    tolerance: float | None = None,
+    gpus: list[Annotated[int, Field(ge=0)]] | None = None,
+    gpu_memory_utilization: float | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_model_len: int | None = None,
+    enforce_eager: bool = False,
+) -> Engine:
+    """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
+
+    In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
+    serve-command`` prints. ``checkpoint`` names the model that it must have (an evaluation fills it in), and one of
+    other weights is refused; ``served_name`` names a model of the server instead. With ``top_k`` or ``top_p`` vLLM
+    has no log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
+
+    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else by a
+    folder in the memory of this machine. Then both sides score a fixed batch, and a difference above ``tolerance`` nats
+    (0.001 by default, 0.2 in bf16) ends the run. Without ``url`` the run starts the server itself, with the Python that
+    the environment variable POSTTRAIN_VLLM names: on ``gpus`` (tensor parallel), a share ``gpu_memory_utilization`` of
+    these, in ``dtype``, for ``max_model_len`` tokens, ``enforce_eager`` to compile nothing. On the trainer's own GPU it
+    sleeps while the trainer computes, and the share is 0.3 by default.
+
+    ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt may
+    take ``timeout_seconds``. A server's key comes from the environment variable VLLM_API_KEY. A completion's random
+    numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's, and rounding that
+    depends on the batch may change a token.
+    """
+    asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
+    asking |= {"where": where, "wanted": () if served_name is None else (served_name,)}
+    if model is None:
+        from posttrain.sampling.vllm.client import VllmEngine
+
+        vocab_size = None
+        if checkpoint is not None:  # needs transformers, which a list of components does not
+            from posttrain.sampling.vllm.server import absolute_source, config_of, served_names
+
+            asking["wanted"] = asking["wanted"] or served_names(checkpoint)
+            vocab_size = getattr(config_of(absolute_source(checkpoint)), "vocab_size", None)
+        return VllmEngine(url or DEFAULT_URL, tokenizer=tokenizer, vocab_size=vocab_size, **asking)
+    from posttrain.sampling.vllm.training import Trained  # needs transformers
+
+    own = {"gpus": tuple(gpus or ()), "gpu_memory_utilization": gpu_memory_utilization, "dtype": dtype}
+    own |= {"max_model_len": max_model_len, "enforce_eager": enforce_eager}
+    return Trained(model, tokenizer, url, own, tolerance=tolerance, **asking)

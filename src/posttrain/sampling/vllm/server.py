@@ -1,0 +1,275 @@
+"""The command line of a vLLM server, the name of a model there, and a server that a run starts and that ends with it.
+
+The name has a fingerprint of the weights, so that a server that was started before a folder's weights were written
+again does not pass for one that has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from transformers import AutoConfig, PretrainedConfig
+
+from posttrain.errors import RunFailure, UsageError
+from posttrain.models.config import read_object
+from posttrain.models.sources import ADAPTER_CONFIG, TINY, adapter_base, resolve_model_name
+from posttrain.sampling.http import HttpServer, Refused, Unanswered, Unreadable
+from posttrain.store.checkpoint_files import stated_digests
+from posttrain.untrusted import harmless
+
+Transfer = Literal["nccl", "files"]
+WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+NUM_BLOCKS, BLOCK_BYTES = 256, 4096
+MODULE = "vllm.entrypoints.openai.api_server"
+# The ranks that vLLM makes room for; a smaller adapter takes the next one.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+PYTHON_VARIABLE = "POSTTRAIN_VLLM"
+START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
+LOOK_SECONDS = 0.2
+END_SECONDS = 20.0
+# Below what systems give connections that go out (from 32768 or 49152 on), and Kubernetes its services (from 30000 on).
+OWN_PORTS = range(20_000, 30_000)
+TAIL_BYTES, TAIL_LINES = 8192, 12
+# Set by a launcher for each of its processes; a server would take them for its own.
+_LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+# Runs a command for as long as the other end of standard input is open, which the system closes even after kill -9;
+# then the command has ten seconds to end, and the whole group of processes ends with it.
+_WHILE_OPEN = 'exec 3<&0; "$@" 3<&- & { cat <&3; kill $!; sleep 10; kill -9 0; } & wait %1; kill -9 0'
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """``words`` start the server, with ``environment`` set; ``name`` is the model's name there."""
+
+    name: str
+    words: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """Return the command for a shell, quoted, one option a line."""
+        words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        words += map(shlex.quote, self.words)
+        return " ".join(f"\\\n    {word}" if word.startswith("--") else word for word in words)
+
+
+def server_command(
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    gpus: tuple[int, ...] = (),
+    seed: int = 0,
+    interpreter: str | None = None,
+    trust_remote_code: bool = False,
+    enforce_eager: bool = False,
+    transfer: Transfer | None = None,
+    name: str | None = None,
+    switches: tuple[str, ...] = (),
+) -> ServerCommand:
+    """Return the command for a server of ``model`` (``tiny``, a folder, a run or a hub name), an adapter on its base.
+
+    ``--generation-config vllm`` keeps a model's own sampling defaults out; ``--logprobs-mode processed_logprobs`` gives
+    log-probabilities at the sampling temperature. More than one of ``gpus``: tensor parallel. ``interpreter``: a Python
+    that has vLLM, for builds without the command ``vllm``. ``transfer``: of the weights of a model in training.
+
+    Raises:
+        UsageError: no such model, or an adapter that vLLM cannot serve.
+    """
+    source = absolute_source(model)
+    name = name or served_names(model)[0]
+    base = adapter_base(source)
+    if base is not None and transfer:
+        raise UsageError(f"{source} is an adapter; a server whose weights follow training has the whole model: {base}")
+    if base is not None and adapter_base(base) is not None:
+        raise UsageError(
+            f"{source} is an adapter on an adapter ({base}), which vLLM cannot serve; evaluate it with --engine native"
+        )
+    values = {
+        "served-model-name": name if base is None else f"{name}-base",
+        "max-lora-rank": None if base is None else _room_for(source),
+        "lora-modules": None if base is None else f"{name}={source}",
+        "host": host,
+        "port": port,
+        "dtype": dtype,
+        "max-model-len": max_model_len or getattr(config_of(base or source), "max_position_embeddings", None),
+        "generation-config": "vllm",
+        "logprobs-mode": "processed_logprobs",
+        "seed": seed,
+        "gpu-memory-utilization": gpu_memory_utilization,
+        "tensor-parallel-size": len(gpus) if len(gpus) > 1 else None,
+        "weight-transfer-config": '{"backend": "nccl"}' if transfer == "nccl" else None,
+    }
+    flags = {"enable-lora": base is not None, "trust-remote-code": trust_remote_code, "enforce-eager": enforce_eager}
+    start: tuple[str, ...] = ("vllm", "serve", base or source)
+    if interpreter is not None:
+        start = (interpreter, "-m", MODULE, "--model", base or source)
+    options = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
+    options += [f"--{key}" for key in (*(flag for flag, is_on in flags.items() if is_on), *switches)]
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1"} if transfer else {}
+    return ServerCommand(name, (*start, *options), environment)
+
+
+def served_names(model: str) -> tuple[str, ...]:
+    """Return the names under which a server may have ``model``, the one of ``posttrain serve-command`` first.
+
+    ``tiny-grpo-step-000120-1f8a09c3``: run, checkpoint, fingerprint of the weights. A model that is only a hub name
+    has that name. The second name is the folder itself, which vLLM takes when it is given no name.
+
+    Raises:
+        UsageError: no such folder or run.
+    """
+    source = absolute_source(model)
+    folder = Path(source)
+    if not folder.is_dir():
+        return (source,)
+    label = "tiny" if folder == TINY.resolve() else folder.name
+    if folder.parent.name == "checkpoints":
+        label = f"{folder.parent.parent.name}-{label}"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "model"
+    return f"{label}-{fingerprint(folder)}", source
+
+
+def absolute_source(model: str) -> str:
+    """Return a folder as an absolute path, since a server may be started anywhere; or a hub name."""
+    source = resolve_model_name(model)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def fingerprint(folder: Path) -> str:
+    """Return eight hexadecimal digits of the weights in ``folder``.
+
+    A run's checkpoint has the digest of every file in its manifest. Of another folder, whose files may be tens of
+    gigabytes, size and 256 blocks of 4 KiB of each file are read: enough to tell two trainings apart.
+    """
+    digest = hashlib.blake2b(digest_size=4)
+    known = stated_digests(folder)
+    for file in sorted({file for pattern in WEIGHTS for file in folder.glob(pattern)}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        if file.name in known:
+            digest.update(known[file.name].encode())
+            continue
+        with file.open("rb") as opened:
+            for i in range(NUM_BLOCKS):
+                opened.seek(max(0, size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1))
+                digest.update(opened.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def config_of(source: str) -> PretrainedConfig | None:
+    """Return the language model's configuration of a local model; None: it has code of its own, or is not here."""
+    if not Path(source).is_dir():
+        return None
+    try:
+        return AutoConfig.from_pretrained(source).get_text_config()
+    except (OSError, ValueError, ImportError, KeyError):
+        return None
+
+
+def _room_for(adapter: str) -> int:
+    settings = read_object(Path(adapter) / ADAPTER_CONFIG)
+    rank = max([int(settings["r"]), *map(int, (settings.get("rank_pattern") or {}).values())])
+    room = next((known for known in ADAPTER_RANKS if known >= rank), None)
+    if room is None:
+        raise UsageError(f"{adapter}: an adapter of rank {rank}; vLLM serves ranks up to {ADAPTER_RANKS[-1]}")
+    return room
+
+
+def find_interpreter() -> str:
+    """Return the Python of the environment that has vLLM. A recipe cannot name it: it would be a program to run.
+
+    Raises:
+        UsageError: the environment variable is not set, or names none.
+    """
+    named = os.environ.get(PYTHON_VARIABLE, "")
+    path = shutil.which(named) if named else None
+    if path is None:
+        state = f"is {named!r}, which is no program" if named else "is not set"
+        raise UsageError(
+            f"a run that starts a vLLM server needs the Python that has vLLM, and {PYTHON_VARIABLE} "
+            f"{state}. Install it into an environment of its own and set {PYTHON_VARIABLE}=/that/bin/python, or give "
+            "the url of a server that runs (docs/serving.md)"
+        )
+    return str(Path(path).absolute())  # not resolved: a virtual environment's python is a link out of it
+
+
+def free_port() -> int:
+    """Return a port of this machine at which nothing listens and that the system gives no connection by itself."""
+    while True:
+        port = secrets.choice(OWN_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+class OwnServer:
+    """A server process of this one. ``log`` gets its output. ``wait`` returns when it answers."""
+
+    def __init__(self, command: ServerCommand, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_PREFIXES)}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _WHILE_OPEN, "sh", *command.words],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment | {"VLLM_NO_USAGE_STATS": "1"} | command.environment,
+                cwd=log.parent,
+                start_new_session=True,  # Ctrl-C in the terminal is not sent to it
+            )
+
+    def wait(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            RunFailure: it ended, or took longer than ``START_SECONDS``; with the end of its log.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        server = HttpServer(self.url, timeout_seconds=5.0, retries=0)
+        while self._process.poll() is None:
+            with contextlib.suppress(Unanswered, Unreadable, Refused):
+                return server.call("GET", "/v1/models", read=lambda answer: None)
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RunFailure(f"the vLLM server was not ready after {START_SECONDS:g} seconds. {self.tail()}")
+            time.sleep(LOOK_SECONDS)
+        raise RunFailure(f"the vLLM server ended before it was ready. {self.tail()}")
+
+    def stop(self) -> None:
+        """End the server and everything that it started."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def tail(self) -> str:
+        """Return the log's last lines, for a message."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}"
+        return harmless("\n  ".join([f"Its log {self.log} ends:", *lines[-TAIL_LINES:]]))

@@ -1,0 +1,344 @@
+"""A vLLM server whose weights follow a model in training: a user's, or the run's own.
+
+The server names its weights by the label of the last transfer, and is asked for it before and after every batch: a
+server that was started anew, or that got weights from elsewhere, is refused. After every transfer both sides score a
+fixed batch, which finds what no label can: a tensor that did not arrive, a head that was packed before, a cache of
+prompts that was kept.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.option_types import LOOPBACK
+from posttrain.randomness import generator
+from posttrain.sampling.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
+from posttrain.sampling.http import Unreadable, all_of
+from posttrain.sampling.native.engine import sampling_mode
+from posttrain.sampling.vllm.client import VllmEngine
+from posttrain.sampling.vllm.protocol import CompletionRequest, ServedModel, check_vocabulary
+from posttrain.sampling.vllm.server import OwnServer, find_interpreter, free_port, server_command
+from posttrain.sampling.vllm.weights import (
+    NcclGroup,
+    checkpoint_weights,
+    control,
+    save_weights,
+    save_without_weights,
+    untied,
+)
+from posttrain.world import Within, World
+
+SERVED = "policy"  # the name of the model at the run's own server
+SHARED_GPU = 0.3  # the share of the trainer's own GPU that a server takes while it is awake
+MEMORY, PREFIX = Path("/dev/shm"), "posttrain-vllm-"
+
+
+class Trained(VllmEngine):
+    """See ``vllm``. The first ``sync`` starts the server where the run has its own (``url`` is None).
+
+    ``own``: options of ``server_command`` for it. Of several processes that train, the first controls the server, and
+    all ask it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        url: str | None,
+        own: dict[str, Any],
+        *,
+        tolerance: float | None = None,
+        **asking: Any,
+    ) -> None:
+        size = int(model.get_input_embeddings().weight.shape[0])
+        super().__init__(url, tokenizer=tokenizer, vocab_size=size, **asking)
+        self.model, self.own, self.starts = model, own, url is None
+        self.device = next(model.parameters()).device
+        self.sleeps = self.starts and self.device.type == "cuda" and self._shares_gpu()
+        self.by_files = self.sleeps or self.device.type != "cuda"
+        if self.by_files and self._server is not None and self.server.host not in LOOPBACK:
+            raise UsageError(
+                f"{self.where}.url: without a GPU here weights go by files of this machine, and {self.server.base} is "
+                "another; name a server of this machine, or train on a GPU"
+            )
+        dtype = own.get("dtype", "float32")
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        is_half = dtype == "bfloat16" or next(model.parameters()).dtype == torch.bfloat16
+        self.tolerance = tolerance if tolerance is not None else HALF_TOLERANCE if is_half else TOLERANCE
+        self.version, self.label = -1, ""  # the server has no weights yet
+        self.is_asleep = False
+        self._within: Within = lambda compute: compute()
+        self._process: OwnServer | None = None
+        self._group: NcclGroup | None = None
+        self._memory: tempfile.TemporaryDirectory[str] | None = None
+
+    def settle(self, folder: Path | None, world: World) -> Engine:
+        """See ``Engine.settle``."""
+        if self.starts and world.is_main:
+            find_interpreter()  # missed before anything is trained
+        return super().settle(folder, world)
+
+    def take_parts(self, within: Within) -> None:
+        """See ``Engine.take_parts``."""
+        self._within = within
+
+    def sync(self, version: int) -> None:
+        """See ``Engine.sync``.
+
+        Raises:
+            UsageError: no server at the address, or one of another model or tokenizer, or that takes no weights.
+        """
+        if version == self.version and not self.is_asleep:
+            return
+        label = f"{secrets.token_hex(4)}:{version}"
+        scores: list[Scores] = []
+        if self.world.is_main:
+            self._prepare()
+        self.world.tell(None, "a server that waits for weights")
+        self._send_weights(label)
+        if self.world.is_main:
+            scores = self.server.session(self._scores)
+        base = self.server.base if self.world.is_main else None
+        self.label, scores, base = self.world.tell((label, scores, base), "the server's scores")
+        if self._server is None:
+            self._reach(base)
+        difference = largest_difference(self.model, self._within, scores)
+        if difference > self.tolerance:
+            raise EngineMismatch(
+                f"vLLM: after {version} updates the weights were handed over, and the server still computes "
+                f"something else: log-probabilities of a fixed batch differ by {difference:.2g} nats (at most "
+                f"{self.tolerance:g} is allowed). The last step is saved; if the server computes in another precision, "
+                f"give its {self.where}.dtype, or raise {self.where}.tolerance"
+            )
+        self.version, self.is_asleep = version, False
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]], sampling: Sampling) -> Groups:
+        """See ``Engine.generate``; the server has the same weights before and after the batch."""
+        if self.version < 0 or self.is_asleep:
+            self.sync(max(self.version, 0))
+        self._check_label()
+        groups = super().generate(prompts, keys, sampling)
+        self._check_label()
+        return [[replace(completion, version=self.version) for completion in group] for group in groups]
+
+    def rest(self) -> None:
+        """See ``Engine.rest``: on the trainer's own GPU the server gives its memory back."""
+        if self.sleeps and not self.is_asleep and self.version >= 0:
+            self.world.tell(None, "answers before the server sleeps")
+            if self.world.is_main:
+                control(self.server, "POST", "/sleep?level=2")
+            self.is_asleep = True
+
+    def close(self) -> None:
+        """End the server, where it is the run's own."""
+        if self._process is not None:
+            self._process.stop()
+        if self._memory is not None:
+            self._memory.cleanup()
+        if self.starts:
+            self._reach(None)
+        self._process, self._group, self._memory, self.version = None, None, None, -1
+
+    def make_group(self) -> NcclGroup:
+        """Return a group with all workers of the server."""
+        return NcclGroup(self.server, self.server.timeout_seconds)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights for the server. One on a CPU has no tied head, which it would not pack anew."""
+        weights = checkpoint_weights(self.model)
+        return untied(self.model, weights) if self._unties else weights
+
+    @property
+    def _unties(self) -> bool:
+        return self.starts and self.device.type == "cpu"
+
+    def _shares_gpu(self) -> bool:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index, gpus = self.device.index or 0, self.own.get("gpus", ())
+        return not gpus or (visible[index] if visible[0] else str(index)) in map(str, gpus)
+
+    @property
+    def _folder(self) -> Path:
+        assert self._memory is not None
+        return Path(self._memory.name)
+
+    def _prepare(self) -> None:
+        """Bring the server to where it takes weights; one that reads files at its start is started later."""
+        if self._memory is None:
+            place = MEMORY if MEMORY.is_dir() else None
+            self._memory = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
+            save_without_weights(self.model, self.tokenizer, self._folder, untie=self._unties)
+        if self._server is None:
+            if not self.by_files:
+                self._start()
+            return
+        self.server.session(self._connect)
+        if self.is_asleep:
+            torch.cuda.empty_cache()
+            control(self.server, "POST", "/wake_up?tags=weights")
+            return
+        if self.version >= 0:
+            self.server.session(self._scores)  # fills a cache, which must not outlive the weights
+        control(self.server, "POST", "/pause?mode=abort")
+
+    def _start(self) -> None:
+        """Start the run's own server, and wait for it.
+
+        A CPU's server reads no prompt in chunks, where vLLM 0.32 resets a seed or fails.
+        """
+        on_cpu = self.device.type == "cpu" and not self.own.get("gpus")
+        conditions = {
+            "load-format=dummy": not self.by_files,
+            "enable-sleep-mode": self.sleeps,
+            "no-enable-chunked-prefill": on_cpu,
+        }
+        options = self.own | {"port": free_port(), "interpreter": find_interpreter(), "name": SERVED}
+        options["transfer"] = "files" if self.by_files else "nccl"
+        options["switches"] = tuple(switch for switch, is_on in conditions.items() if is_on)
+        if self.sleeps and options.get("gpu_memory_utilization") is None:
+            options["gpu_memory_utilization"] = SHARED_GPU
+        url = f"http://127.0.0.1:{options['port']}"
+        log = (self.folder or self._folder) / "vllm.log"
+        self._process = OwnServer(server_command(str(self._folder), **options), url, log)
+        self._process.wait()
+        self._reach(url)
+        self.server.session(self._connect)
+
+    def _send_weights(self, label: str) -> None:
+        """Replace the weights of the server, which then answers again. Every process takes part with its shard."""
+        if not self.world.is_main:
+            save_weights(self.weights(), None, self.dtype)
+            return
+        try:
+            if self.by_files:
+                save_weights(self.weights(), self._folder, self.dtype)
+                if self._server is None:
+                    self._start()
+                else:
+                    body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+                    control(self.server, "POST", "/collective_rpc", body)
+            else:
+                if self._group is None:
+                    self._group = self.make_group()
+                announced = [(name, tensor.shape) for name, tensor in checkpoint_weights(self.model, gathers=False)]
+                self._group.send(self.weights(), self.dtype, announced)
+            control(self.server, "POST", "/update_weight_version", {"new_version": label})
+            if self.is_asleep:
+                control(self.server, "POST", "/wake_up?tags=kv_cache")
+            control(self.server, "POST", "/resume")
+            control(self.server, "POST", "/reset_prefix_cache")
+        except RunFailure as failure:
+            self._group = None
+            raise RunFailure(f"the weights could not be handed over: {failure}") from None
+        finally:
+            for file in self._folder.glob("model-*.safetensors"):
+                file.unlink()
+
+    async def _scores(self) -> list[Scores]:
+        """Return the server's log-probabilities of a fixed batch."""
+        served, size = await self._connect(), self.vocab_size or 1
+
+        async def score(body: dict[str, Any]) -> Scores:
+            read = partial(read_scores, prompt=body["prompt"], vocab_size=size)
+            return await self._ask(body, read, "the probe")
+
+        return await all_of(score, probe_bodies(served, size, served.context or UNLIMITED_CONTEXT))
+
+    def _check_label(self) -> None:
+        """Refuse a server that has other weights than it got last.
+
+        Raises:
+            RunFailure: it was started anew meanwhile, or got weights from elsewhere.
+        """
+        label = control(self.server, "GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
+        if label != self.label:
+            raise RunFailure(
+                f"{self.server.base}: the server has weights called {label[:60]!r}, and was given {self.label!r}: it "
+                "was started anew, or another run hands it weights too. Continue when the run has the server for "
+                "itself"
+            )
+
+
+# A fixed batch that both sides score.
+
+# The longest is more than a block of keys and values on any device, so that a cache of prompts takes part.
+PROMPT_TOKENS = (300, 40, 7, 3)
+NEW_TOKENS = 8
+TOP = 20  # as many as a server gives by default
+# Nats. In fp32 two programs differ by some 1e-5 in unlikely tokens; in bf16 by the rounding of logits, 2^-8 of their
+# size, which tells other weights apart but hardly one update from none.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A server's view of one prompt: ids of prompt and answer, and at places in them log-probabilities by token id."""
+
+    ids: tuple[int, ...]
+    places: dict[int, dict[int, float]]
+
+
+def probe_bodies(served: ServedModel, vocab_size: int, context: int) -> list[dict[str, Any]]:
+    """Return two requests for each prompt of arbitrary ids: a greedy answer (from the cache), its scores (past it)."""
+    lengths = [max(1, min(n, context - NEW_TOKENS)) for n in PROMPT_TOKENS]
+    numbers = generator(0, "vllm probe").integers(0, vocab_size, (len(lengths), max(lengths)))
+    greedy, bodies = Sampling(min(NEW_TOKENS, context - 1), temperature=0.0), []
+    for i, length in enumerate(lengths):
+        prompt = tuple(numbers[i, :length].tolist())
+        body = CompletionRequest(served.name, prompt, greedy.max_tokens, greedy, seed=0).body()
+        bodies += [body | {"logprobs": TOP}, body | {"prompt_logprobs": 0, "max_tokens": 1}]
+    return bodies
+
+
+def read_scores(answer: Any, prompt: Sequence[int], vocab_size: int) -> Scores:
+    """Return the scores of an answer to one of ``probe_bodies``.
+
+    Raises:
+        Unreadable: ids or log-probabilities are missing, or of tokens that the model has not.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = (*prompt, *map(int, choice["token_ids"]))
+        if len(ids) > len(prompt) + NEW_TOKENS:
+            raise Unreadable(f"{len(ids) - len(prompt)} tokens, where {NEW_TOKENS} at most were asked for")
+        of_prompt = choice.get("prompt_logprobs") or []
+        places = {i: {int(k): float(v["logprob"]) for k, v in each.items()} for i, each in enumerate(of_prompt) if each}
+        for i, each in enumerate(choice["logprobs"]["top_logprobs"] or [], start=len(prompt)):
+            places[i] = {int(k.removeprefix("token_id:")): float(v) for k, v in each.items()}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Unreadable(f"no log-probabilities of a probe ({type(error).__name__}: {error})") from None
+    if not any(places.values()) or not all(0 < place < len(ids) for place in places):
+        raise Unreadable("no log-probabilities of a probe")
+    check_vocabulary([*ids, *(token for tokens in places.values() for token in tokens)], vocab_size)
+    return Scores(ids, places)
+
+
+def largest_difference(model: Any, within: Within, scored: Sequence[Scores]) -> float:
+    """Return the largest difference between the server's log-probabilities and the model's, at temperature 1, in nats.
+
+    ``within``: gathers a sharded model around its forward passes.
+    """
+    worst = 0.0
+    with sampling_mode(model):
+        device = next(model.parameters()).device
+        for scores in scored:
+            ids = torch.tensor([scores.ids], device=device)
+            logits = within(partial(model, input_ids=ids, use_cache=False)).logits[0].float()
+            own = logits.log_softmax(-1).cpu()
+            where = [(i - 1, token) for i, tokens in scores.places.items() for token in tokens]
+            theirs = torch.tensor([value for tokens in scores.places.values() for value in tokens.values()])
+            rows, columns = zip(*where, strict=True)
+            difference = (own[list(rows), list(columns)] - theirs).abs()
+            worst = max(worst, float(torch.nan_to_num(difference, nan=float("inf")).max()))
+    return worst

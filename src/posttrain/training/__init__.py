@@ -1,0 +1,1 @@
+"""Training: the loop, its step, sources of batches, batch fields, checkpoints, several processes."""

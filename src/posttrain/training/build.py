@@ -1,0 +1,456 @@
+"""From a recipe to the parts that the loop turns: model, data, engine, objective, optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.data.base import Task, build_task
+from posttrain.data.render import end_id
+from posttrain.data.render.template import build_template, further_ends
+from posttrain.errors import RecipeError, UsageError
+from posttrain.models.config import context_length
+from posttrain.models.forward.forward import ActorCritic, Forward, Precision
+from posttrain.models.load import LoadedModel, choose_device, load_model, quantized_bits
+from posttrain.models.lora import apply_adapter, has_adapter, refuse_whole_weights
+from posttrain.models.sources import resolve_model_name
+from posttrain.models.trained_heads import forward_with_head
+from posttrain.randomness import derive_key
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import ModelSection
+from posttrain.registry import Entry
+from posttrain.sampling.base import Engine
+from posttrain.sampling.rollout import Grader, Sampler, build_grader
+from posttrain.training.checks import OWN_TEACHER, Words, unread_margins, words_of
+from posttrain.training.credit import Credit
+from posttrain.training.optimizer import build_optimizer
+from posttrain.training.step import Method, Objective, same_digest, weights_digest
+from posttrain.training.streams import Streams, scoring_temperature
+from posttrain.world import ONE, World, whole
+
+if TYPE_CHECKING:  # a run imports only what its recipe asks for
+    from posttrain.models.reference import Reference
+    from posttrain.sampling.episodes import Stage
+    from posttrain.training.distributed import Shards
+    from posttrain.training.held_out import Evaluator
+    from posttrain.training.sources.dataset import SupervisedSource
+    from posttrain.training.sources.rollouts import RolloutSource
+
+
+@dataclass(slots=True)
+class Parts:
+    """The components of one run's loop."""
+
+    model: Any
+    tokenizer: Any
+    policy: Forward  # the language model's forward pass
+    method: Method
+    heads: dict[str, torch.nn.Module]  # heads and critics, trained and saved next to the model
+    parameters: list[tuple[str, Parameter]]
+    optimizer: torch.optim.Optimizer
+    source: SupervisedSource | RolloutSource
+    grader: Grader
+    engine: Engine
+    origins: dict[str, Any]  # where models came from, as checkpoints keep it
+    shards: Shards | None = None  # what is trained in parts; ``model`` and ``heads`` are whole
+    reference: Reference | None = None  # the model as it was when training began, where something needs it
+    evaluator: Evaluator | None = None
+    notices: Sequence[str] = ()  # what was built otherwise than asked for
+
+    @property
+    def engines(self) -> list[Engine]:
+        """That of the rollouts and that of evaluations, which may be one."""
+        evaluating = self.engine if self.evaluator is None else self.evaluator.sampler.engine
+        return [self.engine] if evaluating is self.engine else [self.engine, evaluating]
+
+    def take_notices(self) -> list[str]:
+        """Notices of the engines and of the source."""
+        return [message for teller in (*self.engines, self.source) for message in teller.take_notices()]
+
+    def close(self) -> None:
+        """Close the engines."""
+        for engine in self.engines:
+            engine.close()
+
+    def score_head(self) -> tuple[Tensor, int] | None:
+        """Of a reward model, the weight of its head and the id of the token at which an answer is scored."""
+        forward = self.method.forward
+        if not isinstance(forward, Forward) or forward.head is None or forward.reads == "before":
+            return None
+        return whole(forward.head.weight), end_id(self.tokenizer, self.grader.template)
+
+    def split_parameters(self) -> tuple[list[Parameter], list[Parameter]]:
+        """(those of the model, with a head on it; those of a critic that shares nothing with it)."""
+        if "critic" not in self.heads:
+            return [p for _, p in self.parameters], []
+        own = {name for name, _ in self.model.named_parameters()}
+        return [p for n, p in self.parameters if n in own], [p for n, p in self.parameters if n not in own]
+
+    def learning(self) -> Method:
+        """The method over what gradients are computed with."""
+        return self.method if self.shards is None else replace(self.method, forward=self.shards.forward)
+
+    def whole_parameters(self) -> list[Tensor]:
+        """The trained parameters that this process has unsharded."""
+        if self.shards is not None and not self.shards.keeps_whole:
+            return []  # each has another part
+        return [p for module in (self.model, *self.heads.values()) for p in module.parameters() if p.requires_grad]
+
+
+def prepare(recipe: Recipe, folder: Path | None = None, world: World = ONE) -> Parts:
+    """Build all parts from a resolved recipe; ``folder`` keeps what is computed once for a data set.
+
+    ``world``: the processes that share the work; each builds all parts.
+
+    Raises:
+        UsageError: words that do not fit one another, no data, a model that cannot be loaded.
+    """
+    task = build_task(recipe.task)
+    eval_tasks: list[Task] = []
+    if recipe.eval.every:
+        from posttrain.training.held_out import build_eval_tasks
+
+        eval_tasks = build_eval_tasks(recipe)
+    words = words_of(recipe)
+    _choose_kernels(recipe)
+    loaded, policy, forward, heads, reference, shards = _build_models(words, task, world, eval_tasks)
+    model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model.config)
+    method = _build_method(words, forward)
+    grader, stage = _build_grader(recipe, tokenizer, folder)
+
+    def build_engine(entry: Entry, options: dict[str, Any], where: str) -> Engine:
+        engine: Engine = entry.bind(options, where)(model, tokenizer)
+        engine = engine.settle(folder, world)
+        if shards is not None and shards.within is not None and entry.traits.get("takes_weights"):
+            engine.take_parts(shards.within)
+        return engine
+
+    engine = build_engine(words.engine, words.engine_options, "rollout.engine")
+    streams = _build_streams(words, method, policy, reference, tokenizer, context, world)
+    source: SupervisedSource | RolloutSource
+    read: Callable[..., SupervisedSource] | None = None
+    if recipe.rollout is None:
+        from posttrain.training.sources.dataset import SupervisedSource
+
+        about: dict[str, Any] = {"template": grader.template, "tokenizer": tokenizer, "context_tokens": context}
+        supervised: Callable[..., SupervisedSource] = SupervisedSource
+        read = partial(supervised, recipe, shape=words.shape, streams=streams, **about)
+        source = read(task, cache=folder)
+    else:
+        source = build_rollout_source(words, task, grader, tokenizer, engine, context, streams, stage)
+    evaluator, notices = None, list[str]()
+    if eval_tasks:
+        from posttrain.training.held_out import Evaluator, choose_held_out
+
+        held_out = {} if read is None else choose_held_out(read, eval_tasks, words)
+        eval_engine, notices = _eval_engine(words, engine, build_engine, needed=bool(shards and shards.within))
+        sampler = Sampler(eval_engine, tokenizer, grader, recipe.within(context), world=world, stage=stage)
+        evaluator = Evaluator(recipe, eval_tasks, held_out, method, sampler, policy, reference, words.shape)
+    notices = [
+        *dict.fromkeys(line for one in (task, *eval_tasks) for line in one.notices),
+        *unread_margins(words, task.keys),
+        *further_ends(tokenizer, grader.template),
+        *notices,
+        *_slow_paths(policy, recipe),
+    ]
+    named, optimizer = build_optimizer(recipe, *((shards.model, shards.heads) if shards else (model, heads)))
+    trained = (policy, method, heads, named, optimizer)
+    rest = (_origins(recipe, loaded), shards, reference, evaluator, notices)
+    return Parts(model, tokenizer, *trained, source, grader, engine, *rest)
+
+
+def _choose_kernels(recipe: Recipe) -> None:
+    """Ask a GPU for kernels that add up in one order, where ``train.deterministic`` says so."""
+    if recipe.model.device in ("auto", "cuda") and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it, read when it starts
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+
+
+def _slow_paths(policy: Forward, recipe: Recipe) -> list[str]:
+    """Return a line where batches are padded, or where a GPU attends under masks and the recipe did not ask for it."""
+    if policy.path == "padded" and recipe.model.attention != "sdpa":
+        return [f"model.attention: {recipe.model.attention}: batches are padded; with sdpa they are packed"]
+    if policy.path == "padded":
+        return ["batches are padded, which is slower: packing them would change what this model computes"]
+    if policy.device.type == "cuda" and policy.attention == "mask":
+        return [
+            "model.attention: variable-length flash attention computes in 16 bits only, so the trainer attends under "
+            "masks, in rectangles; train.precision: bf16 avoids them"
+        ]
+    return []
+
+
+def _build_models(words: Words, task: Task, world: World, eval_tasks: Sequence[Task]) -> tuple[Any, ...]:
+    """(loaded model, its pass, the objective's pass, heads, reference, shards).
+
+    Where no unsharded model is to stay in main memory, the processes of a machine load one after the other.
+    """
+    recipe, shards, loads_onto, digest = words.recipe, None, None, list[int]()
+    device = choose_device(recipe.model.device if world.size > 1 else "cpu")  # alone, loading asks for it
+    if recipe.scale.sharding == "fsdp2" and world.size > 1:
+        from posttrain.training.distributed import Shards
+
+        shards = Shards(world, device, keeps_whole=_samples(words, eval_tasks))
+        loads_onto = None if shards.keeps_whole else "cpu"  # from where it is sharded
+    leaves = loads_onto is not None or device.type == "cuda"
+    with world.in_turn() if leaves else nullcontext():
+        loaded = _load_trained(recipe, task, loads_onto)
+        policy = _build_policy(words, loaded)
+        forward, heads = forward_with_head(recipe, words.objective, policy)
+        reference: Reference | None = None
+        if "reference" in words.parts or recipe.eval.num_kl_prompts:
+            from posttrain.models.reference import Reference
+
+            reference = Reference(policy)
+        if shards is not None:
+            modules = () if shards.keeps_whole else (forward.model, *heads.values())
+            digest = weights_digest([p for m in modules for p in m.parameters() if p.requires_grad])
+            shards.cut(forward, heads)
+            if reference is not None and not shards.keeps_whole:
+                reference.shard(shards.part)
+    if shards is not None:
+        same_digest(digest, world, "before training")
+        shards.choose_paths(policy)
+    return loaded, policy, forward, heads, reference, shards
+
+
+def _samples(words: Words, eval_tasks: Sequence[Task]) -> bool:
+    """Whether the trainer's processes sample with the model itself."""
+    if words.recipe.rollout is not None or words.shape == "demonstration" or not eval_tasks:
+        return words.samples()
+    from posttrain.training.held_out import is_read
+
+    return words.samples(all(is_read(task, words.recipe.eval.num_examples) for task in eval_tasks))
+
+
+def _build_policy(words: Words, loaded: LoadedModel) -> Forward:
+    """The language model's forward pass, in ``train.precision``.
+
+    Raises:
+        RecipeError: TF32 where no GPU multiplies.
+    """
+    recipe, device = words.recipe, next(loaded.model.parameters()).device.type
+    coarse = recipe.train.precision != "fp32"
+    if recipe.train.precision == "tf32" and device != "cuda":
+        raise RecipeError(f"train.precision: tf32 is how a GPU of NVIDIA multiplies; on {device} use fp32 or bf16")
+    # of this process: products that stay in fp32 (the LM head's, with bf16) take TF32 on a GPU then, and no others
+    torch.set_float32_matmul_precision("high" if coarse and device == "cuda" else "highest")
+    return _forward(recipe, loaded.model, scoring_temperature(recipe, words.needs))
+
+
+def _forward(recipe: Recipe, model: Any, temperature: float) -> Forward:
+    precision: Precision = "bf16" if recipe.train.precision == "bf16" else "fp32"
+    return Forward(model, temperature, precision=precision)
+
+
+def _eval_engine(
+    words: Words, engine: Engine, build: Callable[[Entry, dict[str, Any], str], Engine], *, needed: bool
+) -> tuple[Engine, list[str]]:
+    """Return the engine of evaluations; where ``eval.engine`` cannot be had that of the rollouts, with a line about it.
+
+    ``needed``: the weights are sharded, so that an engine over the model itself cannot stand in.
+    """
+    word = words.recipe.eval.engine
+    if word is None or (word.name, word.options) == (words.engine.name, words.engine_options):
+        return engine, []
+    try:
+        return build(registry.find("engine", word.name, "eval.engine"), word.options, "eval.engine"), []
+    except UsageError as error:
+        if needed and not words.engine.traits.get("takes_weights"):
+            raise
+        return engine, [f"eval.engine: {error}; evaluations are answered by {words.engine.name!r} instead"]
+
+
+def _build_grader(recipe: Recipe, tokenizer: Any, folder: Path | None) -> tuple[Grader, Stage | None]:
+    """The grader and the environment's side of an episode, under one template; ``folder``: of the run."""
+    template = build_template(recipe.prompt.template)
+    if recipe.environment is None and not recipe.tools:
+        return build_grader(recipe.rewards, template, folder), None
+    from posttrain.sampling.episodes import build_stage
+
+    stage = build_stage(recipe, template, tokenizer)
+    return build_grader(recipe.rewards, template if stage is None else stage.template, folder), stage
+
+
+def _build_method(words: Words, forward: Forward | ActorCritic) -> Method:
+    """The objective with its options, and with the regularizers where it has a policy term."""
+    recipe, regularizers = words.recipe, words.recipe.regularize
+    objective: Objective = words.objective.bind(recipe.objective.options, "objective")
+    return Method(
+        forward,
+        objective if regularizers is None else with_regularizers(objective, **regularizers.model_dump()),
+        words.aggregation.bind(recipe.aggregate.options if recipe.aggregate is not None else {}, "aggregate"),
+        level=words.level,
+        entropy="differentiable" if regularizers and regularizers.entropy_coef else "detached",
+        derive=words.objective.traits.get("derive", dict),
+    )
+
+
+def build_rollout_source(
+    words: Words,
+    task: Task,
+    grader: Grader,
+    tokenizer: Any,
+    engine: Engine,
+    context_tokens: int,
+    streams: Streams,
+    stage: Stage | None = None,
+) -> RolloutSource:
+    """The source of a recipe with ``rollout``; ``stage`` is what its completions of several turns are played with.
+
+    Raises:
+        UsageError: no prompt is left to sample from, or a part of the reward that there is not.
+    """
+    from posttrain.training.sources.rollouts import RolloutSource
+
+    options, selection, feedback = words.recipe.rollout, words.selection, None
+    assert options is not None
+    assert options.select is not None, "resolved"
+    assert selection is not None, "resolved"
+    if words.teaches_itself:
+        from posttrain.training.sources.feedback import Feedback
+
+        feedback = Feedback(tokenizer, grader.template, options.label_above, context_tokens)
+    word, credit = words.recipe.advantage, Credit(None)
+    if word is not None and words.advantage is not None:
+        credit = Credit(
+            words.advantage.bind(word.options, "advantage"),
+            per_token=words.per_token,
+            per_turn=words.per_turn,
+            bootstrap=bool(word.options.get("bootstrap", False)),
+            kl=words.recipe.kl_in_reward,
+        )
+    kind: Callable[..., RolloutSource] = RolloutSource
+    if options.staleness:
+        from posttrain.training.sources.ahead import AheadSource
+
+        kind = partial(AheadSource, in_thread=bool(words.engine.traits.get("takes_weights")))
+    return kind(
+        words.recipe,
+        task,
+        grader,
+        tokenizer,
+        engine,
+        context_tokens,
+        select=selection.bind(options.select.options, "rollout.select"),
+        rows_per_unit=2 if words.unit == "pair" else 1,
+        credit=credit,
+        streams=streams,
+        feedback=feedback,
+        stage=stage,
+    )
+
+
+def _build_streams(
+    words: Words,
+    method: Method,
+    policy: Forward,
+    reference: Reference | None,
+    tokenizer: Any,
+    context_tokens: int,
+    world: World,
+) -> Streams:
+    """The filler of batch fields; loads the teacher where another model teaches."""
+    recipe, correct = words.recipe, None
+    if recipe.correction is not None:
+        entry = registry.find("correction", recipe.correction.name, "correction")
+        correct = entry.bind(recipe.correction.options, "correction")
+    teacher: Forward | None = None
+    if recipe.teacher is not None:
+        teacher = policy if words.teaches_itself else _load_teacher(recipe, tokenizer, policy.temperature)
+    return Streams(words.needs, recipe, method.forward, context_tokens, reference, teacher, correct, world)
+
+
+def _load_teacher(recipe: Recipe, tokenizer: Any, temperature: float) -> Forward:
+    assert recipe.teacher is not None
+    section = ModelSection(
+        name=recipe.teacher.name,
+        dtype=recipe.teacher.dtype or recipe.model.dtype,
+        device=recipe.model.device,
+        trust_remote_code=recipe.teacher.trust_remote_code,
+    )
+    loaded = load_model(section, seed=0)
+    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"teacher.name: {recipe.teacher.name!r} has another vocabulary than the student; probabilities of tokens "
+            "can only be compared within one. Choose a teacher of the same family"
+        )
+    return _forward(recipe, loaded.model.eval().requires_grad_(False), temperature)
+
+
+def _origins(recipe: Recipe, loaded: LoadedModel) -> dict[str, Any]:
+    """The last part of where each model came from (a checkpoint, a folder, a hub name); ``rewards`` by run."""
+    teacher = recipe.teacher.name if recipe.teacher is not None and recipe.teacher.name != OWN_TEACHER else None
+    rewards: dict[str, str] = {}
+    for index, word in enumerate(recipe.rewards):
+        option = registry.find("reward", word.name, f"rewards.{index}").traits.get("model_option")
+        if option is not None:
+            run = str(word.options[option])
+            rewards[run] = Path(resolve_model_name(run)).name
+    taught = None if teacher is None else Path(resolve_model_name(teacher)).name
+    return {"model": Path(loaded.source).name, "teacher": taught, "rewards": rewards}
+
+
+def check_origins(recipe: Recipe, now: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+    """Refuse if a run that is the start, the teacher or a reward here has a better checkpoint by now.
+
+    Raises:
+        UsageError: a name does not stand for what it did when the run began.
+    """
+    named = [("model.name", recipe.model.name, began.get("model"), now["model"])]
+    if recipe.teacher is not None and now["teacher"] is not None:
+        named.append(("teacher.name", recipe.teacher.name, began.get("teacher"), now["teacher"]))
+    named += [("rewards", run, began.get("rewards", {}).get(run), place) for run, place in now["rewards"].items()]
+    for key, name, then, place in named:
+        if then not in (None, place):
+            raise UsageError(
+                f"{key}: {name!r} stood for {then} when this run began, and stands for {place} now. Point "
+                f"`checkpoints/best` there back to {then}, or start again under another name with --run NAME"
+            )
+
+
+def _load_trained(recipe: Recipe, task: Task, device: str | None = None) -> LoadedModel:
+    """The model to train, with a new adapter where the recipe asks for one; on another device, if one is given."""
+    section = recipe.model if device is None else recipe.model.model_copy(update={"device": device})
+    loaded = load_model(section, seed=recipe.train.seed, texts=_texts(task, recipe))
+    model = loaded.model
+    if recipe.model.adapter is not None:
+        model = apply_adapter(model, recipe.model.adapter, derive_key(recipe.train.seed, "adapter") % (1 << 31))
+    elif has_adapter(model):
+        refuse_whole_weights(model, loaded.source)
+    bits = quantized_bits(model)
+    if bits is not None and not has_adapter(model):
+        raise RecipeError(
+            f"model.adapter: weights in {bits} bits cannot be trained; give an adapter to train on top of them, "
+            "such as model.adapter.rank: 16"
+        )
+    if bits is not None and recipe.scale.sharding != "none":
+        raise RecipeError(f"scale.sharding: weights in {bits} bits cannot be sharded; use sharding none")
+    if recipe.train.gradient_checkpointing:
+        from posttrain.models.forward.gradient_checkpointing import checkpointed_layers
+
+        if not checkpointed_layers(model):
+            name = type(model).__name__
+            raise RecipeError(f"train.gradient_checkpointing: {name} has no layers that can be recomputed")
+    model.eval()  # no dropout; that of an adapter is switched on where gradients are computed
+    return replace(loaded, model=model)
+
+
+def _texts(task: Task, recipe: Recipe) -> Iterator[str] | None:
+    """Texts for a new tokenizer, from the first examples of the task."""
+    if recipe.model.init is None:
+        return None
+    examples = islice(iter(task.examples), recipe.model.init.tokenizer.num_documents)
+    return (" ".join([*(m.content for m in e.messages), e.demonstration or e.solution or ""]).strip() for e in examples)

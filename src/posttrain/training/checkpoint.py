@@ -1,0 +1,307 @@
+"""Checkpoints that survive kills, full disks and flipped bits.
+
+``checkpoints/step-000100/`` holds the model in the Hugging Face layout (peft's layout for an adapter), the tokenizer,
+``optimizer.safetensors``, ``rollout_buffer.safetensors`` (a rollout batch that still has optimizer steps to serve, if
+any), ``heads.safetensors`` (heads and critics, if any), ``state.json`` and ``manifest.json`` with the SHA-256 of every
+file. It is written aside as ``.tmp-*``, synced and renamed, so a folder with a final name is complete; on load the
+manifest is verified. With ``scale.checkpoint: sharded`` each process writes its part of the optimizer into the folder
+``optimizer`` (torch.distributed.checkpoint in safetensors). No pickles anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from posttrain.errors import CheckpointError
+from posttrain.models.load import ONE_FILE, note_base_bits
+from posttrain.models.sources import SCORE
+from posttrain.models.trained_heads import Fill, copy_tensors, place_in_memory
+from posttrain.store.checkpoint_files import (
+    ASIDE,
+    Unverified,
+    checkpoint_steps,
+    remove_tree,
+    rename_into_place,
+    seal,
+    set_aside_steps,
+    step_folder,
+    verify,
+)
+from posttrain.store.durable import explain_storage, storage_errors
+from posttrain.untrusted import first_fault
+from posttrain.world import ONE, World
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint: everything but the model, which ``restore_model(model, path)`` fills.
+
+    ``optimizer``, ``rollout_buffer`` and ``heads`` are CPU tensors by name. ``skipped`` says, newest first, which newer
+    checkpoints did not verify and why.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    optimizer: Mapping[str, Tensor]
+    rollout_buffer: dict[str, Tensor] | None
+    heads: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    rollout_buffer: Mapping[str, Tensor] | None = None,
+    heads: Mapping[str, Tensor] | None = None,
+    score: tuple[Tensor, int] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    world: World = ONE,
+) -> Path:
+    """Write the checkpoint of ``step``; returns its folder.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        model: a transformers or peft model, written by its own ``save_pretrained``.
+        tokenizer: likewise, or None. optimizer: the optimizer's tensors by name; sharded where several processes write.
+        state: what else the loop needs, for JSON. heads: those of ``head_tensors``.
+        rollout_buffer: tensors of a rollout batch that later steps still use.
+        score: of a reward model, the weight of its head and the id of the token at which it is read.
+        weights: of a sharded model, its tensors unsharded (``names_to_write``).
+        world: those that write it; each its part of the optimizer, and the main one all else.
+
+    Raises:
+        StorageError: the disk is full or not writable; older checkpoints are untouched.
+    """
+    root, final = Path(folder), step_folder(Path(folder), step)
+    aside = world.tell(root / f"{ASIDE}{final.name}-{os.getpid()}", "place of the checkpoint")
+    try:
+        with storage_errors(f"checkpoint {final.name}", root):
+            if world.is_main:
+                remove_tree(aside)
+                aside.mkdir(parents=True)
+            if world.size > 1:
+                from posttrain.training.distributed import save_shards
+
+                world.agree(False, "folder of the checkpoint")
+                save_shards(optimizer, aside / "optimizer")
+                if not world.is_main:
+                    return final
+            else:
+                save_file(_storable(optimizer), aside / "optimizer.safetensors")
+            _write_model(aside, model, score, None if weights is None else _storable(weights))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+            for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
+                if tensors is not None:
+                    save_file(_storable(tensors), aside / f"{name}.safetensors")
+            (aside / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True), encoding="utf-8")
+            seal(aside, step)
+            rename_into_place(aside, final)
+    except SafetensorError as error:  # safetensors reports a full disk as an error of its own
+        raise explain_storage(f"checkpoint {final.name}", root, error) from error
+    finally:
+        if world.is_main and aside.exists():  # others may be writing there still; what is left goes on resume
+            shutil.rmtree(aside, ignore_errors=world.size > 1)
+    return final
+
+
+def load_checkpoint(folder: str | Path, step: int | None = None, *, set_aside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint that verifies, or None where there is none at all.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        step: this one and no other.
+        set_aside: rename those that do not verify to ``failed-step-*``, so that the run can write these steps anew;
+            only for the process that holds the run's lock.
+
+    Raises:
+        CheckpointError: some exist but none verifies, or the one asked for does not.
+    """
+    root = Path(folder)
+    steps = checkpoint_steps(root)
+    if step is not None:
+        if step not in steps:
+            there = ", ".join(str(s) for s in steps) or "none"
+            raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {there}")
+        steps = [step]
+    skipped: list[str] = []
+    for candidate in reversed(steps):
+        path = step_folder(root, candidate)
+        try:
+            checkpoint = _read(path, candidate, skipped)
+        except (Unverified, OSError) as reason:
+            skipped.append(f"{path.name}: {reason}")
+            continue
+        if set_aside and skipped:
+            set_aside_steps(root, [s for s in steps if s > candidate])
+        return checkpoint
+    if not steps:
+        return None
+    raise CheckpointError(
+        f"{root}: no checkpoint verifies against its manifest. " + "; ".join(skipped) + ". "
+        "Restore one of these folders from a copy, or start again under another name with --run NAME; "
+        "nothing was changed"
+    )
+
+
+def restore_model(model: Any, path: str | Path, fill: Fill = Tensor.copy_) -> None:
+    """Copy a checkpoint's weights into a live model of the same shape, bit for bit, in place.
+
+    Tied weights are stored once and fill all their names. A peft model gets its adapters; its base is left alone. The
+    checkpoint is taken as verified. ``fill`` copies one tensor into a live one, which may be sharded.
+
+    Raises:
+        CheckpointError: the checkpoint holds other weights than the model has (names, shapes, types).
+    """
+    folder = Path(path)
+    if hasattr(model, "peft_config"):
+        from posttrain.models.adapter_files import ADAPTER_SCORE, ADAPTER_WEIGHTS
+
+        for adapter in model.peft_config:
+            place = folder if adapter == "default" else folder / adapter
+            stored = load_file(place / ADAPTER_WEIGHTS)
+            stored.pop(ADAPTER_SCORE, None)  # a reward model's head, which is among the heads
+            copy_tensors(stored, _adapter_tensors(model, adapter), place, fill)
+        return
+    live, stored = model.state_dict(), {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        stored.update(load_file(file))
+    stored.pop(SCORE, None)  # a reward model's head, which is among the heads
+    config = folder / "config.json"
+    stated = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    same_kind = str(stated.get("model_type")) == model.config.model_type
+    if same_kind and not stored.keys() <= live.keys():
+        # architectures that fuse weights in memory (experts) have names of their own on disk
+        with _without_progress_bars():
+            stored = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True).state_dict()
+    copy_tensors(stored, live, folder, fill)
+
+
+class KeptBest(BaseModel, strict=True, extra="allow"):
+    """The step of the best evaluation, and its results."""
+
+    step: FiniteFloat
+    __pydantic_extra__: dict[str, float]
+
+
+class KeptState(BaseModel, strict=True, extra="allow"):
+    """The keys of ``state.json`` that a resumed run reads; an untrusted checkpoint may say anything."""
+
+    best: KeptBest | None = None
+    evaluations: dict[str, dict[str, float]] | None = None
+    model: str | None = None
+    num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    processes: PositiveInt = 1
+    rewards: dict[str, str] = {}
+    source: dict[str, FiniteFloat] = {}
+    steps: NonNegativeInt | None = None
+    teacher: str | None = None
+    unevaluated: bool = False
+
+
+def _read(path: Path, step: int, skipped: list[str]) -> Checkpoint:
+    files = verify(path, step)
+    state = (path / "state.json").read_bytes() if "state.json" in files else b"{}"
+    try:
+        KeptState.model_validate_json(state)
+    except ValidationError as error:
+        raise Unverified("state.json", f"says what no run writes: {first_fault(error)}") from None
+    optimizer: Mapping[str, Tensor]
+    if any(name.startswith("optimizer/") for name in files):
+        from posttrain.training.distributed import StoredShards
+
+        optimizer = StoredShards(path / "optimizer")
+    else:
+        optimizer = _tensors(path, "optimizer.safetensors")
+    buffer = _tensors(path, "rollout_buffer.safetensors") if "rollout_buffer.safetensors" in files else None
+    heads = _tensors(path, "heads.safetensors") if "heads.safetensors" in files else {}
+    return Checkpoint(path, step, json.loads(state), optimizer, buffer, heads, list(skipped))
+
+
+def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path / name)
+    except SafetensorError as error:
+        raise Unverified(name, f"holds no tensors ({error})") from None
+
+
+def names_to_write(model: Any) -> set[str]:
+    """Names of the tensors of a ``state_dict`` that a checkpoint holds: those of an adapter, or tied weights once."""
+    tensors = model.state_dict()
+    if hasattr(model, "peft_config"):
+        return {name for name in tensors if any(_is_of(adapter, name) for adapter in model.peft_config)}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    places = {}
+    for name in sorted(tensors, key=lambda name: name not in tied):  # the last name, which is loaded, is kept
+        place = place_in_memory(tensors[name])
+        places[place if place[0] else name, tensors[name].shape] = name
+    return set(places.values())
+
+
+def _write_model(path: Path, model: Any, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
+    """The model as its library writes it, or ``own`` as its weights in one file."""
+    if score is not None:
+        from posttrain.models.scorer import save_adapter_scorer, save_scorer
+    with _without_progress_bars():
+        if hasattr(model, "peft_config"):
+            # "auto" would ask the hub whether the embedding was resized; an adapter never resizes it
+            model.save_pretrained(path, save_embedding_layers=False, state_dict=own)
+            note_base_bits(model, path)
+            if score is not None:
+                save_adapter_scorer(path, model, score[0])
+        elif score is None or not save_scorer(path, model, *score, own):
+            model.save_pretrained(path, state_dict=own, **({} if own is None else ONE_FILE))
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
+    """An adapter's tensors under the names that peft gives them on disk, where its own name is left out."""
+    tag = f".{adapter}"
+    live = {name: tensor for name, tensor in model.state_dict().items() if _is_of(adapter, name)}
+    return {name.replace(f".modules_to_save{tag}", "").replace(tag, ""): tensor for name, tensor in live.items()}
+
+
+def _is_of(adapter: str, name: str) -> bool:
+    return f".{adapter}." in name or name.endswith(f".{adapter}")
+
+
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors wants them: contiguous, each with memory of its own."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        plain[name] = own
+    return plain

@@ -1,0 +1,312 @@
+"""Rules about components and sections of a recipe that go together.
+
+A rule is: whether it is broken, the key that it names, and what is wrong and would work. No model is loaded for it.
+Rules about sections alone are in ``Recipe.rules``, those about one section in ``recipes/sections``, and those about a
+loaded model in ``build``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from posttrain import registry
+from posttrain.data.base import eval_words
+from posttrain.errors import RecipeError
+from posttrain.recipes.document import Rule
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import RolloutSection, Word
+from posttrain.registry import Entry
+from posttrain.training.streams import comes_from_rollouts, needed_streams, parts_asked, with_their_needs
+
+if TYPE_CHECKING:
+    from posttrain.data.render.rows import Shape
+    from posttrain.training.step import Level
+
+OWN_TEACHER = "self"
+SHARDED_OPTIMIZERS = ("adamw", "muon")
+
+
+@dataclass(frozen=True)
+class Words:
+    """A resolved recipe with the entries of its words.
+
+    needs: the streams that the objective or the recipe reads, and those that these need. level: what the objective
+    gives one value for. unit: what is selected of the rollouts, a row or a pair. per_token, per_turn: advantages are
+    per token, or per turn.
+    """
+
+    recipe: Recipe
+    objective: Entry
+    needs: frozenset[str]
+    level: Level
+    aggregation: Entry
+    engine: Entry
+    engine_options: dict[str, Any]
+    advantage: Entry | None
+    selection: Entry | None
+    unit: str
+    per_token: bool
+    per_turn: bool
+
+    @property
+    def shape(self) -> Shape:
+        """The kind of unit of the data that the objective reads."""
+        if "step_labels" in self.needs:
+            return "steps"
+        if self.level == "pair":
+            return "pair"
+        return "judged" if "labels" in self.needs else "demonstration"
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The components that fill the streams: ``reference``, ``teacher``, ``critic``, ..."""
+        return parts_asked(self.needs)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether a reward model is trained, which writes no answers."""
+        return bool(self.objective.traits.get("head") == "score")
+
+    def samples(self, reads: bool | None = None) -> bool:
+        """Whether the trainer's processes sample with the model itself: rollouts, or answers to evaluate.
+
+        ``reads``: whether evaluations read responses instead; by default by the recipe alone.
+        """
+        rollout, options, engines = self.recipe.rollout is not None, self.recipe.eval, [self.engine]
+        if reads is None:
+            reads = not rollout and self.shape != "demonstration"
+        answers = bool(options.every) and (not reads or bool(options.num_kl_prompts))
+        if answers and options.engine is not None:
+            engines.append(registry.find("engine", options.engine.name, "eval.engine"))
+        in_place = [not engine.traits.get("takes_weights") for engine in engines]
+        return (rollout and in_place[0]) or (answers and in_place[-1])
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the model that is trained is its own teacher."""
+        return self.recipe.teacher is not None and self.recipe.teacher.name == OWN_TEACHER
+
+
+def words_of(recipe: Recipe) -> Words:
+    """The words of a resolved recipe, which fit one another.
+
+    Raises:
+        RecipeError: they do not; the first broken rule speaks.
+    """
+    objective = registry.find("objective", recipe.objective.name, "objective")
+    assert recipe.aggregate is not None, "resolved"
+    rollout, advantage, selection = recipe.rollout, None, None
+    engine = rollout.engine if rollout is not None else Word(name="native")  # a supervised recipe's evaluation samples
+    if recipe.advantage is not None:
+        advantage = registry.find("advantage", recipe.advantage.name, "advantage")
+    if rollout is not None and rollout.select is not None:
+        selection = registry.find("selection", rollout.select.name, "rollout.select")
+    kl = recipe.regularize.kl_coef if recipe.regularize is not None else 0.0
+    needs = needed_streams(objective, recipe.objective.options, rollout is not None, kl)
+    needs |= {"ref_logprobs"} if recipe.kl_in_reward is not None else set()
+    needs |= {"correction"} if recipe.correction is not None else set()
+    words = Words(
+        recipe=recipe,
+        objective=objective,
+        needs=with_their_needs(needs),
+        level=objective.traits.get("level", "token"),
+        aggregation=registry.find("aggregation", recipe.aggregate.name, "aggregate"),
+        engine=registry.find("engine", engine.name, "rollout.engine"),
+        engine_options=engine.options,
+        advantage=advantage,
+        selection=selection,
+        unit="row" if selection is None else selection.traits.get("level", "row"),
+        per_token=advantage is not None and advantage.traits.get("level") == "token",
+        per_turn=advantage is not None and advantage.traits.get("level") == "turn",
+    )
+    if recipe.eval.every:
+        eval_words(recipe)
+    tables = (_of_objective, _of_engines, _of_rollouts, _of_scale, _of_rewards)
+    for broken, key, says in chain(*(table(words) for table in tables)):
+        if broken:
+            raise RecipeError(f"{key}{says}")
+    return words
+
+
+def unread_margins(words: Words, keys: Mapping[tuple[str, str], int]) -> list[str]:
+    """A line where rows state margins that the objective does not read."""
+    if words.shape != "pair" or "margins" in words.needs or ("margin", "read") not in keys:
+        return []
+    name = words.recipe.objective.name
+    return [f"margin: the rows state margins, and objective {name!r} reads none; bradley_terry does with margin: true"]
+
+
+def _of_objective(w: Words) -> Iterator[Rule]:
+    r, needs, objective = w.recipe, w.needs, f"objective {w.objective.name!r}"
+    head, chosen = w.objective.traits.get("head"), r.data.train_on if r.data else None
+    weighs = "token" if w.level == "token" else "unit"
+    weighed = w.aggregation.traits.get("level", weighs)
+    one, blind = f"but {objective} gives one value per {w.level}", "advantages" not in needs
+    yield weighed != weighs, "aggregate", f": {w.aggregation.name!r} weighs {weighed}s, {one}"
+    yield r.advantage and blind, "advantage", f": {objective} reads no advantages; leave 'advantage' out"
+    penalty = f": {objective} reads no advantages, so it would see no penalty"
+    yield r.kl_in_reward and blind, "kl_in_reward", penalty
+    yield r.correction and w.level != "token", "correction", f": it weighs tokens, {one}"
+    yield r.head and head is None, "head", f": {objective} reads no scores or values; leave 'head' out"
+    drift = f": {objective} trains no policy that could drift; leave it out"
+    yield r.eval.num_kl_prompts and w.only_scores, "eval.num_kl_prompts", drift
+    mute = ": a reward model writes no answers; leave it out"
+    yield r.eval.samples > 1 and w.only_scores, "eval.samples", mute
+    imitates = ": the held-out loss is of demonstrations in 'data'; leave it out"
+    yield r.eval.loss and (r.data is None or w.shape != "demonstration"), "eval.loss", imitates
+    taught = bool(w.parts & {"teacher", "seen"})
+    yield taught and r.teacher is None, "teacher", f": {objective} learns from a teacher; give teacher.name"
+    yield r.teacher and not taught, "teacher", f": {objective} reads no teacher; leave 'teacher' out"
+    valued = f': {objective} reads a critic\'s values; register it with head="value"'
+    yield "critic" in w.parts and head != "value", "objective", valued
+    yield "correction" in needs and not r.correction, "correction", f": {objective} reads one; give correction.name"
+    credited = f": a stream of {objective} needs advantages; give 'advantage'"
+    yield not blind and not r.advantage, "advantage", credited
+    samples = ": 'self' learns from its own samples; give 'rollout', not 'data'"
+    yield w.teaches_itself and r.rollout is None, "teacher.name", samples
+    base = ": a new model (model.init) has no base on disk that an adapter could name"
+    yield r.model.adapter and r.model.init, "model.adapter", base
+    stands = ": a reward head always stands on the model that is trained; leave it out"
+    yield w.only_scores and r.head and r.head.trunk == "shared", "head.trunk", stands
+    judges = f": {chosen!r} is for demonstrations; {objective} judges answers, so leave it out"
+    yield chosen in ("all", "assistant") and w.shape != "demonstration", "data.train_on", judges
+    unread = f": {objective} reads no labels that a threshold could make; leave it out"
+    yield r.data and r.data.label_above is not None and w.shape != "judged", "data.label_above", unread
+
+
+def _of_engines(w: Words) -> Iterator[Rule]:
+    evaluating = w.recipe.eval.engine
+    elsewhere = ": {!r} samples with weights of its own, which do not change; use native, and this one to evaluate"
+    yield not w.engine.traits.get("follows_training", True), "rollout.engine", elsewhere.format(w.engine.name)
+    unplayed = w.recipe.environment is None and not w.recipe.tools
+    gives = "give 'environment'"
+    if w.recipe.rollout is None:
+        gives = "in a recipe with 'data' nothing answers; take another task"
+    words = {"task": w.recipe.task, **{f"eval.tasks.{i}": word for i, word in enumerate(w.recipe.eval.tasks)}}
+    for key, word in words.items():
+        played = (registry.traits_of("task", word.name) or {}).get("played")
+        yield played and unplayed, key, f": {word.name!r} asks nothing by itself; {gives}"
+    if evaluating is not None:
+        head = ": a reward model writes no answers that an engine could sample; leave it out"
+        yield w.only_scores, "eval.engine", head
+        engine = registry.find("engine", evaluating.name, "eval.engine")
+        yield not engine.traits.get("follows_training", True), "eval.engine", elsewhere.format(engine.name)
+
+
+def _of_rollouts(w: Words) -> Iterator[Rule]:
+    """Rules about rollouts, their groups and their advantages."""
+    rollout, kl, objective = w.recipe.rollout, w.recipe.kl_in_reward, f"objective {w.recipe.objective.name!r}"
+    if rollout is None or rollout.select is None or w.selection is None:
+        return
+    weighs = any(comes_from_rollouts(name) for name in w.needs)
+    fresh = (
+        ": computed again by the trainer they are of newer weights than those that sampled, and nothing tells the "
+        "objective; give 'correction', or set rollout.old_logprobs to sampler"
+    )
+    stale = rollout.staleness and rollout.old_logprobs == "trainer"
+    yield stale and w.recipe.correction is None, "rollout.old_logprobs", fresh
+    rounded = (
+        ": bf16 rounds the trainer's probabilities and not the sampler's, so that no ratio would begin at 1; set "
+        "rollout.old_logprobs to trainer (and 'correction' weighs by the difference)"
+    )
+    apart = w.recipe.train.precision == "bf16" and rollout.old_logprobs == "sampler"
+    yield apart and weighs, "train.precision", rounded
+    steps = ": labels of steps come with data, not from rollouts; give 'data'"
+    yield "step_labels" in w.needs, "objective", steps
+    cut = "top_k" if rollout.top_k is not None else "top_p"
+    biased = (
+        f": {objective} weighs tokens by how likely the sampler drew them from the whole distribution, and {cut} draws "
+        f"from a part of it, so that every ratio would be off; leave {cut} out (a lower rollout.temperature is "
+        "followed), or choose an objective that learns from given answers"
+    )
+    yield (rollout.top_k is not None or rollout.top_p < 1) and weighs, f"rollout.{cut}", biased
+    wanted = "pairs of answers" if w.level == "pair" else "single answers"
+    units = f": {w.selection.name!r} gives {w.unit}s, but {objective} wants {wanted}"
+    yield (w.unit == "pair") != (w.level == "pair"), "rollout.select", units
+    if w.advantage is not None:
+        yield from _of_advantage(w, w.advantage, rollout)
+    every = (
+        ": advantages per token and kl_in_reward are computed over every completion, and advantages per turn are too; "
+        "leave rollout.select out"
+    )
+    over_all = (w.per_token or w.per_turn or kl) and not w.selection.traits.get("takes_all")
+    yield over_all, "rollout.select", every
+    threshold = rollout.select.options.get(w.selection.traits.get("labels_by", ""))
+    both = (
+        f": {threshold} decides what is chosen as right, and rollout.label_above {rollout.label_above} what is "
+        "labelled as right; give both the same number"
+    )
+    differ = "labels" in w.needs and threshold not in (None, rollout.label_above)
+    yield differ, "rollout.select.threshold", both
+    alone = rollout.group_size < 2
+    yield alone and w.unit == "pair", "rollout.select", ": a pair needs two answers; give rollout.group_size"
+    uniform = ": a group of one completion is always uniform; give rollout.group_size"
+    yield alone and rollout.drop_uniform_groups, "rollout.drop_uniform_groups", uniform
+    shown = (
+        f": {objective} learns from feedback, which only the model itself is shown; set teacher.name to {OWN_TEACHER}"
+    )
+    yield "has_feedback" in w.needs and not w.teaches_itself, "teacher.name", shown
+    parts = w.recipe.train.num_minibatches
+    yield (
+        rollout.num_prompts % parts,
+        "train.num_minibatches",
+        f"={parts} does not divide rollout.num_prompts={rollout.num_prompts}",
+    )
+
+
+def _of_advantage(w: Words, advantage: Entry, rollout: RolloutSection) -> Iterator[Rule]:
+    name, traits, kl = advantage.name, advantage.traits, w.recipe.kl_in_reward
+    objective = f"objective {w.recipe.objective.name!r}"
+    smallest, batch = traits.get("min_group", 1), rollout.num_prompts * rollout.group_size
+    few = f"={rollout.group_size}: advantage {name!r} compares completions of one prompt and needs at least {smallest}"
+    yield rollout.group_size < smallest, "rollout.group_size", few
+    values = (
+        f": {name!r} needs values, which {objective} does not learn; "
+        "use objective ppo (one of your own needs old_values, and head 'value'), or an advantage without values"
+    )
+    yield "old_values" in traits.get("needs", ()) and "old_values" not in w.needs, "advantage", values
+    negative = (
+        f": a penalty makes rewards negative, and advantage {name!r} divides by their mean; use the objective's kl "
+        "instead"
+    )
+    yield traits.get("wants_positive") and kl, "kl_in_reward", negative
+    returns = f": {objective} learns returns, and {name!r} gives none; use gae"
+    yield "returns" in w.needs and not w.per_token, "advantage", returns
+    if kl is not None and kl.target is not None:  # or one batch could take the weight of the controller to 0
+        from posttrain.algorithms.kl_control import MAX_ERROR
+
+        short = (
+            f"={kl.horizon} is too short for batches of {batch} completions: it must be more than "
+            f"{MAX_ERROR * batch:g}, and is usually many batches"
+        )
+        yield kl.horizon <= MAX_ERROR * batch, "kl_in_reward.horizon", short
+
+
+def _of_rewards(w: Words) -> Iterator[Rule]:
+    """Rules about tags of the prompt template, and parts of the reward that are named elsewhere."""
+    from posttrain.data.render.template import build_template
+    from posttrain.graders.rewards import reward_parts
+
+    template = build_template(w.recipe.prompt.template)
+    known = ("reward", *reward_parts(w.recipe.rewards, template.name, has_tags=bool(template.tags)))
+    name = w.recipe.rollout.uniform_by if w.recipe.rollout else "reward"
+    unknown = f": there is no reward part {name!r}.{registry.suggest(str(name), known)} Known: {', '.join(known)}"
+    yield name not in known, "rollout.uniform_by", unknown
+
+
+def _of_scale(w: Words) -> Iterator[Rule]:
+    model, scale, optimizer = w.recipe.model, w.recipe.scale, w.recipe.optimizer.name
+    if scale.sharding == "none":
+        alike = ": every process has all of it, so one writes it; give scale.sharding: fsdp2, or leave checkpoint out"
+        yield scale.checkpoint == "sharded", "scale.checkpoint", alike
+        return
+    parts = f": nobody has said whether optimizer {optimizer!r} works on tensors in parts"
+    known = f"{parts}; use {' or '.join(SHARDED_OPTIMIZERS)}, or sharding none"
+    yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
+    bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
+    yield model.load_bits, "scale.sharding", bits
+    types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
+    yield model.adapter and model.dtype == "bfloat16", "scale.sharding", types

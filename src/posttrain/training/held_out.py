@@ -1,0 +1,246 @@
+"""Held-out evaluation while a run trains: by sampled answers, by the objective, or by the loss.
+
+By the objective: on units of given data (pairs, judged answers, labelled steps). By the loss: on demonstrations
+(``eval.loss``), next to the answers that are sampled. Imported only where a recipe evaluates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from posttrain.data.base import Task, build_task, eval_words
+from posttrain.data.render.rows import Shape
+from posttrain.errors import NonFiniteLoss, RecipeError, UsageError
+from posttrain.evaluation.drift import measure_drift
+from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices, task_label
+from posttrain.evaluation.items import default_ks
+from posttrain.evaluation.statistics import wilson_interval
+from posttrain.models.forward.forward import Forward
+from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.models.reference import Reference
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import TrainSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.rollout import Sampler
+from posttrain.training.checks import Words
+from posttrain.training.sources.dataset import SupervisedSource
+from posttrain.training.step import Method, accumulate
+from posttrain.types import Batch, Example, with_float64
+from posttrain.world import ONE, World
+
+# Metrics of objectives that get an interval; the first that is reported.
+ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
+MAX_EXPONENT = 700.0  # e to the power of more is no float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Units of a source over held-out examples; ``num_dropped`` could not be used (too long, no responses, a tie)."""
+
+    source: SupervisedSource
+    units: Sequence[int]
+    num_dropped: int = 0
+
+    def batch(self) -> Batch:
+        """All units as a batch, with the current weights."""
+        return self.source.batch_of(self.units)
+
+
+def build_eval_tasks(recipe: Recipe) -> list[Task]:
+    """The tasks to evaluate on, with their chosen examples; a task that is named twice gets a second name.
+
+    Raises:
+        RecipeError: training leaves no split of its task to evaluate on.
+    """
+    tasks: list[Task] = []
+    for index, word in enumerate(eval_words(recipe)):
+        task = build_task(word, f"eval.tasks.{index}")
+        if any((task.name, task.split) == (other.name, other.split) for other in tasks):
+            task = replace(task, name=f"{task.name}-{index + 1}")
+        if recipe.eval.items == "first" or recipe.eval.items_seed:  # else every run's sample
+            size, n = len(task.examples), recipe.eval.num_examples
+            first = list(range(min(n, size)))
+            indices = first if recipe.eval.items == "first" else held_out_indices(size, n, recipe.eval.items_seed)
+            task = replace(task, examples=[task.examples[i] for i in indices])
+        tasks.append(task)
+    return tasks
+
+
+def choose_held_out(read: Callable[..., SupervisedSource], tasks: Sequence[Task], words: Words) -> dict[str, HeldOut]:
+    """By a task's label, the units that the objective is evaluated on, and of demonstrations the loss.
+
+    They are of the tasks whose examples carry responses, or something to imitate, and of the ``eval.num_examples``
+    examples that every evaluation of the task uses; if these have more units, a fixed sample of them. Other tasks are
+    evaluated by sampled answers alone. ``read``: the recipe's source over a task.
+
+    Raises:
+        RecipeError: a task to evaluate a reward model on has no responses.
+        UsageError: a task is empty, or none of its units can be used.
+    """
+    n, loss = words.recipe.eval.num_examples, words.recipe.eval.loss
+    chosen: dict[str, HeldOut] = {}
+    for task in tasks:
+        if len(task.examples) == 0:
+            raise UsageError(f"task {task.name!r}, split {task.split!r}: no example to evaluate on")
+        examples = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+        if words.shape == "demonstration":
+            shown = [example for example in examples if _is_shown(example)]
+            if shown and (loss or (loss is None and all(example.answer is None for example in shown))):
+                source = read(replace(task, examples=shown, dropped={}), streams=None, draws=False)
+                chosen[task_label(task)] = HeldOut(source, range(len(source.units)), sum(source.dropped.values()))
+        elif any(example.responses for example in examples):
+            source = read(replace(task, examples=examples, dropped={}), draws=False)
+            chosen[task_label(task)] = HeldOut(
+                source, held_out_indices(len(source.units), n), sum(source.dropped.values())
+            )
+        elif words.only_scores:
+            raise RecipeError(
+                f"eval.tasks: task {task.name!r} has no responses, and a reward model writes no answers that could be "
+                "graded; name a task with responses, or switch evaluation off with eval.every: 0"
+            )
+    return chosen
+
+
+def is_read(task: Task, n: int) -> bool:
+    """Whether a task has responses to evaluate an objective on, so that no answers are sampled."""
+    size = len(task.examples)
+    return size > 0 and any(task.examples[i].responses for i in held_out_indices(size, n))
+
+
+def _is_shown(example: Example) -> bool:
+    """Whether an example has an answer to imitate."""
+    said = (example.answer, example.solution, example.demonstration)
+    return said != (None, None, None) or bool(example.responses or example.turns)
+
+
+@torch.no_grad()
+def evaluate_loss(
+    held_out: HeldOut, task: Task, policy: Forward, tokens_per_micro: int, world: World = ONE
+) -> dict[str, float]:
+    """Loss of held-out demonstrations over their trained tokens.
+
+    ``loss``: the mean of −log π in nats. ``perplexity``: exp(loss). ``token_accuracy``: the share of tokens that the
+    policy finds likeliest. ``loss_tokens``, ``loss_rows``, ``rows_dropped``: numbers of tokens and demonstrations.
+
+    Raises:
+        NonFiniteLoss: a loss that is NaN or infinite.
+    """
+    batch, total, right = held_out.batch(), 0.0, 0.0
+    pieces = split_rows(batch, tokens_per_micro, world=world)
+    for rows, counts in even_pieces(pieces, batch, world, is_sharded=policy.is_sharded):
+        part = batch.select(rows)
+        outputs, likeliest = policy(part, "none"), policy.top_candidates(part, 1)[0][..., 0]
+        mask = part.mask.to(likeliest.device) if counts else torch.zeros_like(part.mask, device=likeliest.device)
+        total -= float(with_float64(outputs.logprobs[mask]).double().sum())
+        right += float((likeliest == part.tokens.to(likeliest.device))[mask].sum())
+    total, right = (sum(parts) for parts in zip(*world.gather([(total, right)], "held-out loss"), strict=True))
+    tokens = float(batch.mask.sum())
+    loss = total / tokens
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}")
+    results = {"loss": loss, "perplexity": math.exp(min(loss, MAX_EXPONENT)), "token_accuracy": right / tokens}
+    results |= {"loss_tokens": tokens, "loss_rows": float(len(held_out.units))}
+    return results | {"rows_dropped": float(held_out.num_dropped)}
+
+
+def evaluate_objective(
+    held_out: HeldOut, task: Task, method: Method, options: TrainSection, world: World = ONE
+) -> Evaluation:
+    """Loss and metrics of the objective on held-out units, without gradients.
+
+    The objective's own accuracy (``ACCURACIES``) has its Wilson interval over the n units; a solution counts once,
+    however many steps it has.
+
+    Raises:
+        UsageError: the objective reports no accuracy.
+        NonFiniteLoss: a loss that is NaN or infinite.
+    """
+    started = time.perf_counter()
+    loss, metrics = accumulate(method, held_out.batch(), options, learns=False, world=world)
+    metrics.pop("padding_share")
+    name = next((name for name in ACCURACIES if name in metrics), None)
+    if name is None:
+        raise UsageError(
+            f"eval: the objective reports none of {', '.join(ACCURACIES)}, so there is nothing to evaluate by; add one "
+            "to its metrics, or switch evaluation off with eval.every: 0"
+        )
+    if not (math.isfinite(loss) and math.isfinite(metrics[name])):
+        raise NonFiniteLoss(f"held-out {task_label(task)}: loss {loss}, {name} {metrics[name]}")
+    n = len(held_out.units)
+    low, high = wilson_interval(metrics[name] * n, n)
+    results = {"n": float(n), name: metrics[name], f"{name}_low": low, f"{name}_high": high, "loss": loss}
+    results |= metrics | {"rows_dropped": float(held_out.num_dropped)}
+    results["seconds"] = time.perf_counter() - started
+    return Evaluation(task_label(task), results, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """The evaluation of a run on every held-out task (``eval``).
+
+    held_out: by a task's label, the units on which the objective is evaluated, or the loss of ``shape`` demonstration.
+    start: the model at the start (None where no drift is measured).
+    """
+
+    recipe: Recipe
+    tasks: Sequence[Task]
+    held_out: Mapping[str, HeldOut]
+    method: Method
+    sampler: Sampler
+    policy: Forward
+    start: Reference | None
+    shape: Shape = "demonstration"
+
+    def __call__(self, step: int) -> list[Evaluation]:
+        """Evaluate the weights after ``step`` updates on each task."""
+        self.sampler.engine.sync(step)
+        done = [self._with_drift(self._evaluate_on(task, step), task) for task in self.tasks]
+        self.sampler.engine.rest()
+        return done
+
+    def sampling(self, temperature: float) -> Sampling:
+        """The sampling of answers."""
+        recipe = self.recipe
+        max_tokens = recipe.eval.max_tokens or (recipe.rollout.max_tokens if recipe.rollout else 256)
+        return self.sampler.sampling(max_tokens, temperature)
+
+    def _evaluate_on(self, task: Task, step: int) -> Evaluation:
+        """Evaluate by the objective, where the task has units for it; else by sampled answers, and the loss."""
+        held_out = self.held_out.get(task_label(task))
+        if held_out is not None and self.shape != "demonstration":
+            return evaluate_objective(held_out, task, self.method, self.recipe.train, self.sampler.world)
+        options = self.recipe.eval
+        sampling = replace(self.sampling(options.temperature), top_k=options.top_k, top_p=options.top_p)
+        samples, ks, seed = options.samples, default_ks(options.samples), self.recipe.train.seed
+        asked = Questions(task, sampling, options.num_examples, samples=samples, ks=ks, seed=seed, step=step)
+        evaluation = evaluate(self.sampler, asked)
+        if held_out is not None:
+            started = time.perf_counter()
+            tokens_per_micro = self.recipe.train.micro_batch_tokens
+            loss = evaluate_loss(held_out, task, self.policy, tokens_per_micro, self.sampler.world)
+            evaluation.results.update(loss)
+            evaluation.results["seconds"] += time.perf_counter() - started
+        return evaluation
+
+    def _with_drift(self, evaluation: Evaluation, task: Task) -> Evaluation:
+        """Add the KL from the initial policy and the entropy, where the recipe asks for them."""
+        if not self.recipe.eval.num_kl_prompts:
+            return evaluation
+        assert self.start is not None, "the setup makes a reference for whoever needs one"
+        started = time.perf_counter()
+        sampling = self.sampling(self.policy.temperature)
+        drift = measure_drift(
+            self.sampler,
+            Questions(task, sampling, self.recipe.eval.num_kl_prompts, seed=self.recipe.train.seed),
+            policy=self.policy,
+            start=self.start,
+            tokens_per_micro=self.recipe.train.micro_batch_tokens,
+        )
+        evaluation.results.update(drift)
+        evaluation.results["seconds"] += time.perf_counter() - started
+        return evaluation

@@ -1,0 +1,467 @@
+"""The training loop of every method.
+
+Update number k (1-based) is step k: its rollouts and metrics carry k, evaluation at step k is of the weights after k
+updates, and checkpoint ``step-k`` is the state after them. A killed run resumes from its newest checkpoint that
+verifies, drops every later record, and repeats the rest bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from posttrain.errors import NonFiniteLoss, PosttrainError, StorageError, UsageError
+from posttrain.models.lora import describe_reach
+from posttrain.models.trained_heads import head_tensors, restore_heads
+from posttrain.randomness import derive_key
+from posttrain.recipes.document import decisive
+from posttrain.recipes.recipe import Recipe
+from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
+from posttrain.store.durable import replace_file
+from posttrain.store.headline import choose_headline
+from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
+from posttrain.store.rollouts import RolloutStore
+from posttrain.training.build import Parts, check_origins, prepare
+from posttrain.training.checkpoint import Checkpoint, load_checkpoint, names_to_write, restore_model, save_checkpoint
+from posttrain.training.files import NoRecords, Observer, RunFiles
+from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
+from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
+from posttrain.training.sources import TrainBatch
+from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.training.streams import has_other_prompts
+from posttrain.types import Batch
+from posttrain.world import ONE, World, peak_resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by task."""
+
+    step: int
+    reason: str
+    evaluations: dict[str, dict[str, float]]
+
+
+@dataclass(slots=True)
+class Loop:
+    """A run in progress. Each process of the ``world`` takes the same decisions; the main one keeps the records."""
+
+    recipe: Recipe
+    files: RunFiles
+    parts: Parts
+    metrics: MetricsLog | NoRecords
+    rollouts: RolloutStore | NoRecords
+    observer: Observer
+    steps: int
+    world: World = ONE
+    step: int = 0
+    best: dict[str, float] | None = None
+    evaluations: dict[str, dict[str, float]] | None = None
+    warned: set[str] = field(default_factory=set)  # of what this process has warned
+    unevaluated: bool = False  # an evaluation of the weights of ``step`` is due
+    consistent: bool = True  # weights, optimizer and records are those of ``step``
+    source_state: dict[str, Any] = field(default_factory=dict)  # of the source, after ``step``
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint that verifies, and drop later records; without one the run starts over."""
+        checkpoint = self._newest_checkpoint()
+        if checkpoint is not None:
+            for reason in checkpoint.skipped:
+                self.observer("notice", {"message": reason})
+            check_origins(self.recipe, self.parts.origins, checkpoint.state)
+            self._take_threads(checkpoint.state)
+            fill = Tensor.copy_ if self.parts.shards is None else self.parts.shards.fill
+            restore_model(self.parts.model, checkpoint.path, fill)
+            restore_heads(self.parts.heads, checkpoint.heads, fill)
+            restore_optimizer(self.parts.optimizer, [n for n, _ in self.parts.parameters], checkpoint.optimizer)
+            if self.parts.shards is not None:
+                self.parts.shards.scatter()
+            vocabulary = self.parts.model.get_input_embeddings().weight.shape[0]
+            self.parts.source.restore(checkpoint.rollout_buffer, checkpoint.state.get("source", {}), vocabulary)
+            self.step = checkpoint.step
+            self.best = checkpoint.state.get("best")
+            self.evaluations = checkpoint.state.get("evaluations")
+            self.unevaluated = bool(checkpoint.state.get("unevaluated", False))
+            self._compare_length(checkpoint.state.get("steps"))
+            self.source_state = self.parts.source.state()
+            self._tidy()
+        keep = self.step if checkpoint is not None else -1  # without a checkpoint not even step 0's evaluation stays
+        again = (keep,) if self.unevaluated else ()
+        trimmed = self.metrics.trim(keep, again)
+        self.rollouts.trim(keep, again)
+        if checkpoint is None and trimmed is not None and trimmed.dropped_lines:
+            dropped = f"{trimmed.dropped_lines} lines of metrics.jsonl, and the rollouts, were dropped"
+            self.observer("notice", {"message": f"no checkpoint to go on from, so the run starts over; {dropped}"})
+
+    def beginning(self, resumed: bool, length: Any) -> dict[str, Any]:
+        """Return the content of the event ``start``; ``length`` describes passes over the data, where they count."""
+        source = self.parts.source
+        return {
+            "recipe": self.recipe,
+            "steps": self.steps,
+            "length": length,
+            "resumed_from": self.step if resumed else None,
+            "num_examples": source.num_examples,
+            "dropped": source.dropped,
+            "origin": source.origin,
+            "num_repeated": source.num_repeated,
+            "trained": source.trained,
+            "forward_path": self.parts.method.forward.path,
+        }
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """The newest that verifies, as the main process says; the others load that one."""
+        checkpoint = load_checkpoint(self.files.checkpoints, set_aside=True) if self.world.is_main else None
+        step = self.world.tell(None if checkpoint is None else checkpoint.step, "step of the checkpoint")
+        if self.world.is_main or step is None:
+            return checkpoint
+        return load_checkpoint(self.files.checkpoints, step)
+
+    def _take_threads(self, state: Mapping[str, Any]) -> None:
+        """Compute with as many threads as the run began with, if it has as many processes: sums have the same parts."""
+        began, now, own = state.get("processes", 1), self.world.size, torch.get_num_threads()
+        threads = state.get("num_threads") or own
+        if began != now:
+            before, after = (f"{n} process{'es' * (n != 1)}" for n in (began, now))
+            what = f"goes on in {after}, and the checkpoint was saved by {before}"
+            self.observer("notice", {"message": f"{what}: numbers are the same but for the order of sums"})
+        elif threads != own:
+            _use_threads(threads)
+            line = f"number of threads: {threads}, as it began; here it would be {own}"
+            self.observer("notice", {"message": line})
+
+    def _compare_length(self, began: int | None) -> None:
+        """Compare the steps of a number of passes with those when the checkpoint was saved.
+
+        Raises:
+            UsageError: they are fewer than were made.
+        """
+        passes = self.recipe.train.num_epochs
+        if passes is None:
+            return
+        comes_to = f"train.num_epochs {passes:g} comes to {self.steps} steps over the data as they are"
+        if self.step > self.steps:
+            raise UsageError(f"{comes_to}, and the newest checkpoint is of step {self.step}; give more epochs")
+        if began not in (None, self.steps):
+            self.observer("notice", {"message": f"{comes_to}, and the checkpoint was saved on the way to {began}"})
+
+    def run(self, should_stop: Callable[[], bool]) -> TrainResult:
+        """Train until the last step or until asked to stop, and save a checkpoint."""
+        saved = self.step
+        same_weights(self.parts.whole_parameters(), self.world, "before training")
+        if self.unevaluated:  # the evaluation failed; the checkpoint is written again with it
+            self.evaluate()
+            self.save()
+        elif self.step == 0 and self.recipe.eval.every:
+            self.evaluate()
+        while self.step < self.steps and not self.world.agree(should_stop(), "being stopped"):
+            self.update()
+            if self.unevaluated:
+                self.evaluate()
+            if self._due(self.recipe.train.save_every) or self._is_best():
+                self.save()
+                saved = self.step
+        if saved != self.step:
+            self.save()
+        reason = "finished" if self.step >= self.steps else "interrupted"
+        self.observer("finish", {"step": self.step, "reason": reason})
+        return TrainResult(self.step, reason, self.evaluations or {})
+
+    def rescue(self, error: Exception) -> None:
+        """Save the last completed step of a run that failed, and prune nothing.
+
+        Nothing is saved where weights or records are between two steps. If saving fails, ``error`` gets a note.
+        """
+        if not self.world.is_main or not self.consistent or self.step == 0:
+            return
+        if self.step in checkpoint_steps(self.files.checkpoints):
+            return
+        if self.parts.shards is not None:
+            error.add_note(f"step {self.step} is not saved: that takes all processes, each of which has a part of it")
+            return
+        try:
+            path = self._write_checkpoint(self._gathered(ONE))
+            self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
+        except (PosttrainError, OSError, RuntimeError, MemoryError, ValueError) as failure:
+            error.add_note(f"step {self.step} could not be saved: {failure}")
+
+    def _due(self, every: int) -> bool:
+        return (every > 0 and self.step % every == 0) or self.step == self.steps
+
+    def _is_best(self) -> bool:
+        return self.best is not None and self.best["step"] == self.step
+
+    def update(self) -> None:
+        """One optimizer step with its records."""
+        started = time.perf_counter()
+        step = self.step + 1
+        draw = self.parts.source(step)
+        self._pass_on_notices()
+        if draw.rollouts:
+            self.rollouts.record(draw.rollouts)
+        updating = time.perf_counter()
+        tokens, metrics = self._descend(draw, step)
+        self.step, self.consistent = step, False
+        timing = _timing(draw, tokens, started, updating, time.perf_counter())
+        timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
+        metrics = draw.metrics | metrics | {"tokens": tokens}
+        self.metrics.append(step, metrics, timing)
+        self._warn(draw.batch, metrics)
+        self.unevaluated = bool(self.recipe.eval.every) and self._due(self.recipe.eval.every)
+        self.source_state = self.parts.source.state()
+        self.consistent = True
+        self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
+
+    def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
+        """Warn once where the loss of this step is not that of the formula."""
+        warnings = {}
+        if share := metrics.get(CLAMPED, 0.0):
+            warnings[CLAMPED] = (
+                f"{share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the sampler, "
+                "the reference or the teacher. It is clamped, so that loss and gradient are not those of the formula. "
+                "Check that teacher and reference fit the model and its prompts, or lower train.lr"
+            )
+        if batch is not None and "kl_baseline" in batch.streams and not has_other_prompts(batch):
+            warnings["kl_baseline"] = (
+                f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
+                "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
+            )
+        for name in warnings.keys() - self.warned:
+            self.warned.add(name)
+            self.observer("notice", {"message": f"{name}: {warnings[name]}"})
+
+    def _descend(self, draw: TrainBatch, step: int) -> tuple[float, dict[str, float]]:
+        """The gradient step on a batch, if there is one; returns trained tokens and metrics."""
+        options, batch = self.recipe.train.model_copy(update={"steps": self.steps}), draw.batch
+        lr = learning_rate(options, step)
+        if batch is None:
+            return 0.0, {"loss": 0.0, "grad_norm": 0.0, "lr": lr}
+        place = (step, self.world.rank) if self.world.rank else (step,)
+        torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
+        loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
+        if metrics.get("mismatch_kl", 0.0) > MAX_KL:
+            check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
+        if self.parts.shards is None:
+            add_gradients([p for _, p in self.parts.parameters], self.world)
+        try:
+            own, apart = self.parts.split_parameters()
+            self.consistent = False
+            norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
+            if self.parts.shards is not None:
+                self.parts.shards.gather()
+        except NonFiniteLoss as error:
+            self.consistent = True
+            raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+        return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def evaluate(self) -> None:
+        """Evaluate on every held-out task, and remember the step with the best mean of the headline.
+
+        Records are written when all of it is done. Of equal steps the later is the best.
+
+        Raises:
+            UsageError: no evaluation has the result that the recipe names (``eval.best``).
+        """
+        assert self.parts.evaluator is not None
+        self.parts.source.wait()
+        step, done = self.step, self.parts.evaluator(self.step)
+        self._pass_on_notices()
+
+        evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
+        headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
+        self.consistent, self.evaluations = False, evaluations
+        for evaluation in done:
+            self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
+            facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
+            self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
+        value = None if headline is None or step == 0 else headline.mean(evaluations.values())
+        if headline is not None and value is not None:
+            before = None if self.best is None else self.best.get(headline.metric)  # None: it was another headline
+            if before is None or headline.goodness(value) >= headline.goodness(before):
+                self.best = {"step": float(step), headline.metric: value}
+        self.unevaluated, self.consistent = False, True
+        for evaluation in done:
+            about: dict[str, Any] = {"step": step, "name": evaluation.name, "headline": headline}
+            self.observer("evaluation", about | {"results": dict(evaluation.results)})
+
+    def _pass_on_notices(self) -> None:
+        for message in self.parts.take_notices():
+            self.observer("notice", {"message": message})
+
+    def save(self) -> None:
+        """Write a checkpoint, mark the best one and delete old ones."""
+        same_weights(self.parts.whole_parameters(), self.world, f"step {self.step} cannot be saved")
+        together = self.parts.shards is not None and self.recipe.scale.checkpoint == "sharded"
+        world = self.world if together else ONE
+        tensors = self._gathered(world)
+        path = self._write_checkpoint(tensors, world) if self.world.is_main or together else None
+        if path is None or not self.world.is_main:
+            return
+        self._tidy()
+        self.observer("checkpoint", {"step": self.step, "path": str(path), "best": self._is_best()})
+
+    def _gathered(self, world: World) -> dict[str, Any]:
+        """The tensors of a checkpoint, as ``save_checkpoint`` takes them, unsharded; but for the optimizer's where all
+        of ``world`` write it."""
+        parts, shards = self.parts, self.parts.shards
+        optimizer = optimizer_tensors(parts.optimizer, [n for n, _ in parts.parameters])
+        tensors: dict[str, Any] = {"optimizer": optimizer, "heads": head_tensors(parts.heads)}
+        tensors["score"] = parts.score_head()
+        if shards is not None and world.size == 1:
+            tensors["optimizer"] = shards.whole(optimizer, lambda name: self.world.is_main)
+        if shards is not None and not shards.keeps_whole:
+            names = names_to_write(parts.model) if self.world.is_main else set()
+            tensors["weights"] = shards.whole(parts.model.state_dict(), names.__contains__)
+            tensors["heads"] = shards.whole(tensors["heads"], lambda name: self.world.is_main)
+        return tensors
+
+    def _write_checkpoint(self, tensors: Mapping[str, Any], world: World = ONE) -> Path:
+        """Records are durable before the checkpoint appears under its name; ``world`` writes it together."""
+        self.rollouts.flush()
+        self.metrics.flush()
+        return save_checkpoint(
+            self.files.checkpoints,
+            step=self.step,
+            model=self.parts.model,
+            tokenizer=self.parts.tokenizer,
+            state=self._state() if world.is_main else {},
+            rollout_buffer=self.parts.source.rollout_buffer(self.step),
+            world=world,
+            **tensors,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """The content of ``state.json``."""
+        return {
+            "recipe": self.recipe.fingerprint(),
+            "settings": decisive(self.recipe.dump()),
+            "records": {"metrics": self.metrics.num_rows(), **self.rollouts.num_rows(self.step)},
+            **self.parts.origins,
+            "num_threads": torch.get_num_threads(),
+            "best": self.best,
+            "evaluations": self.evaluations,
+            "steps": self.steps,
+            "processes": self.world.size,
+            "source": self.source_state,
+            **({"unevaluated": True} if self.unevaluated else {}),
+        }
+
+    def _tidy(self) -> None:
+        """Point ``best`` at the best checkpoint and delete old ones."""
+        if not self.world.is_main:
+            return
+        best = int(self.best["step"]) if self.best is not None else -1
+        if best in checkpoint_steps(self.files.checkpoints):
+            mark_best(self.files.checkpoints, best)
+        prune_checkpoints(self.files.checkpoints, self.recipe.train.keep_checkpoints, {best})
+
+    def _save_batch(self, batch: Batch, step: int) -> str:
+        """Save the batch of a failed step for inspection; return where, or why it could not be saved."""
+        path = self.files.folder / f"nonfinite-step-{step:06d}.safetensors"
+        if not self.world.is_main:
+            return "Rank 0 saves the batch"
+        tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+        tensors |= {f"stream.{name}": x for name, x in batch.streams.items()}
+        try:
+            replace_file(path, serialize({name: x.clone() for name, x in tensors.items()}))  # streams may share memory
+        except StorageError as failure:
+            return f"The batch could not be kept: {failure}"
+        return f"The batch is saved in {path}"
+
+
+def train(
+    recipe: Recipe,
+    files: RunFiles,
+    *,
+    resume: bool = False,
+    observer: Observer = lambda event, facts: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    world: World = ONE,
+) -> TrainResult:
+    """Train as a resolved recipe says, writing into ``files``; of several processes, the main one writes.
+
+    Raises:
+        UsageError: the recipe's parts do not fit, or data are missing; nothing was trained.
+        RunFailure: the work failed; the newest checkpoint is intact, and of the last completed step where
+            that could still be saved.
+    """
+    trackers: list[Tracker] = []
+    if world.is_main:
+        watched = TrackedRun(files.folder, recipe.dump(), lambda message: observer("notice", {"message": message}))
+        trackers = build_trackers(recipe.track, watched)
+    with _threads_of_main(world):
+        parts = prepare(recipe, files.folder, world)
+        kept = _records(recipe, files, trackers, world)
+        with closing(parts), closing(parts.source), kept as (metrics, rollouts):
+            steps, length = recipe.train.steps, None
+            if recipe.train.num_epochs is not None:
+                steps, length = parts.source.length_of(recipe.train.num_epochs)
+            assert steps is not None, "a recipe says steps or num_epochs"
+            loop = Loop(recipe, files, parts, metrics, rollouts, observer, steps, world)
+            if resume:
+                loop.resume()
+            observer("start", loop.beginning(resume, length))
+            for message in [*describe_reach(parts.model), *parts.notices]:
+                observer("notice", {"message": message})
+            try:
+                return loop.run(should_stop)
+            except Exception as error:
+                loop.rescue(error)
+                raise
+
+
+def _use_threads(number: int) -> None:
+    """Compute with so many threads. Setting what it is already would change how MKL takes them."""
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
+
+
+@contextmanager
+def _threads_of_main(world: World) -> Iterator[None]:
+    """Let every process compute with as many threads as the main one: that shows in the last bits of sums."""
+    before = torch.get_num_threads()
+    _use_threads(world.tell(before, "number of threads"))
+    try:
+        yield
+    finally:
+        _use_threads(before)
+
+
+@contextmanager
+def _records(
+    recipe: Recipe, files: RunFiles, trackers: list[Tracker], world: World
+) -> Iterator[tuple[MetricsLog | NoRecords, RolloutStore | NoRecords]]:
+    """Where metrics and rollouts are written."""
+    if not world.is_main:
+        yield NoRecords(), NoRecords()
+        return
+    about = {"seed": str(recipe.train.seed), "recipe": recipe.fingerprint()}
+    metrics = TrackedMetrics(files.metrics, trackers)
+    with closing(metrics), RolloutStore(files.rollouts, about=about) as rollouts:
+        yield metrics, rollouts
+
+
+def _timing(draw: TrainBatch, tokens: float, started: float, updating: float, finished: float) -> dict[str, float]:
+    timing: dict[str, Any] = {k: v for k, v in draw.timing.items() if k != "generated_tokens"}
+    timing["update_seconds"] = finished - updating
+    timing["step_seconds"] = finished - started
+    timing["update_tokens_per_second"] = tokens / timing["update_seconds"]
+    timing["tokens_per_second"] = tokens / timing["step_seconds"]
+    if draw.fresh and draw.timing.get("generate_seconds"):
+        timing["generate_tokens_per_second"] = draw.timing["generated_tokens"] / draw.timing["generate_seconds"]
+    return timing
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory held so far: of a GPU that trains, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return peak_resident_bytes()

@@ -1,0 +1,353 @@
+"""Estimate of the memory of one training process, part by part, from its recipe and its model's configuration.
+
+Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
+rows that the recipe allows (docs/memory.md says what is not counted). With N tokens of a micro-batch in the trainer's
+stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f, attention
+widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
+
+- the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
+  and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
+  the families of ``models/forward/fused.py`` keep no normed values and 2f;
+- attention: s · (2aQ + 2kK) + 4 · heads · Q, and the mask, s · Q · keys of a row, where a prompt is shared;
+- under an adapter, norms in 4 bytes, and of every adapted layer an input in 4 bytes next to 4 · rank.
+
+With ``train.gradient_checkpointing`` that is one layer's, as far as it is more than the logits, and s · d · N · L.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.errors import PosttrainError, UsageError
+from posttrain.models.config import read_object
+from posttrain.models.forward.forward import gpu_memory_of, kept_elements, max_logit_elements
+from posttrain.models.forward.fused import FAMILIES
+from posttrain.models.forward.packing import ROUND_TOKENS
+from posttrain.models.load import choose_device, read_config
+from posttrain.models.sources import ADAPTER_CONFIG, is_adapter, resolve_model_name
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.sections import AdapterSection, RolloutSection
+from posttrain.training.checks import Words, words_of
+from posttrain.training.optimizer import EMBEDDING_NAMES
+
+# Architectures whose activations were counted: whether queries and keys have norms.
+QK_NORMS = {"qwen3": True, "olmo2": True, "qwen2": False, "llama": False, "gpt2": False}
+SHARES_PROMPTS = ("qwen3", "qwen2", "llama")  # the sampler's fast path
+UNSTATED_PROMPT = 256  # tokens, where the recipe does not bound prompts
+FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH, STEPS_BETWEEN_LOOKS = 256, 16, 1.5, 8  # of the sampler
+BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by part; see the module."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    heads: int
+    activations: int
+    logits: int
+    kv_cache: int
+    rollouts: int
+
+    def rows(self) -> list[tuple[str, int]]:
+        """The rows of a table: every part, and the most that is held at a time."""
+        names = {"optimizer": "optimizer state", "heads": "heads, critic", "kv_cache": "key/value cache"}
+        parts = [(names.get(part.name, part.name), getattr(self, part.name)) for part in fields(self)]
+        return [*parts, ("most in an update", self.update), ("most while sampling", self.sampling)]
+
+    @property
+    def update(self) -> int:
+        """The most that is held while gradients are computed."""
+        return sum(getattr(self, part.name) for part in fields(self)) - self.kv_cache - self.rollouts
+
+    @property
+    def sampling(self) -> int:
+        """The most that is held while the model samples, without gradients; 0 where it does not."""
+        kept = self.weights + self.optimizer + self.reference + self.heads
+        return kept + self.kv_cache if self.kv_cache else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the model: its name, its shape, in how many layers it is, and in and out of a linear layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    times: int
+    linear: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.times * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """A micro-batch of the longest rows: ``prompt`` and ``answer`` tokens each, in groups that share prompts.
+
+    ``prompt`` is 0 where rows share nothing; their ``answer`` is then the whole row. One token of a row is left out
+    where nothing reads its state.
+    """
+
+    rows: int
+    groups: int
+    prompt: int
+    answer: int
+    trained: int
+
+    @property
+    def queries(self) -> int:
+        return self.groups * self.prompt + self.rows * self.answer
+
+    @property
+    def keys(self) -> int:
+        return self.queries + self.rows * self.prompt
+
+
+def stated_memory(recipe: Recipe) -> Memory | str:
+    """``memory_of`` a resolved recipe on this machine by the configuration that is at hand, or the reason why none."""
+    try:
+        device = choose_device(recipe.model.device if torch.cuda.is_available() else "cpu")
+        return memory_of(*counted(recipe), gpu_memory_of(device))
+    except PosttrainError as error:
+        return str(error)
+
+
+def counted(recipe: Recipe) -> tuple[Recipe, Any]:
+    """A resolved recipe as ``memory_of`` takes it, a loaded adapter as a new one, and its model's configuration.
+
+    Raises:
+        UsageError: the configuration is not at hand, or of an architecture that was not worked out.
+    """
+    model = recipe.model
+    config = read_config(model)
+    if config is None:
+        raise UsageError(
+            f"the configuration of {model.name} is not at hand (a folder, a run or the hub's cache has one)"
+        )
+    if config.model_type not in QK_NORMS:
+        raise UsageError(
+            f"it was not worked out for the architecture {config.model_type} (for {', '.join(QK_NORMS)} it was)"
+        )
+    source = "" if model.init or model.adapter else resolve_model_name(model.name)
+    if source and is_adapter(source):
+        settings = read_object(Path(source) / ADAPTER_CONFIG)
+        try:
+            section = AdapterSection(rank=settings["r"], targets=settings["target_modules"])
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"{source}: {ADAPTER_CONFIG} does not say r and target_modules") from None
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"adapter": section})})
+    return recipe, config
+
+
+def memory_of(recipe: Recipe, config: Any, gpu_memory: int | None = None) -> Memory:
+    """The memory of training a resolved recipe, by part.
+
+    Args:
+        config: a transformers configuration of an architecture in ``QK_NORMS``.
+        gpu_memory: bytes of the GPU that trains; None for a CPU.
+
+    Raises:
+        RecipeError: parts of the recipe do not fit one another.
+    """
+    words, config = words_of(recipe), config.get_text_config()
+    adapter, size = recipe.model.adapter, BYTES[recipe.model.dtype]
+    weights = weights_of(config)
+    low_rank = [] if adapter is None else list(_low_rank(weights, adapter))
+    trained = weights if adapter is None else low_rank
+    base = _base_bytes(weights, size, recipe.model.load_bits)
+    micro = micro_batch(recipe, words)
+    has_critic = words.objective.traits.get("head") == "value" and recipe.head and recipe.head.trunk == "separate"
+    logits = 0 if words.only_scores else _logits(config, micro, size, gpu_memory, head_trained=adapter is None)
+    reads = "reference" in words.parts or bool(recipe.eval.num_kl_prompts)
+    activations = _activations(recipe, config, micro, size, weights, logits)
+    return Memory(
+        weights=base + 4 * sum(w.numel for w in low_rank),
+        gradients=4 * sum(w.numel for w in trained),
+        optimizer=_optimizer_bytes(trained, recipe.optimizer.name),
+        reference=base if reads and adapter is None else 0,
+        heads=_head_bytes(words, config, trained if has_critic else []),
+        activations=activations * (2 if has_critic else 1),
+        logits=logits,
+        kv_cache=_cache_bytes(recipe, config, size, gpu_memory),
+        rollouts=_rollout_bytes(recipe, words),
+    )
+
+
+def weights_of(config: Any) -> list[Weight]:
+    """All tensors of a model of this configuration, without memory for any: one layer stands for all of them."""
+    one = copy.deepcopy(config)
+    one.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(one, dtype=torch.float32)
+    linear: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not model.get_output_embeddings():
+            shape = module.weight.shape
+            linear[f"{name}.weight"] = (shape[0], shape[1]) if isinstance(module, Conv1D) else (shape[1], shape[0])
+    return [
+        Weight(name, tuple(p.shape), config.num_hidden_layers if ".0." in name else 1, linear.get(name))
+        for name, p in model.named_parameters()
+    ]
+
+
+def micro_batch(recipe: Recipe, words: Words) -> Micro:
+    """The rows that go through the trainer at a time when all are as long as the recipe allows."""
+    train, rollout, unread = recipe.train, recipe.rollout, 0 if words.only_scores else 1
+    unit = 2 if words.level == "pair" else 1
+    if rollout is None:
+        assert recipe.data is not None, "a recipe has 'rollout' or 'data'"
+        prompt, answer, group = 0, recipe.data.max_length, 1
+        own, rows = answer - unread, recipe.data.batch_size * unit
+    else:
+        prompt, own = longest_row(recipe, rollout)
+        group = 2 if words.unit == "pair" else rollout.group_size
+        rows = rollout.num_prompts * group // train.num_minibatches
+        prompt, answer = (0, prompt + own) if group == 1 else (prompt, own)
+    most, count = min(rows, train.micro_batch_rows or rows), unit
+    while count + unit <= most:
+        if -(-(count + unit) // group) * prompt + (count + unit) * answer > train.micro_batch_tokens:
+            break
+        count += unit
+    return Micro(count, -(-count // group), prompt, answer - unread, count * own)
+
+
+def longest_row(recipe: Recipe, rollout: RolloutSection) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, as long as the recipe allows."""
+    prompt = recipe.prompt.max_prompt_tokens or UNSTATED_PROMPT
+    prompt = min(prompt, recipe.within(prompt + rollout.max_tokens) - 1)
+    return prompt, recipe.within(prompt + rollout.max_tokens) - prompt
+
+
+def _up_to(multiple: int, number: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _low_rank(weights: list[Weight], adapter: AdapterSection) -> Iterator[Weight]:
+    """The two factors of each adapted layer."""
+    for weight in weights:
+        layer = f".{weight.name.removesuffix('.weight')}"
+        is_meant = adapter.targets == "all-linear" or any(layer.endswith(f".{target}") for target in adapter.targets)
+        if weight.linear is not None and is_meant:
+            size_in, size_out = weight.linear
+            yield Weight(f"{weight.name}.A", (adapter.rank, size_in), weight.times)
+            yield Weight(f"{weight.name}.B", (size_out, adapter.rank), weight.times)
+
+
+def _base_bytes(weights: list[Weight], size: int, bits: int | None) -> int:
+    """Of all weights; in 8 bits linear layers have 4 bytes for each row next to, in 4 bits a scale for 64 numbers."""
+    total = 0.0
+    for weight in weights:
+        if bits is None or weight.linear is None:
+            total += size * weight.numel
+        elif bits == 8:
+            total += weight.numel + 4 * weight.times * weight.linear[1]
+        else:
+            total += BYTES_OF_4_BITS * weight.numel
+    return round(total)
+
+
+def _optimizer_bytes(trained: list[Weight], name: str) -> int:
+    """Of AdamW two numbers for each, and a count; of Muon's matrices one."""
+    total = 0
+    for weight in trained:
+        is_matrix = len(weight.shape) == 2 and not any(part in weight.name for part in EMBEDDING_NAMES)
+        total += 4 * weight.numel if name == "muon" and is_matrix else 8 * weight.numel + 4 * weight.times
+    return total
+
+
+def _head_bytes(words: Words, config: Any, critic: list[Weight]) -> int:
+    """Weight, gradient and AdamW's state of a head, and of a critic of its own."""
+    if words.objective.traits.get("head") is None:
+        return 0
+    option = words.objective.traits.get("head_outputs")
+    classes = int(words.recipe.objective.options[option]) if option is not None else 1
+    head = config.hidden_size * (1 if classes <= 2 else classes)
+    return int(16 * (head + sum(w.numel for w in critic if "lm_head" not in w.name)))
+
+
+def _activations(recipe: Recipe, config: Any, micro: Micro, size: int, weights: list[Weight], logits: int) -> int:
+    """Bytes that the layers, the final norm and what reads its output keep for the backward pass."""
+    adapter, layers, width = recipe.model.adapter, config.num_hidden_layers, config.hidden_size
+    heads, is_gpt2 = config.num_attention_heads, config.model_type == "gpt2"
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    queries, keys = heads * head_dim, head_dim * (getattr(config, "num_key_value_heads", None) or heads)
+    inner = (config.n_inner or 4 * config.n_embd) if is_gpt2 else config.intermediate_size
+    is_fused = size == 4 and config.model_type in FAMILIES
+    within = inner * (2 if is_fused else 3)
+    if is_gpt2:
+        within = inner * (4 if config.activation_function == "gelu_new" else 1)
+    tokens = _up_to(ROUND_TOKENS, micro.queries)
+    inputs = 2 * width + queries + inner
+    normed = 2 * width + (queries + keys if QK_NORMS[config.model_type] else 0)
+    of_layer = size * (2 * queries * micro.queries + 2 * keys * micro.keys) + 4 * heads * micro.queries
+    if micro.prompt:  # the mask
+        of_layer += size * micro.rows * micro.answer * (micro.prompt + micro.answer)
+    if adapter is None:
+        of_layer += tokens * size * (inputs + normed * (1 if is_gpt2 or is_fused else 2) + within)
+    else:
+        targets = [w.shape[1] for w in _low_rank(weights, adapter) if w.name.endswith(".A")]
+        own = 4 * adapter.rank * len(targets) + (5 * sum(targets) if adapter.dropout else 0)
+        own += 4 * inputs if size == 4 else 0 if adapter.dropout else 4 * sum(targets)
+        of_layer += tokens * (own + (size if is_gpt2 else 4) * normed + size * within)
+    of_layers = of_layer * layers
+    if recipe.train.gradient_checkpointing:
+        again = of_layer + (2 if is_fused else 3) * inner * size * tokens
+        of_layers = size * width * tokens * layers + max(again - logits, 0)
+    final = 2 if adapter is None and not is_gpt2 and not is_fused else 1
+    return int(of_layers + size * width * (final * tokens + _up_to(ROUND_TOKENS, micro.trained)))
+
+
+def _logits(config: Any, micro: Micro, size: int, gpu_memory: int | None, *, head_trained: bool) -> int:
+    """Of the tokens that are computed at a time: logits, probabilities and their gradients, 16 or 18 bytes each; of a
+    trained head its gradient, and the probabilities that are kept."""
+    trained = _up_to(ROUND_TOKENS, micro.trained)
+    rows = min(trained, max(1, max_logit_elements(gpu_memory) // config.vocab_size))
+    numbers = rows * (16 if size == 4 else 18)
+    if head_trained:
+        kept = min(trained, kept_elements(gpu_memory) // config.vocab_size) if rows < trained else 0
+        numbers += 4 * (config.hidden_size + kept)
+    return int(numbers * config.vocab_size)
+
+
+def _cache_bytes(recipe: Recipe, config: Any, size: int, gpu_memory: int | None) -> int:
+    """Keys and values of the columns of each slot that samples, which grow by halves, and of each shared prompt."""
+    rollout = recipe.rollout
+    if rollout is None or rollout.engine.name == "vllm":  # that one's cache is the server's
+        return 0
+    slots = min(rollout.num_prompts * rollout.group_size, int(rollout.engine.options.get("slots", 64)))
+    prompt, answer = longest_row(recipe, rollout)
+    shares = gpu_memory is None and config.model_type in SHARES_PROMPTS and rollout.group_size > 1
+    before = 0 if shares else prompt
+    columns, longest = _up_to(COLUMNS_ALIGNED, before + min(answer, FIRST_COLUMNS) + 1), before + answer
+    if rollout.max_turns is not None:  # a turn has a token, and its reply
+        longest += (min(rollout.max_turns, max(1, answer // 2)) - 1) * (STEPS_BETWEEN_LOOKS - 1)
+    while columns <= longest:
+        columns = _up_to(COLUMNS_ALIGNED, int(columns * GROWTH) + 1)
+    tokens = slots * columns + (-(-slots // rollout.group_size) * prompt if shares else 0)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * size * tokens)
+
+
+def _rollout_bytes(recipe: Recipe, words: Words) -> int:
+    """In main memory: 9 for each token of a batch of rollouts, and 4 for each batch field and the weights."""
+    rollout = recipe.rollout
+    if rollout is None:
+        return 0
+    group = 2 if words.unit == "pair" else rollout.group_size
+    streams = words.needs | {"sampler_logprobs"}
+    return rollout.num_prompts * group * sum(longest_row(recipe, rollout)) * (9 + 4 * (1 + len(streams)))

@@ -1,0 +1,142 @@
+"""Sources of batches: a data set or rollouts. Rows and random numbers are functions of (seed, step)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.data.base import TaskPart
+from posttrain.errors import UsageError
+from posttrain.randomness import permutation
+from posttrain.types import Batch, Rollout
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """The batch of one step, None where nothing is to be trained on, with rollouts to record, metrics and timing.
+
+    ``fresh``: the batch was made for this step, not kept from an earlier one.
+    """
+
+    batch: Batch | None
+    fresh: bool = True
+    rollouts: list[Rollout] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+class Source:
+    """A source of batches (called with a step), whose state between two steps is empty unless it says otherwise."""
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        """Tensors that updates after ``step`` still need, to be saved."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """The state next to the step, as plain data."""
+        return {}
+
+    def restore(self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = 0) -> None:
+        """Take back what ``rollout_buffer`` and ``state`` gave, of a model with so large a vocabulary.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+
+    def take_notices(self) -> list[str]:
+        """Notices that were not shown yet."""
+        return []
+
+    def wait(self) -> None:
+        """Wait until nothing is being sampled."""
+
+    def close(self) -> None:
+        """End what works next to the trainer."""
+
+
+def num_batches(passes: float, num_examples: int, batch: int) -> int:
+    """Batches of ``batch`` examples that go ``passes`` times through ``num_examples``; the last may reach further."""
+    return math.ceil(Fraction(passes).limit_denominator(10**6) * num_examples / batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rows of one round: their places among those of a source, and in which pass over them each is."""
+
+    places: list[int]
+    passes: list[int]
+
+
+class RowOrder:
+    """Rows of a source in a new order for every pass; the parts of a mixture take turns by weight, each in its order.
+
+    Every batch has its share of each part (``tasks/mixture.next_turn``). Further rounds of a batch, which replace
+    dropped groups, have the same shares and orders of their own.
+
+    Args:
+        purpose: of the random numbers.
+        size: rows of a batch.
+        parts: those of a mixture, or none.
+        rows: of the source; of a mixture the name of each row's part.
+        further: the number of further rounds of a batch.
+
+    Raises:
+        UsageError: a part has no row.
+    """
+
+    def __init__(
+        self, seed: int, purpose: str, size: int, parts: Sequence[TaskPart], rows: Sequence[Any], further: int = 0
+    ) -> None:
+        self.seed, self.purpose, self.size, self.further = seed, purpose, size, further
+        self.names, self.weights = [part.name for part in parts] or [""], [part.weight for part in parts] or [1.0]
+        self.rows = [[n for n, row in enumerate(rows) if not parts or row == name] for name in self.names]
+        for name, own in zip(self.names, self.rows, strict=True):
+            if not own:
+                raise UsageError(
+                    f"task.parts: not one example of part {name!r} can be used here: each is too long, or has nothing "
+                    "to learn from. Leave the part out, or make room for it (data.max_length, prompt.max_prompt_tokens)"
+                )
+        self._at = 0, [0] * len(self.names)  # a batch, and how many rows each part gave before it
+
+    def turn(self, batch: int, attempt: int = 0) -> Turn:
+        """Return the rows of round ``attempt`` of a batch, both from 0."""
+        start, given = self._at if self._at[0] <= batch else (0, [0] * len(self.names))
+        given = list(given)
+        for _ in range(start, batch):
+            self._parts(given)
+        self._at = batch, list(given)
+        parts, at = self._parts(list(given)), given
+        if attempt:
+            each = [parts.count(part) for part in range(len(self.names))]
+            at = [g * self.further + (attempt - 1) * n for g, n in zip(given, each, strict=True)]
+        turn = Turn([], [])
+        for part in parts:
+            in_pass, offset = divmod(at[part], len(self.rows[part]))
+            order = f"{'further ' if attempt else ''}{self.purpose} {self.names[part]}".rstrip()
+            place = int(_permutation(self.seed, order, in_pass, len(self.rows[part]))[offset])
+            turn.places.append(self.rows[part][place])
+            turn.passes.append(in_pass)
+            at[part] += 1
+        return turn
+
+    def _parts(self, turns: list[int]) -> list[int]:
+        """Return the parts of a batch's rows in order; adds them to the ``turns`` that each had before."""
+        if len(turns) == 1:
+            turns[0] += self.size
+            return [0] * self.size
+        from posttrain.data.mixture import next_turn
+
+        parts = []
+        for _ in range(self.size):
+            parts.append(next_turn(self.weights, turns))
+            turns[parts[-1]] += 1
+        return parts
+
+
+_permutation = lru_cache(maxsize=64)(permutation)

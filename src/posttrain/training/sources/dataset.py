@@ -1,0 +1,229 @@
+"""The source of supervised training: rows of a task, in an order that is a function of (seed, epoch)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from posttrain.data.base import Task, num_repeated
+from posttrain.data.render import Template
+from posttrain.data.render.rows import Row, Shape, rows_of
+from posttrain.errors import RecipeError, UsageError
+from posttrain.recipes.recipe import Recipe
+from posttrain.store.durable import replace_file
+from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.training.streams import Streams
+from posttrain.types import Batch, Example, Sample, collate
+
+FIXED_CHUNK = 256
+UNIT_NAMES: dict[Shape, str] = {"demonstration": "rows", "judged": "answers", "pair": "pairs", "steps": "solutions"}
+
+
+class Labels:
+    """Labels of given answers: 1 desirable, 0 not.
+
+    Of two answers, the one with the higher score is desirable. Any other score is a label where it is 0 or 1. A rating
+    becomes a label only by the threshold ``data.label_above``, which then decides about pairs, too.
+    """
+
+    def __init__(self, label_above: float | None) -> None:
+        self.label_above = label_above
+        self._scores: list[float] = []
+        self._rated: tuple[str, float] | None = None  # the first answer with a rating, where no threshold is named
+
+    def label(self, example: Example, row: Row) -> tuple[Row, ...] | str:
+        """The row of one answer with its label in place of its score, or the reason why it has none."""
+        self._scores.append(row.score)
+        if self.label_above is not None:
+            return (replace(row, score=float(row.score > self.label_above)),)
+        scores = [response.score for response in example.responses]
+        if len(scores) == 2 and not example.responses[0].steps:
+            if scores[0] != scores[1]:
+                return (replace(row, score=float(row.score == max(scores))),)
+            if scores[0] not in (0.0, 1.0):
+                return "both answers of a pair have the same score"
+        if row.score not in (0.0, 1.0):
+            self._rated = self._rated or (example.id, row.score)
+        return (row,)
+
+    def check(self, task: str, labels: Sequence[float], *, needs_both: bool) -> None:
+        """Refuse ratings without a threshold, and (``needs_both``) labels that are all the same.
+
+        Raises:
+            RecipeError: see above; with the range of the scores.
+        """
+        scale = f"the scores of task {task!r} are from {min(self._scores):g} to {max(self._scores):g}"
+        if self._rated is not None:
+            name, score = self._rated
+            raise RecipeError(
+                f"data.label_above: {scale} (the first: {score:g} in {name}), so they are ratings and no labels. Set "
+                "data.label_above: an answer with a higher score is then desirable, any other is not"
+            )
+        if needs_both and len(set(labels)) == 1:
+            kind = "desirable" if labels[0] else "undesirable"
+            threshold = "" if self.label_above is None else f" with data.label_above {self.label_above:g}"
+            raise RecipeError(
+                f"task: all {len(labels):,} answers are {kind}{threshold}, and nothing can be learnt from one label; "
+                f"{scale}. Give answers of both kinds, or a data.label_above that divides them"
+            )
+
+
+class SupervisedSource(Source):
+    """Rows of a task, ``data.batch_size`` units a step, in an order that is a function of (seed, epoch).
+
+    ``shape``: a unit is a demonstration, a judged answer, a pair, or an answer with labelled steps. Fixed streams
+    (reference log-probabilities) are computed once for the data set, and kept in the folder ``cache`` with a hash of
+    the rows and of the reference. ``draws``: False where no batch is asked for by its step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        template: Template,
+        tokenizer: Any,
+        context_tokens: int,
+        *,
+        shape: Shape = "demonstration",
+        streams: Streams | None = None,
+        cache: Path | None = None,
+        draws: bool = True,
+    ) -> None:
+        assert recipe.data is not None
+        self.seed, self.batch, self.shape, self.streams = recipe.train.seed, recipe.data.batch_size, shape, streams
+        self.train_all = recipe.data.train_on == "all"
+        self.rows_per_unit = 2 if shape == "pair" else 1
+        self.dropped, self.num_repeated = dict(task.dropped), num_repeated(task.examples)
+        self.origin = task.origin
+        self.units: list[tuple[Row, ...]] = []
+        unit_parts = list[str]()  # of a mixture
+        limit = min(recipe.data.max_length, context_tokens)
+        named = "data.max_length" if limit == recipe.data.max_length else "the model's context"
+        prompt_limit = recipe.prompt.max_prompt_tokens or limit
+        labels = Labels(recipe.data.label_above)
+        for example in task.examples:
+            for unit in rows_of(tokenizer, template, example, shape, recipe.data.train_on):
+                if shape == "judged" and not isinstance(unit, str):
+                    unit = labels.label(example, unit[0])
+                if isinstance(unit, str):
+                    reason = unit
+                elif any(len(row.ids) > limit for row in unit):
+                    reason = f"longer than {named}={limit}"
+                elif unit[0].prompt_length > prompt_limit:
+                    reason = f"prompt longer than {prompt_limit} tokens"
+                else:
+                    self.units.append(unit)
+                    unit_parts += [example.meta["part"]] if task.parts else []
+                    continue
+                self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if not self.units:
+            raise UsageError(f"task {task.name!r}: no row is left to train on; dropped: {self.dropped or 'none'}")
+        self.num_examples = len(self.units)
+        if shape == "judged":
+            labels.check(task.name, [row.score for unit in self.units for row in unit], needs_both=draws)
+        self.trained = self._share_of_trained(recipe.data.train_on, task)
+        if draws:
+            self.order = RowOrder(self.seed, "data", self.batch, task.parts, unit_parts or self.units)
+        names = [] if streams is None else streams.fixed
+        self._fixed = {name: self._fill_once(name, cache and cache / f"{name}.safetensors") for name in names}
+
+    def __call__(self, step: int) -> TrainBatch:
+        """The rows of update number ``step`` (1-based)."""
+        return TrainBatch(self.batch_of(self.order.turn(step - 1).places))
+
+    def length_of(self, passes: float) -> tuple[int, str]:
+        """The number of steps of ``passes`` through the data, rounded up, and a line about it."""
+        steps = num_batches(passes, self.num_examples, self.batch)
+        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} {UNIT_NAMES[self.shape]}"
+        return steps, f"{over} = {steps:,} steps of {self.batch}"
+
+    def batch_of(self, chosen: Sequence[int]) -> Batch:
+        """The given units, with their streams."""
+        batch = self._collated(chosen)
+        rows = [index * self.rows_per_unit + k for index in chosen for k in range(self.rows_per_unit)]
+        for name, of_row in self._fixed.items():
+            trained = torch.cat([of_row[row] for row in rows])
+            batch.streams[name] = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, trained)
+        return batch if self.streams is None else self.streams.before_step(self.streams(batch))
+
+    def _share_of_trained(self, train_on: str | None, task: Task) -> str:
+        """Describe the share of the tokens that is trained, and the conversations that became several examples."""
+        rows = [row for unit in self.units for row in unit]
+        starts = [1 if self.train_all else row.prompt_length for row in rows]
+        trained = sum(len(row.ids) - start - len(row.heard) for row, start in zip(rows, starts, strict=True))
+        trained = sum(len(row.step_labels) for row in rows) if self.shape == "steps" else trained
+        total = sum(len(row.ids) for row in rows)
+        share = f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%}"
+        if self.shape == "demonstration":
+            has_turns = train_on is None and any(example.conversation for example in islice(task.examples, 1000))
+            share += f" (data.train_on {train_on or ('assistant' if has_turns else 'response')})"
+        if apart := sum(row.is_apart for row in rows):
+            what = "examples are single turns of conversations, whose earlier turns the template writes anew"
+            share += f"; {apart:,} {what}"
+        return share
+
+    def _collated(self, indices: Sequence[int]) -> Batch:
+        samples = [
+            self._sample(row, slot, unit) for slot, i in enumerate(indices) for unit in (self.units[i],) for row in unit
+        ]
+        return collate(samples, rows_per_unit=self.rows_per_unit)
+
+    def _sample(self, row: Row, slot: int, unit: tuple[Row, ...]) -> Sample:
+        n = len(row.ids)
+        if self.shape == "steps":
+            mask = [t in row.step_labels for t in range(n)]
+            streams: dict[str, Any] = {"step_labels": [float(row.step_labels.get(t, 0)) for t in range(n)]}
+        else:
+            start = 1 if self.train_all else row.prompt_length
+            mask = [t >= start and t not in row.heard for t in range(n)]
+            difference = unit[0].score - unit[-1].score
+            streams = {"labels": row.score, "margins": difference if row.margin is None else row.margin}
+        if self.shape == "demonstration":
+            streams = {}
+        # a prompt that is trained on itself cannot be shared
+        prefix = 0 if self.train_all else row.prompt_length
+        return Sample(row.ids, mask, group=slot, prefix=prefix, streams=streams)
+
+    def _fill_once(self, name: str, cache: Path | None) -> list[Tensor]:
+        """The stream's numbers at the trained tokens of each row."""
+        assert self.streams is not None
+        assert self.streams.reference is not None, "the build makes a reference for whoever asks for one"
+        digest = hashlib.sha256(f"{self.streams.reference.fingerprint()} {self.shape} {self.train_all}".encode())
+        for unit in self.units:
+            for row in unit:
+                digest.update(f"{row.prompt_length} {row.ids} {sorted(row.step_labels)}".encode())
+                digest.update(f"{sorted(row.heard) or ''}".encode())
+        key = f"rows-{digest.hexdigest()[:32]}"
+        is_main = self.streams.world.is_main
+        stored = _read_cache(cache, key) if cache is not None and is_main else None
+        known = self.streams.world.tell(stored, f"stored {name}")
+        if known is not None:
+            return known
+        pieces: list[Tensor] = []
+        for start in range(0, len(self.units), FIXED_CHUNK):
+            batch = self._collated(range(start, min(start + FIXED_CHUNK, len(self.units))))
+            scored = self.streams.fill(name, batch)
+            pieces += [scored[b, batch.mask[b]].clone() for b in range(batch.num_rows)]
+        if cache is not None and is_main:
+            counts = torch.tensor([len(piece) for piece in pieces])
+            replace_file(cache, serialize({"values": torch.cat(pieces), key: counts}))
+        return pieces
+
+
+def _read_cache(cache: Path, key: str) -> list[Tensor] | None:
+    """The numbers under ``key``; None where there is no file, or one that is damaged or of other rows."""
+    try:
+        stored = load_file(cache) if cache.is_file() else {}
+    except SafetensorError:
+        return None
+    return list(stored["values"].split(stored[key].tolist())) if key in stored else None

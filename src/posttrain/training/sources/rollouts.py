@@ -1,0 +1,439 @@
+"""The source of reinforcement learning: samples with the current weights, grades, selects, computes advantages.
+
+One rollout batch serves several updates. With a batch as large as the run it is the source of preference learning and
+of rejection sampling from the model's own answers, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.selection import Units, choose_units
+from posttrain.data.base import Task, num_repeated
+from posttrain.data.render import stop_ids
+from posttrain.errors import CheckpointError, RunFailure, UsageError
+from posttrain.graders.grading import FAILURES
+from posttrain.randomness import permutation
+from posttrain.recipes.recipe import Recipe
+from posttrain.sampling.base import Engine, Sampling
+from posttrain.sampling.rollout import Grader, RolloutRequest, Sampler, collect, encode_prompts
+from posttrain.training.credit import Credit, number_turns, same_sizes
+from posttrain.training.sources import RowOrder, Source, TrainBatch, num_batches
+from posttrain.training.sources.stored import START_AGAIN, Drawn, Groups, read_batch, write_batch
+from posttrain.training.streams import Streams
+from posttrain.types import Batch, Rollout, Sample, collate
+
+if TYPE_CHECKING:
+    from posttrain.sampling.episodes import Stage
+    from posttrain.training.sources.feedback import Feedback
+
+NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
+NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
+OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # metrics of each part of a mixture
+
+
+class RolloutSource(Source):
+    """Samples and grades completions with the current weights; one batch serves ``train.ppo_epochs`` ×
+    ``train.num_minibatches`` updates.
+
+    Prompts are split into minibatches by an order that is a function of (seed, rollout batch, epoch). ``select`` is the
+    selection, whose units have ``rows_per_unit`` rows.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        grader: Grader,
+        tokenizer: Any,
+        engine: Engine,
+        context_tokens: int,
+        *,
+        select: Callable[[Tensor], Units],
+        rows_per_unit: int,
+        credit: Credit,
+        streams: Streams,
+        feedback: Feedback | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        assert recipe.rollout is not None
+        self.recipe, self.options, self.seed = recipe, recipe.rollout, recipe.train.seed
+        self.minibatches = recipe.train.num_minibatches
+        self.updates = recipe.train.ppo_epochs * recipe.train.num_minibatches
+        self.task, self.grader, self.tokenizer, self.engine, self.stage = task, grader, tokenizer, engine, stage
+        self.context_tokens = context_tokens = recipe.within(context_tokens)
+        self.select, self.rows_per_unit = select, rows_per_unit
+        self.turn_weight = sum(word.weight for word in recipe.rewards if word.name == "turn_rewards")
+        self.credit, self.streams, self.feedback = credit, streams, feedback
+        self.world = streams.world  # of the processes that sample together
+        limit = min(recipe.prompt.max_prompt_tokens or context_tokens, context_tokens - 1)
+        self.kept, self.prompts, too_long = encode_prompts(tokenizer, grader.template, task.examples, limit)
+        self.dropped, self.num_repeated, self.trained = dict(task.dropped), num_repeated(task.examples), ""
+        self.origin = task.origin
+        if too_long:
+            self.dropped[f"prompt longer than {limit} tokens"] = too_long
+        if not self.kept:
+            raise UsageError(f"task {task.name!r}: no prompt is left to sample from; dropped: {self.dropped}")
+        self.num_examples, self.parts = len(self.kept), tuple(part.name for part in task.parts)
+        rows = [task.examples[index].meta["part"] for index in self.kept] if self.parts else self.kept
+        further = self.options.max_rounds - 1
+        self.order = RowOrder(self.seed, "prompts", self.options.num_prompts, task.parts, rows, further)
+        self.sampling = Sampling(
+            max_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
+            top_k=self.options.top_k,
+            top_p=self.options.top_p,
+            stop_ids=stop_ids(tokenizer, grader.template),
+            max_total_tokens=context_tokens,
+            max_turn_tokens=self.options.max_turn_tokens,
+        )
+        self._batch: Batch | None = None
+        self._notices: dict[str, bool] = {}  # and whether they were shown
+
+    def __call__(self, step: int) -> TrainBatch:
+        """The rows of update number ``step`` (1-based); samples when a new rollout batch is due."""
+        cycle, update = divmod(step - 1, self.updates)
+        if update == 0:
+            draw = self._collect(step, cycle)
+            self._batch = draw.batch
+        else:
+            draw = TrainBatch(self._batch, fresh=False)
+        if self.minibatches > 1 and draw.batch is not None:
+            draw.batch = self._minibatch(draw.batch, cycle, *divmod(update, self.minibatches))
+        if draw.batch is not None:
+            started = time.perf_counter()
+            draw.batch = self.streams.before_step(draw.batch)
+            if draw.timing:
+                draw.timing["fill_seconds"] += time.perf_counter() - started
+        return draw
+
+    def length_of(self, passes: float) -> tuple[int, str]:
+        """The number of steps that sample every prompt ``passes`` times, rounded up, and a line about it."""
+        batches = num_batches(passes, self.num_examples, self.options.num_prompts)
+        over = f"{passes:g} {'pass' if passes == 1 else 'passes'} over {self.num_examples:,} prompts"
+        what = "steps" if self.updates == 1 else "rollout batches"
+        each = "" if self.updates == 1 else f", {self.updates} steps each: {batches * self.updates:,} steps"
+        return batches * self.updates, f"{over} = {batches:,} {what} of {self.options.num_prompts}{each}"
+
+    def rollout_buffer(self, step: int) -> dict[str, Tensor] | None:
+        return None if step % self.updates == 0 or self._batch is None else write_batch(self._batch)
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_weight": self.credit.kl_weight}
+
+    def restore(
+        self, rollout_buffer: dict[str, Tensor] | None, state: dict[str, Any], vocabulary: int = sys.maxsize
+    ) -> None:
+        self.credit.kl_weight = state.get("kl_weight", self.credit.kl_weight)
+        if rollout_buffer is None or "tokens" not in rollout_buffer:
+            return
+        try:
+            self._batch = read_batch(rollout_buffer, self.rows_per_unit, vocabulary)
+        except (ValueError, KeyError) as error:
+            what = "the checkpoint's rollout_buffer.safetensors does not hold the rollout batch that updates go on with"
+            raise CheckpointError(f"{what} ({error}); {START_AGAIN}") from None
+
+    def take_notices(self) -> list[str]:
+        said = [message for message, was_said in self._notices.items() if not was_said]
+        self._notices |= dict.fromkeys(said, True)
+        return said
+
+    def _minibatch(self, batch: Batch, cycle: int, epoch: int, part: int) -> Batch | None:
+        """The rows of one part of the prompts that something was selected from."""
+        groups = sorted(set(batch.group.tolist()))
+        order = permutation(self.seed, f"minibatch {epoch}", cycle, len(groups))
+        bounds = [len(groups) * p // self.minibatches for p in (part, part + 1)]
+        chosen = {groups[int(i)] for i in order[bounds[0] : bounds[1]]}
+        rows = [b for b, group in enumerate(batch.group.tolist()) if group in chosen]
+        return batch.select(rows) if rows else None
+
+    def _collect(self, step: int, cycle: int) -> TrainBatch:
+        drawn = self.take(step, cycle)
+        sampled, chosen = drawn.sampled, self._played(drawn.chosen)
+        scored = time.perf_counter()
+        rewards = [torch.tensor([r.reward for r in g], dtype=torch.float64) for g in chosen]
+        units = self._choose(rewards)
+        if not self.credit.needs_batch:
+            _record_advantages(chosen, self.credit.from_groups(rewards))
+        trained = self._unmasked(chosen, units)
+        rows = units if self.credit.needs_batch else trained  # the credit of tokens is over all completions, too
+        batch = self._batch_of(chosen, rows) if rows else None
+        grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
+        scored = time.perf_counter()
+        metrics = describe_rollouts(sampled, self.grader.format_part)
+        if any(name == "correct" and weight for name, weight, _ in self.grader.rewards) and "accuracy" not in metrics:
+            self._notices.setdefault(NO_GOLD, False)
+        if batch is None:
+            self._notices.setdefault(NOTHING_SELECTED, False)
+        else:
+            metrics |= self._fill_streams(batch, chosen, rows, rewards)
+            if len(trained) < len(rows):
+                each, kept = self.rows_per_unit, set(trained)
+                places = [b for u, unit in enumerate(rows) if unit in kept for b in range(u * each, (u + 1) * each)]
+                batch = batch.select(places) if places else None
+        metrics |= _describe_choice(chosen, trained, self.options.drop_uniform_groups, drawn.accepted)
+        if self.options.mask_truncated:
+            metrics["masked"] = (len(units) - len(trained)) / max(1, len(units))
+        if self.parts:
+            metrics |= self._describe_parts(sampled, chosen, trained)
+        if self.options.staleness:
+            metrics["staleness"] = float(cycle - drawn.version)
+        everything = [r for group in sampled for r in group]
+        timing = {"sync_seconds": 0.0} | drawn.timing
+        timing |= {"score_seconds": grading, "fill_seconds": time.perf_counter() - scored}
+        timing["generated_tokens"] = float(sum(r.completion.num_own for r in everything))
+        return TrainBatch(batch, True, everything, metrics, timing)
+
+    def _describe_parts(self, sampled: Groups, chosen: Groups, units: Units) -> dict[str, float]:
+        """Metrics of each part of a mixture, with its ``prompts``, and those of them that are ``trained`` on."""
+        trained = Counter(chosen[n][0].example.meta["part"] for n in {n for unit in units for n, _ in unit})
+        facts: dict[str, float] = {}
+        for name in self.parts:
+            own = [group for group in sampled if group[0].example.meta["part"] == name]
+            about = {"prompts": float(len(own)), "trained": float(trained[name])}
+            if any(not r.has_failed for group in own for r in group):
+                means = describe_rollouts(own, self.grader.format_part)
+                about |= {key: means[key] for key in OF_A_PART if key in means}
+            facts |= {f"{name}:{key}": value for key, value in about.items()}
+        return facts
+
+    def take(self, step: int, cycle: int) -> Drawn:
+        """Return rollout batch ``cycle``, sampled with the current weights."""
+        started = time.perf_counter()
+        self.engine.sync(step - 1)
+        syncing = time.perf_counter() - started
+        drawn = self.draw(step, cycle)
+        drawn.timing["sync_seconds"] = syncing
+        self.engine.rest()
+        return drawn
+
+    def draw(self, step: int, cycle: int) -> Drawn:
+        """Sample and grade the groups of rollout batch ``cycle`` (from 0), whose first update is ``step``."""
+        started, grading = time.perf_counter(), 0.0
+        sampled: Groups = []
+        drawn: Drawn | None = None
+        machine = (self.engine, self.tokenizer, self.grader, self.context_tokens)
+        sampler = Sampler(*machine, world=self.world, stage=self.stage)
+        while drawn is None:
+            attempt = len(sampled) // self.options.num_prompts
+            turn = self.order.turn(cycle, attempt)
+            request = RolloutRequest(
+                [self.task.examples[self.kept[p]] for p in turn.places],
+                [self.prompts[p] for p in turn.places],
+                self.sampling,
+                key=(self.seed, f"rollout {attempt}", step),
+                group=self.options.group_size,
+                step=step,
+                prompt_indices=[self.kept[p] for p in turn.places],
+                passes=turn.passes,
+            )
+            groups, seconds = collect(sampler, request)
+            grading += seconds
+            sampled += groups
+            drawn = self._choose_groups(sampled, cycle)
+        generating = time.perf_counter() - started - grading
+        drawn.timing |= {"generate_seconds": generating, "score_seconds": grading}
+        return drawn
+
+    def _choose_groups(self, sampled: Groups, cycle: int) -> Drawn | None:
+        """The batch of the sampled groups; None where a further round is to be sampled."""
+        options = self.options
+        fitting = [g for g in sampled if self._fits(g)]
+        rest: Groups = []
+        if options.drop_uniform_groups and len(fitting) < options.num_prompts:
+            if len(sampled) < options.max_rounds * options.num_prompts:
+                return None
+            # the bound is reached: fill up, mostly with groups that add nothing
+            rest = [g for g in sampled if not self._fits(g)]
+        return Drawn(sampled, (fitting + rest)[: options.num_prompts], len(fitting) / len(sampled), cycle, {})
+
+    def _fits(self, group: Sequence[Rollout]) -> bool:
+        """Whether a group belongs into the batch: any, or one with different rewards that gives a unit."""
+        if not self.options.drop_uniform_groups:
+            return True
+        played = [r for r in group if not r.has_failed]
+        part = self.options.uniform_by
+        seen = {r.reward if part == "reward" else r.parts[part] for r in played}
+        units = self._choose([torch.tensor([r.reward for r in played], dtype=torch.float64)])
+        return len(seen) > 1 and bool(self._unmasked([played], units))
+
+    def _played(self, groups: Groups) -> Groups:
+        """The groups without the completions whose environment failed; of several at least two must be left.
+
+        Raises:
+            RunFailure: not one completion was played to its end.
+        """
+        kept = []
+        for group in groups:
+            played = [r for r in group if not r.has_failed]
+            if len(played) >= min(2, self.options.group_size):
+                kept.append(played)
+                continue
+            for rollout in played:
+                left_out = f"left out: {len(played)} of {len(group)} completions of its group were played to the end"
+                rollout.failures = (*rollout.failures, left_out)
+        failures = [r.failures[0] for group in groups for r in group if r.has_failed]
+        if failures and len(failures) == sum(map(len, groups)):
+            raise RunFailure(
+                f"environment: it failed in every completion, and again when they were played again "
+                f"(rollout.retries: {self.options.retries}). The first failure: {failures[0]}"
+            )
+        return kept
+
+    def _choose(self, rewards: Sequence[Tensor]) -> Units:
+        """The selected units of groups with these rewards, in order of their prompts."""
+        units: Units = []
+        for places in same_sizes(rewards):
+            table = torch.stack([rewards[n] for n in places])
+            chosen = choose_units(self.select, table, self.rows_per_unit)
+            units += [tuple((places[n], g) for n, g in unit) for unit in chosen]
+        return sorted(units, key=lambda unit: unit[0][0])
+
+    def _unmasked(self, groups: Groups, units: Units) -> Units:
+        """The units that are trained on: with ``mask_truncated`` those without a completion that was cut off.
+
+        No weight counts such a completion; its reward counts where its group is compared (DAPO's overlong filtering
+        "masks the loss", Yu et al. 2025, section 3.4; in TRL's ``mask_truncated_completions`` the masked rows still
+        count in the means over sequences).
+        """
+        masks = self.options.mask_truncated
+        return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
+
+    def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
+        needs = self.streams.needs
+        samples = []
+        for unit in units:
+            rewards = [groups[n][g].reward for n, g in unit]
+            row_streams = {"margins": rewards[0] - rewards[-1]}
+            for (n, g), reward in zip(unit, rewards, strict=True):
+                rollout = groups[n][g]
+                row_streams |= {"rewards": reward, "labels": float(reward > self.options.label_above)}
+                sample = _sample_of(rollout, n)
+                if rollout.advantage is not None:
+                    sample.streams["advantages"] = [rollout.advantage if own else 0.0 for own in sample.mask]
+                sample.streams |= {name: x for name, x in row_streams.items() if name in needs}
+                samples.append(sample)
+        return collate(samples, rows_per_unit=self.rows_per_unit)
+
+    def _fill_streams(
+        self, batch: Batch, groups: Sequence[Sequence[Rollout]], units: Units, rewards: Sequence[Tensor]
+    ) -> dict[str, float]:
+        teacher_batch = None
+        if self.feedback is not None:
+            rows = [(n, g) for unit in units for n, g in unit]
+            teacher_batch, has_feedback = self.feedback.rewrite(groups, rows)
+            batch.streams["has_feedback"] = has_feedback
+        self.streams(batch, teacher_batch)
+        if not self.credit.needs_batch:
+            return {}
+        flat = [r for g in groups for r in g]
+        truncated = torch.tensor([r.completion.is_truncated for r in flat])
+        of_turns = pay_turns(batch, flat, self.turn_weight) if self.turn_weight else None
+        advantages, metrics = self.credit.from_batch(batch, rewards, truncated, self.streams.needs, of_turns)
+        self.streams(batch, teacher_batch)  # those that need advantages
+        counts = batch.mask.sum(dim=1).clamp(min=1)
+        means = (advantages.sum(dim=1) / counts).split([len(group) for group in rewards])
+        _record_advantages(groups, means)
+        return metrics
+
+
+def pay_turns(batch: Batch, rollouts: Sequence[Rollout], weight: float) -> Tensor:
+    """``float64 [B, T]``: ``weight`` times the environment's reward of each turn, at its last token."""
+    numbers, columns = number_turns(batch.mask), torch.arange(batch.mask.shape[1])
+    paid = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for b, rollout in enumerate(rollouts):
+        for k, turn in enumerate(rollout.turns):
+            if turn.reward is not None:
+                paid[b, int(columns[batch.mask[b] & (numbers[b] == k)].amax())] = weight * turn.reward
+    return paid
+
+
+def _sample_of(rollout: Rollout, group: int) -> Sample:
+    """A row in which the model's own tokens are trained, and an environment's are not."""
+    prompt, answer = list(rollout.prompt_ids), rollout.completion
+    return Sample(
+        ids=prompt + list(answer.ids),
+        mask=[False] * len(prompt) + list(answer.written),
+        group=group,
+        prefix=len(prompt),
+        streams={"sampler_logprobs": [0.0] * len(prompt) + list(answer.logprobs)},
+    )
+
+
+def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence[Tensor] | None) -> None:
+    """Write each completion's advantage (their mean over the tokens, where they differ) to its record."""
+    if advantages is None:
+        return
+    for group, row in zip(groups, advantages, strict=True):
+        for rollout, value in zip(group, row.tolist(), strict=True):
+            rollout.advantage = value
+
+
+def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
+    """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
+
+    ``accuracy``, ``num_tokens_right`` and ``num_tokens_wrong`` (mean lengths) are over the answers with a gold answer.
+    ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
+    ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
+    there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
+    ``environment_failures`` ended, or that were ``played_again``.
+    """
+    everything = [r for group in groups for r in group]
+    groups = [played for group in groups if (played := [r for r in group if not r.has_failed])]
+    rollouts = [r for group in groups for r in group]
+    graded = [r for r in rollouts if r.outcome != "ungraded"]
+    right = [r.completion.num_own for r in graded if r.parts["correct"] == 1.0]
+    wrong = [r.completion.num_own for r in graded if r.parts["correct"] != 1.0]
+    facts = {
+        "reward": fmean(r.reward for r in rollouts),
+        **({"accuracy": len(right) / len(graded)} if graded else {}),
+        **({"format": fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
+        "num_tokens": fmean(r.completion.num_own for r in rollouts),
+        "truncated": fmean(float(r.completion.is_truncated) for r in rollouts),
+        "uniform_groups": fmean(float(len({r.reward for r in g}) == 1) for g in groups),
+    }
+    names = [name for name in rollouts[0].parts if all(name in r.parts for r in rollouts)]
+    facts |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
+    failures = sum(r.outcome in FAILURES for r in rollouts)
+    facts |= {"grading_failures": failures / len(rollouts)} if failures else {}
+    facts |= {name: fmean(of) for name, of in (("num_tokens_right", right), ("num_tokens_wrong", wrong)) if of}
+    return facts | _describe_turns(rollouts, everything)
+
+
+def _describe_turns(played: Sequence[Rollout], everything: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of turns and calls, where there are any."""
+    facts: dict[str, float] = {}
+    if any(r.turns for r in played):
+        calls = [call for r in played for turn in r.turns for call in turn.calls]
+        facts["num_turns"] = fmean(len(r.turns) for r in played)
+        facts["num_calls"] = len(calls) / len(played)
+        facts["failed_calls"] = sum(call.outcome != "ok" for call in calls) / max(1, len(calls))
+        for finish in ("out_of_turns", "tool_failed"):
+            facts[finish] = fmean(float(r.completion.finish == finish) for r in played)
+    if any(r.failures for r in everything):
+        facts["environment_failures"] = fmean(float(r.has_failed) for r in everything)
+        facts["played_again"] = fmean(float(bool(r.failures)) for r in everything)
+    return facts
+
+
+def _describe_choice(
+    groups: Sequence[Sequence[Rollout]], units: Units, is_filtered: bool, accepted: float
+) -> dict[str, float]:
+    """Metrics of the choice of what is trained on."""
+    facts = {"selected": sum(len(unit) for unit in units) / max(1, sum(len(g) for g in groups))}
+    advantages = torch.tensor([r.advantage for g in groups for r in g if r.advantage is not None])
+    if len(advantages):
+        spread = (advantages.mean(), advantages.std(correction=0), advantages.min(), advantages.max())
+        names = (f"advantage_{name}" for name in ("mean", "std", "min", "max"))
+        facts |= dict(zip(names, map(float, spread), strict=True))
+    if is_filtered:
+        facts["accepted_groups"] = accepted
+    return facts

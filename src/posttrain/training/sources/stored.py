@@ -1,0 +1,184 @@
+"""A sampled batch as plain data, bit for bit: for a checkpoint, and for the other processes that train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, Protocol, get_type_hints
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, create_model
+from torch import Tensor
+
+from posttrain.data.base import Task
+from posttrain.recipes.sections import RolloutSection
+from posttrain.sampling.rollout import Grader
+from posttrain.store.rollouts import read_turns, write_turns
+from posttrain.types import Batch, Completion, Message, Rollout
+
+Groups = list[list[Rollout]]
+START_AGAIN = "restore the checkpoint from a copy, or start again under another name with --run NAME"
+_OF_A_BATCH = ("tokens", "lengths", "mask", "group", "prefix")
+_STREAM = "stream."
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+_COUNTS = TypeAdapter(list[_Count])
+# Known or made where it is read; the prompt of an episode is what its environment began with.
+_OF_THE_TASK = ("example", "prompt_ids", "completion", "advantage", "turns", "failures")
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The graded groups of one rollout batch: all that were ``sampled``, and those that were ``chosen``.
+
+    ``accepted``: the share that fits. ``version``: of the weights that sampled. ``timing``: seconds by phase.
+    """
+
+    sampled: Groups
+    chosen: Groups
+    accepted: float
+    version: int
+    timing: dict[str, float]
+
+
+class Prompts(Protocol):
+    """A source of rollouts, as far as it is read here; ``kept``: the indices of its ``prompts`` in the task."""
+
+    task: Task
+    kept: list[int]
+    prompts: list[list[int]]
+    grader: Grader
+    options: RolloutSection
+
+
+def write_drawn(drawn: Drawn) -> dict[str, Any]:
+    """A drawn batch as plain data; examples and prompts are indices."""
+    places = {id(group): place for place, group in enumerate(drawn.sampled)}
+    return {
+        "sampled": write_groups(drawn.sampled),
+        "chosen": [places[id(group)] for group in drawn.chosen],
+        "accepted": drawn.accepted,
+        "version": drawn.version,
+        "timing": drawn.timing,
+    }
+
+
+def read_drawn(stated: Mapping[str, Any], source: Prompts) -> Drawn:
+    """Read what ``write_drawn`` gave, with the examples and prompts of ``source``."""
+    sampled = read_groups(stated["sampled"], source)
+    chosen = [sampled[place] for place in stated["chosen"]]
+    return Drawn(sampled, chosen, stated["accepted"], stated["version"], dict(stated["timing"]))
+
+
+def check_written(stated: Mapping[str, Any], source: Prompts, vocabulary: int) -> None:
+    """Refuse what ``write_drawn`` does not write of a batch of the ``source``, as an untrusted checkpoint may have it.
+
+    ``stated`` has the number of the batch, too; token ids must be below ``vocabulary``.
+
+    Raises:
+        ValueError: something in it is of another kind, length or range. KeyError: something is missing.
+    """
+    _groups_type().validate_json(json.dumps(stated["sampled"]), strict=True)
+    _COUNTS.validate_python([stated["batch"], stated["version"]], strict=True)
+    parts = {name for name, _, _ in source.grader.rewards}
+    if type(stated.get("accepted", 0.0)) is not float:
+        raise ValueError("no share that fits")
+    if any(len(rollouts) != source.options.group_size for rollouts in stated["sampled"]):
+        raise ValueError("other groups")
+    for rollout in (rollout for rollouts in stated["sampled"] for rollout in rollouts):
+        completion = rollout["completion"]
+        ids, own = completion["ids"], completion["own"]
+        _COUNTS.validate_python([completion["version"]], strict=True)
+        per_token = (completion["logprobs"], ids if own is None else own)
+        if {len(numbers) for numbers in per_token} != {len(ids)} or not parts <= rollout["parts"].keys():
+            raise ValueError("other lengths or rewards")
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ValueError("other tokens")
+
+
+@cache
+def _groups_type() -> TypeAdapter[Any]:
+    """The type of what ``write_groups`` writes."""
+    strict, types = ConfigDict(strict=True, extra="forbid"), get_type_hints(Rollout)
+    names = [f.name for f in fields(Rollout) if f.name not in _OF_THE_TASK]
+    plain: dict[str, Any] = {name: (_Count if types[name] is int else types[name], ...) for name in names}
+    kinds = {"messages": list[tuple[str, str]], "prompt_ids": list[int], "turns": list[Any], "failures": list[str]}
+    said: dict[str, Any] = {name: (kind, ...) for name, kind in kinds.items()}
+    episode: Any = create_model("Episode", __config__=strict, **said)
+    rollout: Any = create_model(
+        "Rollout", __config__=strict, completion=(Completion, ...), episode=(episode | None, None), **plain
+    )
+    return TypeAdapter(list[list[rollout]])
+
+
+def write_batch(batch: Batch) -> dict[str, Tensor]:
+    """A batch as tensors to save."""
+    return {name: getattr(batch, name) for name in _OF_A_BATCH} | {
+        f"{_STREAM}{name}": numbers for name, numbers in batch.streams.items()
+    }
+
+
+def read_batch(tensors: Mapping[str, Tensor], rows_per_unit: int, vocabulary: int) -> Batch:
+    """Read what ``write_batch`` gave, from a checkpoint that may be untrusted.
+
+    Raises:
+        ValueError, KeyError: something in it is of another kind, shape or range.
+    """
+    tokens, lengths, mask, group, prefix = (tensors[name] for name in _OF_A_BATCH)
+    streams = {name.removeprefix(_STREAM): x for name, x in tensors.items() if name.startswith(_STREAM)}
+    kinds = (tokens.dtype, lengths.dtype, group.dtype, prefix.dtype, mask.dtype)
+    if kinds != (torch.long,) * 4 + (torch.bool,) or tokens.ndim != 2 or not tokens.numel():
+        raise ValueError("other kinds")
+    rows, width = tokens.shape
+    if mask.shape != tokens.shape or any(x.shape != (rows,) for x in (lengths, group, prefix)) or rows % rows_per_unit:
+        raise ValueError("other shapes")
+    if any(x.shape[:2] not in ((rows,), (rows, width)) for x in streams.values()):
+        raise ValueError("other streams")
+    places = torch.arange(width)
+    outside = (mask & ((places >= lengths[:, None]) | (places == 0))).any() or (prefix < 0).any()
+    if outside or int(lengths.min()) < 1 or int(lengths.max()) > width or (prefix > lengths).any():
+        raise ValueError("other lengths")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        raise ValueError("other tokens")
+    return Batch(tokens, lengths, mask, group, prefix, streams, rows_per_unit=rows_per_unit)
+
+
+def write_groups(groups: Groups) -> list[list[dict[str, Any]]]:
+    """Groups as plain data."""
+    return [[_write_rollout(rollout) for rollout in group] for group in groups]
+
+
+def read_groups(stated: Sequence[Sequence[Mapping[str, Any]]], source: Prompts) -> Groups:
+    """Read what ``write_groups`` gave."""
+    position = {index: place for place, index in enumerate(source.kept)}
+
+    def read(row: Mapping[str, Any]) -> Rollout:
+        index = row["prompt_index"]
+        sampled: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in row["completion"].items()
+        }
+        known = {name: x for name, x in row.items() if name not in ("completion", "episode")}
+        prompt = tuple(source.prompts[position[index]])
+        example = source.task.examples[index]
+        if "episode" in row:
+            episode = row["episode"]
+            example = replace(example, messages=tuple(Message(*message) for message in episode["messages"]))
+            prompt, known["turns"] = tuple(episode["prompt_ids"]), read_turns(episode["turns"])
+            known["failures"] = tuple(episode["failures"])
+        return Rollout(example=example, prompt_ids=prompt, completion=Completion(**sampled), **known)
+
+    return [[read(row) for row in group] for group in stated]
+
+
+def _write_rollout(rollout: Rollout) -> dict[str, Any]:
+    plain = {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _OF_THE_TASK}
+    plain["completion"] = {f.name: getattr(rollout.completion, f.name) for f in fields(Completion)}
+    if rollout.turns or rollout.failures:
+        plain["episode"] = {
+            "messages": [[message.role, message.content] for message in rollout.example.messages],
+            "prompt_ids": rollout.prompt_ids,
+            "turns": write_turns(rollout.turns),
+            "failures": rollout.failures,
+        }
+    return plain

@@ -1,0 +1,278 @@
+"""One optimizer step: gradients of the weighted sum, metrics, clipping and the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.errors import NonFiniteLoss, RunFailure, UsageError
+from posttrain.models.forward.forward import ActorCritic, Entropy, Forward
+from posttrain.models.forward.micro import even_pieces, split_rows
+from posttrain.recipes.sections import TrainSection
+from posttrain.training.mismatch import derive_sample_size, measure_ratios
+from posttrain.types import Batch, Loss, Outputs, with_float64
+from posttrain.world import ONE, World, whole
+
+Objective = Callable[[Outputs, Batch], Loss]
+Derive = Callable[[dict[str, float]], dict[str, float]]
+Level = Literal["token", "row", "pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """The loss: values of an objective, under the weights of an aggregation.
+
+    forward: the policy's pass, with a head where there is one. level: the unit that the objective gives a value for.
+    entropy: whether the forward pass computes it, and with gradients. derive: the objective's metrics of means.
+    """
+
+    forward: Forward | ActorCritic
+    objective: Objective
+    aggregate: Callable[[Tensor], Tensor]
+    level: Level = "token"
+    entropy: Entropy = "detached"
+    derive: Derive = dict
+
+
+@dataclass(slots=True)
+class MeanOverBatch:
+    """Means over all trained tokens (or units) of an optimizer batch, in float64, across micro-batches."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None, count: float) -> None:
+        """Add a metric over ``mask``, which holds ``count`` tokens, or over ``count`` units; waits for no device."""
+        values = values.detach()
+        kept = values if mask is None else torch.where(mask, values, torch.zeros_like(values))
+        total = with_float64(kept).to(torch.float64).sum()
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def means(self, world: World = ONE, derive: Derive = dict) -> dict[str, float]:
+        """Return all means over all processes, with the metrics that are functions of several means (``derive``)."""
+        mine = {name: (float(total), self.counts[name]) for name, total in self.sums.items()}
+        parts = world.gather([mine], "metrics")
+        names = dict.fromkeys(name for part in parts for name in part)
+        both = {name: [part[name] for part in parts if name in part] for name in names}
+        sums = {name: [reduce(add, column) for column in zip(*of, strict=True)] for name, of in both.items()}
+        means = {name: total / count for name, (total, count) in sums.items()}
+        return derive(derive_sample_size(means)) if means else means
+
+
+def learning_rate(options: TrainSection, step: int) -> float:
+    """The learning rate of update number ``step`` (1-based): linear warm-up, then the schedule.
+
+    ``linear`` and ``cosine`` fall from ``lr``, at the first update behind the warm-up, towards ``lr * min_lr_ratio``,
+    which the update after the last one would have: no update is made at a rate of 0.
+    """
+    if step <= options.warmup_steps:
+        return options.lr * step / options.warmup_steps
+    if options.schedule == "constant":
+        return options.lr
+    assert options.steps is not None, "a run knows how many steps its passes come to"
+    span = max(1, options.steps - options.warmup_steps)
+    done = min(1.0, (step - 1 - options.warmup_steps) / span)
+    shape = 1.0 - done if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * shape)
+
+
+def accumulate(
+    method: Method, batch: Batch, options: TrainSection, *, learns: bool = True, world: World = ONE
+) -> tuple[float, dict[str, float]]:
+    """Add the gradients of ``(values * weights).sum()`` over the whole batch to ``.grad``.
+
+    Each process of a ``world`` has the gradients of its share of the micro-batches, whose sum ``add_gradients`` takes;
+    loss and metrics, which are returned, are of the whole batch. The gradient does not depend on how the batch is split
+    into micro-batches, on row order or on padding. A batch field ``correction`` multiplies the values of token
+    objectives. Without ``learns`` it only measures: no gradients, no dropout.
+    """
+    forward, level = method.forward, method.level
+    entropy = method.entropy if learns else "none"
+    batch.weights = _weigh(method.aggregate, batch.mask if level == "token" else batch.unit_mask, level)
+    device = next(forward.model.parameters()).device
+    total = with_float64(torch.zeros((), device=device)).to(torch.float64)
+    means = MeanOverBatch()
+    slots = used = 0.0
+    pieces = split_rows(batch, options.micro_batch_tokens, options.micro_batch_rows, world)
+    for rows, counts in even_pieces(pieces, batch, world, is_sharded=forward.is_sharded):
+        planned = batch.select(rows)
+        part = planned.to(device)
+        with _learning(forward, options) if learns else torch.no_grad():
+            outputs = forward(planned, entropy, "teacher_ids" in batch.streams)
+            result = _apply(method.objective, outputs, part, level)
+            assert part.weights is not None
+            weights = part.weights.to(result.values.dtype) if counts else torch.zeros_like(result.values)
+            loss = (_kept(result.values, part, level) * weights).sum()
+            if learns:
+                with forward.backward_context():
+                    loss.backward()
+        if not counts:
+            continue
+        total += with_float64(loss.detach()).to(torch.float64)
+        _measure(means, result, outputs, part, level, float(planned.mask.sum()))
+        slots += forward.last_slots
+        used += forward.last_tokens
+    mine = (float(total), float(slots), float(used))
+    loss, slots, used = (sum(parts) for parts in zip(*world.gather([mine], "losses"), strict=True))
+    return loss, means.means(world, method.derive) | {"padding_share": 1.0 - used / slots}
+
+
+def add_gradients(parameters: Sequence[Tensor], world: World) -> None:
+    """Every ``.grad`` becomes the sum over all processes; it stays None where no process has one."""
+    if world.size == 1:
+        return
+    present = torch.tensor([float(p.grad is not None) for p in parameters])
+    world.add([present], "presence of gradients")
+    learnt = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    for parameter in learnt:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    world.add([p.grad for p in learnt if p.grad is not None], "gradients")
+
+
+def same_weights(parameters: Sequence[Tensor], world: World, when: str) -> None:
+    """Refuse to go on if the processes hold other weights than rank 0 (see ``same_digest``)."""
+    if world.size > 1:
+        same_digest(weights_digest(parameters), world, when)
+
+
+def same_digest(digest: list[int], world: World, when: str) -> None:
+    """Refuse to go on if the processes have other digests than rank 0.
+
+    Raises:
+        RunFailure: with the first rank that does.
+    """
+    digests = world.gather([digest], "digests of the weights")
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RunFailure(
+            f"{when}: rank {other} of {world.size} holds other weights than rank 0, so their sums would mean nothing. "
+            "All processes must load the same files and run on the same kind of machine"
+        )
+
+
+def weights_digest(parameters: Sequence[Tensor]) -> list[int]:
+    """Sums of the weights' bits as whole numbers, in which no order of summation shows."""
+    sums = []
+    for parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        sums.append(int(bits.sum(dtype=torch.int64)))
+    return sums
+
+
+def _weigh(aggregate: Callable[[Tensor], Tensor], mask: Tensor, level: Level) -> Tensor:
+    """The weights of the whole optimizer batch: one per token, or one per unit (a row of ``mask``)."""
+    weights: Tensor = registry.call("aggregate", aggregate, mask)
+    expected = mask.shape if level == "token" else mask.shape[:1]
+    if getattr(weights, "shape", None) != expected:
+        raise UsageError(
+            f"aggregate: the function returned {registry.describe_result(weights)} for a mask of shape "
+            f"{tuple(mask.shape)}; it must give one weight per {level}"
+        )
+    return weights
+
+
+def _kept(values: Tensor, part: Batch, level: Level) -> Tensor:
+    """The values of trained tokens, with the mismatch correction where there is one."""
+    if level != "token":
+        return values
+    values = torch.where(part.mask, values, torch.zeros_like(values))
+    if "correction" in part.streams:
+        values = values * part.streams["correction"].to(values.dtype)
+    return values
+
+
+def _measure(
+    means: MeanOverBatch, result: Loss, outputs: Outputs, part: Batch, level: Level, num_tokens: float
+) -> None:
+    """Add the metrics of one micro-batch: the objective's own, and those that every method has."""
+    over_tokens = (part.mask, num_tokens)
+    over = over_tokens if level == "token" else (None, float(part.num_rows // part.rows_per_unit))
+    for name, values in result.metrics.items():
+        means.add(name, values, *over)
+    if outputs.entropy is not None and "entropy" not in result.metrics:
+        means.add("entropy", outputs.entropy, *over_tokens)
+    for name, values in measure_ratios(outputs, part, level == "token").items():
+        means.add(name, values, *over_tokens)
+
+
+@contextmanager
+def _learning(forward: Forward | ActorCritic, options: TrainSection) -> Iterator[None]:
+    """An adapter's dropout and recomputation, inside the block alone; sampling and scoring are without dropout."""
+    named = forward.model.named_modules()
+    dropouts = [m for n, m in named if ".lora_dropout." in n and isinstance(m, torch.nn.Dropout)]
+    recomputing: AbstractContextManager[None] = nullcontext()
+    if options.gradient_checkpointing:
+        from posttrain.models.forward.gradient_checkpointing import gradient_checkpointing
+
+        both = [forward.policy.model, forward.critic.model] if isinstance(forward, ActorCritic) else [forward.model]
+        recomputing = gradient_checkpointing(both)
+    try:
+        for layer in dropouts:
+            layer.train()
+        with recomputing:
+            yield
+    finally:
+        for layer in dropouts:
+            layer.eval()
+
+
+def _apply(objective: Objective, outputs: Outputs, batch: Batch, level: Level) -> Loss:
+    result = registry.call("objective", objective, outputs, batch)
+    if not isinstance(result, Loss):
+        raise UsageError(f"objective: the function returned {type(result).__name__}; it must return a Loss")
+    expected = tuple(batch.mask.shape) if level == "token" else (batch.num_rows // batch.rows_per_unit,)
+    if tuple(result.values.shape) != expected:
+        raise UsageError(
+            f"objective: the function returned values of shape {tuple(result.values.shape)} for a batch of shape "
+            f"{tuple(batch.mask.shape)}. It must give one value per {level} and leave the sum to the loop"
+        )
+    return result
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    lr: float,
+    max_grad_norm: float | None,
+    loss: float,
+    step: int,
+    apart: Sequence[Tensor] = (),
+) -> float:
+    """Clip by global norm, step, clear gradients. Returns the gradient norm before clipping.
+
+    ``apart``: parameters that share nothing with the others (a critic of its own). They are clipped by
+    their own norm, so that errors of the critic do not shorten the steps of the policy.
+
+    Raises:
+        NonFiniteLoss: loss or norm is not finite; the weights are as before.
+    """
+    gradients = ([p.grad for p in group if p.grad is not None] for group in (parameters, apart))
+    norm, norm_apart = (float(whole(torch.nn.utils.get_total_norm(of))) for of in gradients)
+    if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(norm_apart)):
+        optimizer.zero_grad(set_to_none=True)
+        critic = f", of the critic {norm_apart}" if apart else ""
+        raise NonFiniteLoss(
+            f"update {step}: loss {loss}, gradient norm {norm}{critic}. The weights were not changed. "
+            "Usual causes: a learning rate that is too high, or a reward of enormous size"
+        )
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, torch.tensor(norm))
+        if apart:
+            torch.nn.utils.clip_grads_with_norm_(apart, max_grad_norm, torch.tensor(norm_apart))
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,231 @@
+"""Users' own rows: keys by option, conversations, and every refusal with file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from given_rows import write_rows
+
+from posttrain.cli import main
+from posttrain.data.jsonl import jsonl
+from posttrain.errors import DataError, UnknownWord, UsageError
+from posttrain.types import Call, Message, Turn
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": "4", "solution": "2+2=4."}]
+    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
+    assert (first.id, first.messages, first.answer, first.solution) == (
+        "jsonl/test/1",
+        (Message("user", "1+1?"),),
+        "2",
+        None,
+    )
+    assert (second.answer, second.solution) == ("4", "2+2=4.")
+
+
+def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+1?", "response": "One and one: \\boxed{2}", "answer": 2},
+        {"prompt": "1+1?", "response": "Two."},
+    ]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    examples = jsonl(path=path, split="test").examples
+    assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
+        ("2", None, "One and one: \\boxed{2}"),
+        (None, None, "Two."),
+    ]
+    renamed = write_rows(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
+    (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
+    assert example.demonstration == "Two."
+
+
+def test_grader_and_further_keys(tmp_path: Path) -> None:
+    row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    (example,) = jsonl(path=path, split="test", grader="multiple_choice").examples
+    carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
+    assert (example.grader, example.meta) == ("multiple_choice", carried)
+    (plain,) = jsonl(path=path, split="test").examples
+    assert (plain.grader, plain.meta) == ("numeric", carried)
+    (fewer,) = jsonl(path=path, split="test", ignore_keys=["noise", "choices"]).examples
+    assert fewer.meta == {"subject": "sums"}
+    with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
+        jsonl(path=path, grader="exct")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "2"}, "the key 'prompt' is missing. There are: answer. Name the right one as task.prompt_key"),
+        ({"promt": "q", "answer": "2"}, "the key 'prompt' is missing. Did you mean 'promt'"),
+        ({"prompt": " ", "answer": "2"}, "'prompt' is empty"),
+        ({"prompt": "q"}, "the key 'answer' is missing. There are: prompt.*task.answer_key, or set it to \"\""),
+        ({"prompt": "q", "answer": None}, "'answer' must be text; got None"),
+        ({"messages": chat(("assistant", "Hi"))}, "nothing but the assistant's message"),
+        ({"messages": chat(("user", "q"), ("assistant", "a")), "solution": "b"}, "both 'solution' and an assistant's"),
+        ({"prompt": "q", "response": "a", "solution": "b"}, "both 'solution' and 'response': give one"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.jsonl:2: .*{message}"):
+        jsonl(path=write_rows(tmp_path / "x.jsonl", [{"prompt": "q", "answer": "2"}, row]))
+
+
+def test_only_correct_responses(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a?", "response": "So \\boxed{\\frac{1}{2}}.", "answer": "0.5"},
+        {"prompt": "b?", "response": "<think>1 + 1 = 3</think><answer>3</answer>", "answer": "2"},
+        {"prompt": "c?", "response": "<think>1 + 1 = 2</think><answer>2</answer>", "answer": "2"},
+        {"prompt": "d?", "response": "I do not know.", "answer": "2"},
+        {"prompt": "e?", "response": "The answer is 7."},
+        {"prompt": "f?", "answer": "2"},
+    ]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    task = jsonl(path=path, split="test", grader="math", correct_only=True)
+    assert [example.messages[0].content for example in task.examples] == ["a?", "c?"]
+    assert task.dropped == {
+        "correct_only: a wrong answer": 2,
+        "correct_only: no response with a gold answer, so nothing to grade": 2,
+    }
+    by_number = jsonl(path=path, split="test", correct_only=True).dropped
+    assert by_number["correct_only: no answer in the response"] == 1, "numeric reads what the response marks, no more"
+    assert len(jsonl(path=path, split="test").examples) == 6
+    with pytest.raises(DataError, match=r"no row can be used: 1 × correct_only: a wrong answer"):
+        jsonl(path=write_rows(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
+    with pytest.raises(UsageError, match=r"z.jsonl: task.correct_only compares responses with gold answers, and no"):
+        jsonl(path=write_rows(tmp_path / "z.jsonl", rows[4:5]), correct_only=True)
+
+
+@pytest.mark.parametrize(
+    ("golds", "grader", "why"),
+    [
+        (["2", 3, "1,234", "1/2", "50%", "$5"], "numeric", "because all 6 gold answers are numbers or words"),
+        (["Paris", "B", "a red-hot car", "3:30"], "numeric", "numbers or words"),
+        (
+            ["7", "\\frac{\\sqrt3}{2}"],
+            "math",
+            r"because 1 of 2 gold answers are formulas, such as .*sqrt3.* \(jsonl/test/2\)",
+        ),
+        (["x^2+1"], "math", "1 of 1"),
+        (["(1, 2)"], "math", "1 of 1"),
+        (["x = 3"], "math", "1 of 1"),
+        (["3n - 1"], "math", "1 of 1"),
+    ],
+)
+def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
+    task = jsonl(path=path, split="test")
+    assert {example.grader for example in task.examples} == {grader}
+    (line,) = task.notices
+    assert line.startswith(f"task.grader: {grader}, because")
+    assert re.search(why, line)
+    assert jsonl(path=path, split="test", grader="exact").notices == ()
+
+
+def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
+    answer = {"role": "assistant", "content": "Ho", "weight": 0}
+    rows = [{"messages": [{"role": "user", "content": f"Hi {i}"}, answer]} for i in range(30)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    assert main(["train", "tiny/sft", "--task", "jsonl", "--task.path", path, "--dry-run"]) == 2
+    assert "no row is left to train on" in capsys.readouterr().err
+
+
+# --- conversations with tools ---
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 20 plus 22?"}]
+ANSWER = {"role": "assistant", "content": "It is 42."}
+
+
+def calling(*expressions: str, content: str | None = None, as_text: bool = True) -> dict[str, Any]:
+    stated = [{"expression": one} for one in expressions]
+    calls = [
+        {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": json.dumps(a) if as_text else a},
+        }
+        for a in stated
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def told(content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c", "content": content}
+
+
+def read_messages(path: Path, *messages: dict[str, Any], **fields: Any) -> Any:
+    file = write_rows(path / "rows.jsonl", [{"messages": list(messages), **fields}])
+    (example,) = jsonl(path=file, split="test").examples
+    return example
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_calls_and_results_become_turns(tmp_path: Path, as_text: bool) -> None:
+    example = read_messages(
+        tmp_path,
+        *ASKED,
+        calling("20 + 2", "2 + 20", content="Two ways.", as_text=as_text),
+        told("22"),
+        told("22"),
+        calling("22 + 20", as_text=as_text),
+        told("42"),
+        ANSWER,
+        answer="42",
+    )
+    assert example.messages == (Message("system", "Be brief."), Message("user", "What is 20 plus 22?"))
+    assert (example.demonstration, example.answer) == ("It is 42.", "42")
+
+    def call(expression: str, result: str) -> Call:
+        return Call("calculator", json.dumps({"expression": expression}), result, "ok")
+
+    first = Turn("Two ways.", (call("20 + 2", "22"), call("2 + 20", "22")))
+    assert example.turns == (first, Turn("", (call("22 + 20", "42"),)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([*ASKED, calling("1"), ANSWER], "message 4: a call has no result; a message of the role tool follows"),
+        ([*ASKED, told("1"), ANSWER], "message 3: a result of a tool that was not called"),
+        ([*ASKED, calling("1"), told("1"), told("2"), ANSWER], "message 5: a result of a tool that was not called"),
+        ([*ASKED, calling("1"), told("1")], "the key 'answer' is missing"),  # with one it is a prompt
+        ([*ASKED, calling("1"), told("1"), ASKED[1], calling("1"), told("1"), ANSWER], "message 5: a message amid"),
+        ([calling("1"), told("1"), ANSWER], "message 1: tools are used in answer to a message of the user"),
+        (
+            [*ASKED, {**calling("1"), "tool_calls": "calculator"}, told("1"), ANSWER],
+            "message 3: 'tool_calls' is a list",
+        ),
+        ([*ASKED, calling("\ud800"), told("1"), ANSWER], "tool_calls 1 arguments' holds half of a surrogate pair"),
+        ([*ASKED, calling(float("nan")), told("1"), ANSWER], "a number that JSON has not"),  # type: ignore[arg-type]
+        (
+            [*ASKED, {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, told("1"), ANSWER],
+            "messages 3 tool_calls 1': a call is",
+        ),
+        (
+            [*ASKED, {**calling(), "tool_calls": [{"function": {}}]}, told("1"), ANSWER],
+            "1 name' must be text",
+        ),
+        ([*ASKED, {**calling(), "tool_calls": [None]}, told("1"), ANSWER], "1 name' must be text"),
+        ([*ASKED, calling("1", content=3), told("1"), ANSWER], "messages 3 content' must be text"),  # type: ignore[arg-type]
+        ([*ASKED, None, calling("1"), told("1"), ANSWER], "message 3: needs the keys"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(tmp_path: Path, messages: list[Any], what: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        read_messages(tmp_path, *messages)
+    assert what in str(refusal.value)
+    assert "line 1" in str(refusal.value) or ":1" in str(refusal.value)
+
+
+def test_a_null_instead_of_calls_is_none(tmp_path: Path) -> None:
+    example = read_messages(tmp_path, *ASKED, {**ANSWER, "tool_calls": None}, answer="42")
+    assert (example.turns, example.demonstration) == ((), "It is 42.")

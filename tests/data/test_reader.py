@@ -1,0 +1,244 @@
+"""What every task that reads rows has: how many examples, where its file may lie, where it is to be had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from given_rows import write_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain import registry
+from posttrain.data.base import build_task, held_out_task
+from posttrain.data.jsonl import jsonl
+from posttrain.data.reader import (
+    Collected,
+    Dropped,
+    _places,
+    choose_split,
+    collect,
+    prompt_hash,
+)
+from posttrain.data.reading import Row
+from posttrain.data.verifiable.suites import gsm8k
+from posttrain.errors import DataError, DataNotThere, RecipeError
+from posttrain.recipes.sections import Word
+from posttrain.types import Example, Message
+
+MAKERS = {"stories", "reasoning_gym", "episodes", "sums"}  # these make as many examples as ``size`` says
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "answer": i} for i in range(1000)])
+
+
+def test_every_task_says_how_many_examples() -> None:
+    for name, entry in registry.entries("task").items():
+        fields = entry.options_model.model_fields
+        if name in MADE_OF_TASKS:
+            continue
+        assert {"size", "seed"} <= fields.keys(), name
+        assert "size: " in entry.doc.partition("Args:")[2].partition("Raises:")[0], name
+        assert (fields["size"].default is None) == (name not in MAKERS), name
+
+
+def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
+    def chosen(size: int, seed: int = 0) -> list[str]:
+        return [e.id for e in jsonl(path=path, split="test", size=size, seed=seed).examples]
+
+    first = chosen(100)
+    assert first == chosen(100), "the same again"
+    assert len(set(first)) == 100
+    assert first == sorted(first, key=lambda name: int(name.rpartition("/")[2])), "in the order of the file"
+    assert set(first) < set(chosen(300))
+    assert len(set(first) & set(chosen(100, seed=1))) < 30, "about ten of a hundred"
+    assert first != [f"jsonl/test/{n}" for n in range(1, 101)]
+    with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
+        build_task(Word(name="jsonl", path=path, size=0))
+
+
+def test_what_is_left_out_is_counted_and_what_is_held_out_stays(path: str) -> None:
+    whole = jsonl(path=path)
+    few = jsonl(path=path, size=10)
+    assert few.dropped == {"beyond task.size=10": len(whole.examples) - 10}
+    assert jsonl(path=path, size=5000).examples == whole.examples
+    word = Word(name="jsonl", path=path, size=10, seed=3)
+    held_out = build_task(held_out_task(word))
+    assert held_out.examples == jsonl(path=path, split="validation").examples
+    assert len(held_out.examples) > 10
+    with pytest.raises(RecipeError, match="names no held-out split"):
+        held_out_task(Word(name="refusals"))
+    stories = held_out_task(Word(name="stories", size=64, seed=3))
+    assert (stories.options["size"], stories.options["seed"]) == (64, 3), "a maker's size is what it makes"
+
+
+OWN_FILES = {"jsonl", "preferences"}
+MADE_OF_TASKS = {"mixture"}
+BUNDLED = {"refusals"}  # their prompts come with the package
+
+
+def test_every_task_says_where_its_rows_are_to_be_had() -> None:
+    assert set(_places()) == set(registry.names("task")) - MAKERS - OWN_FILES - BUNDLED - MADE_OF_TASKS
+    for name, place in _places().items():
+        assert place.keys() <= {"files", "also", "url", "licence", "get"}, name
+        assert place["url"].startswith("https://"), name
+        assert place["licence"], name
+        assert place["get"].split()[0] in ("curl", "hf", "git", "posttrain"), name
+        for option in place.get("also", {}):
+            assert option in registry.find("task", name).options_model.model_fields, name
+
+
+def write_gsm8k(file: Path, n: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(file, [{"question": f"{i} + 1?", "answer": f"Count.\n#### {i + 1}"} for i in range(n)])
+
+
+def test_files_are_looked_for_by_name_in_the_folder_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_DATA", str(tmp_path))
+    write_gsm8k(tmp_path / "gsm8k" / "gsm8k_train.jsonl", 40)
+    write_gsm8k(tmp_path / "gsm8k" / "test.jsonl", 7)
+    train, held_out = gsm8k(), gsm8k(split="validation")
+    assert len(train.examples) + len(held_out.examples) == 40
+    assert train.origin == held_out.origin == str(tmp_path / "gsm8k" / "gsm8k_train.jsonl")
+    assert len(gsm8k(split="test").examples) == 7
+    write_gsm8k(tmp_path / "gsm8k" / "train.jsonl", 50)
+    assert len(gsm8k(validation_share=0.0).examples) == 50, "TASK/SPLIT comes first"
+    other = tmp_path / "other.jsonl"
+    write_gsm8k(other, 3)
+    named = gsm8k(path=str(other), split="test")
+    assert (len(named.examples), named.origin) == (3, None), "a path that is named is taken"
+    assert len(gsm8k(path="other.jsonl", split="test").examples) == 3, "and may be a name in the folder"
+
+
+def test_what_is_not_there_is_refused_with_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("POSTTRAIN_DATA", raising=False)
+    with pytest.raises(
+        DataNotThere, match=r"no such file.*Where to get it: https://.*gsm8k \(licence: MIT\).*by: curl"
+    ):
+        gsm8k(path=str(tmp_path / "nothere.jsonl"))
+    with pytest.raises(DataNotThere, match=r"task.path: no file is named. .*simpleRL-reason .*\(licence: MIT\)"):
+        build_task(Word(name="judged_solutions"))
+    with pytest.raises(DataNotThere, match=r"no such file.*jsonl reads a file of yours: name it as task.path, or by"):
+        jsonl(path=str(tmp_path / "nothere.jsonl"))
+
+
+# --- rows that are left out ---
+
+
+def rows(*numbers: int) -> Iterator[Row]:
+    return (Row("f", line, {"x": number}) for line, number in enumerate(numbers, start=1))
+
+
+def read(row: Row) -> Example:
+    if row.data["x"] < 0:
+        raise Dropped("negative")
+    if row.data["x"] == 0:
+        raise Dropped("zero")
+    return Example("", (Message("user", str(row.data["x"])),))
+
+
+def test_what_is_left_keeps_its_order_and_the_rest_is_counted() -> None:
+    found = collect(rows(3, -1, 2, 0, -5), read, "f", name="e")
+    assert [example.id for example in found.examples] == ["e/1", "e/3"]
+    assert found.dropped == {"negative": 2, "zero": 1}
+
+
+def test_nothing_left_is_refused_with_the_reasons() -> None:
+    with pytest.raises(
+        DataError, match=r"^f: no row can be used: 2 × negative, 1 × zero\. `posttrain explain TASK` says "
+    ):
+        collect(rows(-1, 0, -2), read, "f")
+    assert collect(rows(), read, "f").examples == []  # an empty file is for the splits to refuse
+    Collected(dropped=Counter()).require_examples("f")
+    with pytest.raises(
+        DataError, match=r"^f: no usable examples in it; give a file with rows$"
+    ):  # a task without splits
+        collect(rows(), read, "f").as_task("x", "f")
+
+
+# --- splits: disjoint by prompt, chosen by its text alone ---
+
+
+def ask(text: str, number: int = 0) -> Example:
+    return Example(f"x/{number}", (Message("user", text),), answer="1")
+
+
+def test_the_hash_is_fixed_for_all_time() -> None:
+    """A changed hash would leak yesterday's training questions into today's validation set."""
+    assert prompt_hash(ask("How many shells?")) == pytest.approx(0.5487432984527636, abs=1e-12)
+    assert prompt_hash(ask("a")) != prompt_hash(Example("x", (Message("system", "a"),)))
+    assert prompt_hash(ask("a", 1)) == prompt_hash(ask("a", 2))
+
+
+def test_shares_and_order() -> None:
+    examples = [ask(f"question {i}", i) for i in range(4000)]
+    train, validation = (choose_split(examples, split, 0.05, "f") for split in ("train", "validation"))
+    assert len(train) + len(validation) == 4000
+    assert 160 <= len(validation) <= 240, "four standard deviations around 200"
+    assert {e.id for e in train}.isdisjoint(e.id for e in validation)
+    assert [e.id for e in validation] == sorted((e.id for e in validation), key=lambda i: int(i[2:]))
+    assert choose_split(examples, "test", 0.05, "f") == examples
+
+
+def test_a_prompt_keeps_its_side_when_rows_come_or_go() -> None:
+    examples = [ask(f"question {i}", i) for i in range(1000)]
+    before = {e.id for e in choose_split(examples, "validation", 0.1, "f")}
+    after = {e.id for e in choose_split(examples[::2], "validation", 0.1, "f")}
+    assert after == {i for i in before if int(i[2:]) % 2 == 0}
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from([0.001, 0.05, 0.5, 0.999]))
+def test_small_files_fill_both_sides_and_share_no_prompt(prompts: list[str], share: float) -> None:
+    examples = [ask(text, i) for i, text in enumerate(prompts)]
+    if len(set(prompts)) == 1:
+        with pytest.raises(DataError, match="only one distinct prompt"):
+            choose_split(examples, "train", share, "f")
+        return
+    train, validation = (choose_split(examples, split, share, "f") for split in ("train", "validation"))
+    assert train
+    assert validation
+    assert len(train) + len(validation) == len(examples)
+    assert {e.messages for e in train}.isdisjoint(e.messages for e in validation)
+
+
+def test_nothing_held_out() -> None:
+    examples = [ask("a"), ask("b")]
+    assert choose_split(examples, "train", 0.0, "f") == examples
+    with pytest.raises(DataError, match=r"set task.validation_share above 0"):
+        choose_split(examples, "validation", 0.0, "f")
+    with pytest.raises(DataError, match="f: no usable examples"):
+        choose_split([], "train", 0.05, "f")
+
+
+def test_the_opening_is_all_up_to_the_first_user_message() -> None:
+    def asked(*turns: tuple[str, str]) -> Example:
+        return Example("x", tuple(Message(role, content) for role, content in turns))
+
+    system, first, answer, second = ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")
+    alone = asked(first)
+    assert (
+        prompt_hash(alone, by_opening=True)
+        == prompt_hash(asked(first, answer, second), by_opening=True)
+        == prompt_hash(alone)
+    )
+    assert prompt_hash(asked(system, first), by_opening=True) == prompt_hash(
+        asked(system, first, answer, second), by_opening=True
+    )
+    assert (
+        len(
+            {prompt_hash(asked(*turns), by_opening=True) for turns in ((first,), (system, first), (second,), (system,))}
+        )
+        == 4
+    )
+    examples = [asked(("user", f"{i % 50}?"), *(answer, second) * (i // 50)) for i in range(150)]
+    sides = [choose_split(examples, split, 0.2, "f", by_opening=True) for split in ("train", "validation")]
+    openings = [{example.messages[0] for example in side} for side in sides]
+    assert not openings[0] & openings[1]
+    assert [len(side) for side in sides] == [3 * len(side) for side in openings]
+
+
+# --- thinking is removed whole, or the answer is left out ---

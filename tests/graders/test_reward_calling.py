@@ -1,0 +1,170 @@
+"""Calling rewards by parameter name, and what is said when one misbehaves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain import registry
+from posttrain.errors import RewardFailure, UnknownWord, UsageError
+from posttrain.graders.rewards import BoundReward, bind_reward
+from posttrain.untrusted import declare_code
+
+GIVEN: dict[str, Any] = {
+    "prompt": "1 + 1?",
+    "text": "<think> </think> <answer> 2 </answer>",
+    "extracted": "2",
+    "answer": "2",
+    "num_tokens": 7,
+    "finish": "stop",
+    "tags": ("think", "answer"),
+    "grader": "numeric",
+    "example": None,
+    "meta": {"level": 3},
+    "turns": (),
+    "environment_reward": None,
+    "folder": None,
+}
+
+
+def test_parameters_are_passed_by_name_in_any_order() -> None:
+    def score(num_tokens: int, prompt: str, meta: Mapping[str, int], *, scale: float = 1.0) -> float:
+        return scale * (100 * num_tokens + 10 * len(prompt) + meta["level"])
+
+    assert bind_reward(score)(GIVEN) == 763.0
+    assert bind_reward(score, {"scale": 2.0})(GIVEN) == 1526.0
+
+
+def test_a_function_with_open_keywords_gets_everything() -> None:
+    def score(num_tokens: int, **rest: Any) -> float:
+        return num_tokens + 10 * len(rest)
+
+    assert bind_reward(score)(GIVEN) == 127.0
+
+
+def test_a_reward_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shoutiness.py").write_text(
+        "def shout(text, *, bonus: float = 1.0):\n    return bonus * text.isupper()\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    declare_code(["shoutiness:shout", "shoutiness:shuot"])
+    reward = bind_reward(registry.find("reward", "shoutiness:shout"), {"bonus": 0.5})
+    assert reward({**GIVEN, "text": "HEY"}) == 0.5
+    assert reward({**GIVEN, "text": "hey"}) == 0.0
+    with pytest.raises(UnknownWord, match="Did you mean 'shout'"):
+        registry.find("reward", "shoutiness:shuot")
+
+
+def _asks_for_completion(completions: str) -> float:
+    return 0.0
+
+
+def _asks_for_extractd(extractd: str) -> float:
+    return 0.0
+
+
+def _positional_only(text: str, /) -> float:
+    return 0.0
+
+
+def _star(*text: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_asks_for_completion, "asks for 'completions', which is not available.*Available: prompt, text, extracted"),
+        (_asks_for_extractd, "Did you mean 'extracted'"),
+        (_positional_only, "parameter 'text' cannot be passed by name"),
+        (_star, "parameter 'text' cannot be passed by name"),
+    ],
+)
+def test_unknown_parameters_are_refused_when_bound(function: Callable[..., float], message: str) -> None:
+    with pytest.raises(UsageError, match=f"rewards.2: reward.*{message}"):
+        bind_reward(function, {}, "rewards.2")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), r"returned nan \(float\), which is not finite"),
+        (float("-inf"), r"returned -inf \(float\), which is not finite"),
+        (10**400, r"returned an integer of 1329 bits \(int\), which is not finite"),
+        (None, r"returned None \(NoneType\), which is no number"),
+        ("1.0", r"returned '1.0' \(str\), which is no number"),
+        ([1.0], r"returned \[1.0\] \(list\), which is no number"),
+        (1j, r"returned 1j \(complex\), which is no number"),
+        ("x" * 1000, r"returned 'x{79}\.\.\. \(str\)"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
+    def odd(text: str) -> Any:
+        return value
+
+    with pytest.raises(RewardFailure, match=rf"reward 'odd', example 'e1': the function {message}"):
+        bind_reward(odd)(GIVEN, "e1")
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(True, 1.0), (3, 3.0), (Fraction(1, 4), 0.25), (np.float32(0.5), 0.5), (np.int64(-2), -2.0)]
+)
+def test_every_kind_of_real_number_is_welcome(value: Any, number: float) -> None:
+    def fine(text: str) -> Any:
+        return value
+
+    result = bind_reward(fine)(GIVEN)
+    assert result == number
+    assert type(result) is float
+
+
+async def waits(text: str) -> float:
+    return 1.0
+
+
+def ends(text: str) -> float:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda text: 1 / 0, r"raised ZeroDivisionError: division by zero\. Correct it \(--traceback"),
+        (ends, r"raised SystemExit: 3\. Correct it"),
+        (lambda text: float("nan"), r"returned nan \(float\), which is not finite; have it return a number there"),
+        (lambda text: None, r"returned None \(NoneType\), which is no number; a path through it ends without return"),
+        (lambda text: "1", r"returned '1' \(str\), which is no number; return a float$"),
+        (lambda text: torch.ones(2), r"returned tensor.*, which is no number; return a float, such as value\.item\(\)"),
+        (waits, r"returned <coroutine.*, which is no number; write it without async"),
+    ],
+)
+def test_reward_that_fails_is_named_with_what_to_do(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RewardFailure, match=f"^reward '.*', example 'a/1': the function {message}"):
+        bind_reward(function).grade([{"text": "x"}], ["a/1"])
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], (1, 2), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
+def test_batched_reward_list_and_array_are_taken(values: Any) -> None:
+    reward = BoundReward("mine", lambda text: values, ("text",), batched=True)
+    assert reward.grade([{"text": "x"}] * 2, ["a", "b"]) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "returned 1 results for 2 completions; give one each"),
+        (1.0, r"returned 1\.0 \(float\); 2 completions need a list of 2"),
+        ("ab", r"returned 'ab' \(str\); 2 completions need a list of 2"),
+        (np.ones((2, 2)), "which is no number"),
+    ],
+)
+def test_batched_reward_of_another_length_is_named(values: Any, message: str) -> None:
+    with pytest.raises(RewardFailure, match=f"reward 'mine'.*: the function {message}|{message}"):
+        BoundReward("mine", lambda text: values, ("text",), batched=True).grade([{"text": "x"}] * 2, ["a", "b"])

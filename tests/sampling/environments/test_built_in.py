@@ -1,0 +1,102 @@
+"""The environments that ship: exact sums, programs in sandboxes, games with their best play."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import RecipeError, UsageError
+from posttrain.sampling.environments.built_in import NumberGuess
+
+
+def make(name: str, **options):
+    return registry.find("environment", name).bind(options)()
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(12 + 7) * 3", "57"),
+        ("-2 ** 2", "-4"),
+        ("1 / 3", "1/3"),
+        ("7 / 8", "0.875"),
+        ("-1 / 40", "-0.025"),
+        ("0.1 + 0.2", "0.3"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("2 ** -2", "0.25"),
+        ("99999999999999 + 1", "100000000000000"),
+    ],
+)
+def test_sums_are_exact(expression: str, result: str) -> None:
+    assert make("calculator").calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("9 ** 9 ** 9", "more than 30 digits"),
+        ("2 ** 100000000", "more than 30 digits"),
+        ("1e999", "more than 30 digits"),
+        ("1" * 31, "more than 30 digits"),
+        ("1 / 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("2 ** 0.5", "an exponent is a whole number"),
+        ("__import__('os')", "only numbers"),
+        ("a + 1", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1 +", "this is no sum"),
+        ("(" * 150, "this is no sum"),
+        ("1 << 3", "only \\+ - "),
+        ("1" * 201, "at most 200 characters"),
+    ],
+)
+def test_what_is_no_sum_is_refused(expression: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make("calculator").calculator(expression)
+
+
+def test_programs_run_and_what_they_print_comes_back() -> None:
+    python = make("python", sandbox="process", seconds=5, max_output_chars=400)
+    assert python.python("print(6 * 7)") == "42"
+    assert python.python("print(sorted({'b', 'a'}))\nopen('x', 'w').write('1')") == "['a', 'b']"
+    complaint = python.python("print(open('x').read())")  # begins anew
+    assert complaint.endswith("No such file or directory: 'x'")
+    assert complaint == python.python("print(open('x').read())")
+    assert python.python("import os; print(os.getcwd(), __file__)") == "/box /box/program.py"
+    assert python.python("x = 1") == "(nothing was printed)"
+    assert python.python("print('y' * 1000)") == "y" * 400 + " ... (cut off)"
+    with pytest.raises(RecipeError, match=r"level: this key was removed\. Use sandbox: bubblewrap"):
+        make("python", level="process")
+
+
+def halve(game: NumberGuess) -> float:
+    low, high = game.low, game.high
+    while not game.done:
+        guess = (low + high) // 2
+        said = game.guess(guess)
+        low, high = (guess + 1, high) if said.startswith("higher") else (low, guess - 1)
+    return game.get_reward()
+
+
+@pytest.mark.parametrize(("high", "guesses", "best"), [(20, None, 1.0), (7, 2, 3 / 7), (7, 3, 1.0), (100, 5, 0.31)])
+def test_halving_is_the_best_play(high: int, guesses: int | None, best: float) -> None:
+    game = make("number_guess", high=high, guesses=guesses)
+    rewards = []
+    for number in range(1, high + 1):
+        game.reset(seed=0)
+        game.number = number
+        rewards.append(halve(game))
+    assert sum(rewards) / high == pytest.approx(best)
+
+
+def test_a_seed_is_a_game() -> None:
+    one, other = make("number_guess"), make("number_guess")
+    numbers = []
+    for seed in range(200):
+        assert one.reset(seed=seed) == other.reset(seed=seed) == "Find a number from 1 to 20 with 5 guesses."
+        assert one.number == other.number
+        numbers.append(one.number)
+    assert set(numbers) == set(range(1, 21))
+    assert one.get_reward() == 0.0
+    with pytest.raises(UsageError, match=r"low \(5\) must be below high \(5\)"):
+        make("number_guess", low=5, high=5)

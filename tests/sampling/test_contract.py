@@ -1,0 +1,70 @@
+"""One contract for every engine: scripted, native, and the client of a vLLM server (here a stand-in)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from engine_contract import EngineCase, EngineContract, keys_of, tiny_case
+
+from fake_vllm import FakeVllm, model_answer
+from posttrain.models.load import load_model
+from posttrain.randomness import uniforms
+from posttrain.recipes.sections import ModelSection
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.scripted import ScriptedEngine
+from posttrain.sampling.vllm.client import VllmEngine
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model(ModelSection(), seed=0)
+
+
+class TestScripted(EngineContract):
+    @pytest.fixture
+    def case(self) -> EngineCase:
+        def recite(prompt: tuple[int, ...], key: int) -> list[int]:
+            return [int(u * 30) for u in uniforms([key + len(prompt)], 40)[0]]
+
+        def distribution(prompt: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
+            return torch.full((len(ids), 30), -0.5)
+
+        engine = ScriptedEngine(recite, logprob=-0.5)
+        return EngineCase(engine, [[9, 10], [11], [12, 13], [14]], frozenset({3}), distribution, is_model=False)
+
+
+@pytest.fixture(scope="module")
+def served_case(tiny) -> Iterator[EngineCase]:
+    with FakeVllm(model_answer(tiny.model, "processed"), context=1024, tokenizer=tiny.tokenizer) as server:
+        yield tiny_case(tiny.model, tiny.tokenizer, VllmEngine(server.url, tokenizer=tiny.tokenizer, concurrency=4))
+
+
+class TestNative(EngineContract):
+    @pytest.fixture
+    def case(self, tiny) -> EngineCase:
+        return tiny_case(tiny.model, tiny.tokenizer, NativeEngine(tiny.model))
+
+
+class TestVllm(EngineContract):
+    @pytest.fixture
+    def case(self, served_case) -> EngineCase:
+        return served_case
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [("processed", Sampling(12, temperature=0.7)), ("raw", Sampling(12, temperature=0.0))],
+)
+def test_a_server_with_the_native_engine_behind_it_is_the_native_engine(tiny, mode, sampling):
+    case = tiny_case(tiny.model, tiny.tokenizer, NativeEngine(tiny.model))
+    keys = [[key >> 1 for key in row] for row in keys_of([3, 1, 2, 1])]  # seeds have 63 bits
+    expected = case.engine.generate(case.prompts, keys, sampling)
+    with FakeVllm(model_answer(tiny.model, mode), context=1024) as server:
+        found = VllmEngine(server.url).generate(case.prompts, keys, sampling)
+    assert [[(c.ids, c.finish) for c in g] for g in found] == [[(c.ids, c.finish) for c in g] for g in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)

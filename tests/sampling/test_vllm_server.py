@@ -1,0 +1,198 @@
+"""The command line of a vLLM server, and a server process that a run starts and that ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RunFailure, UsageError
+from posttrain.models.lora import apply_adapter
+from posttrain.models.sources import TINY
+from posttrain.recipes.sections import AdapterSection
+from posttrain.sampling.vllm.server import OwnServer, ServerCommand, server_command
+
+MOST_SECONDS = 90.0
+
+
+def options_of(words: Any) -> dict[str, str | None]:
+    """``--flag value`` pairs of a command."""
+    pairs = zip(words, [*words[1:], "--"], strict=True)
+    return {word: None if next_.startswith("--") else next_ for word, next_ in pairs if word.startswith("--")}
+
+
+@pytest.fixture
+def folder(tiny_random: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "some model's $HOME"
+    tiny_random("qwen3", max_position_embeddings=96).save_pretrained(path)
+    return path
+
+
+def test_server_command_of_the_embedded_model() -> None:
+    command = server_command("tiny")
+    assert command.words[:3] == ("vllm", "serve", str(TINY.resolve()))
+    assert options_of(command.words) == {
+        "--served-model-name": command.name,
+        "--host": "127.0.0.1",
+        "--port": "8000",
+        "--dtype": "float32",
+        "--max-model-len": "1024",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--seed": "0",
+    }
+    assert command.environment == {}
+    assert re.fullmatch(r"tiny-[0-9a-f]{8}", command.name)
+
+
+def test_server_command_with_every_option(folder: Path) -> None:
+    command = server_command(
+        str(folder),
+        host="0.0.0.0",
+        port=8123,
+        dtype="bfloat16",
+        max_model_len=80,
+        gpu_memory_utilization=0.5,
+        gpus=(2, 3),
+        transfer="nccl",
+        enforce_eager=True,
+        seed=7,
+        interpreter="/opt/a b/bin/python",
+        trust_remote_code=True,
+        switches=("load-format=dummy", "enable-sleep-mode"),
+    )
+    start = ("/opt/a b/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
+    assert command.words[:5] == start
+    assert options_of(command.words[5:]) == {
+        "--served-model-name": command.name,
+        "--host": "0.0.0.0",
+        "--port": "8123",
+        "--dtype": "bfloat16",
+        "--max-model-len": "80",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--seed": "7",
+        "--gpu-memory-utilization": "0.5",
+        "--tensor-parallel-size": "2",
+        "--weight-transfer-config": '{"backend": "nccl"}',
+        "--trust-remote-code": None,
+        "--enforce-eager": None,
+        "--load-format=dummy": None,
+        "--enable-sleep-mode": None,
+    }
+    assert command.environment == {"CUDA_VISIBLE_DEVICES": "2,3", "VLLM_SERVER_DEV_MODE": "1"}
+    assert options_of(server_command(str(folder)).words)["--max-model-len"] == "96"
+
+
+@pytest.mark.parametrize("gpus", [(), (1,)])
+def test_server_command_is_read_by_a_shell_as_the_very_words(folder: Path, gpus: tuple[int, ...]) -> None:
+    command = server_command(str(folder), gpus=gpus, interpreter="printf")
+    text = command.shell()
+    assert text.count("\n") == sum(word.startswith("--") for word in command.words)
+    words = shlex.split(text.replace("\\\n", ""))
+    assert words == [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus] + list(command.words)
+    as_lines = text.replace("printf -m", "printf '%s\\n' -m", 1)
+    read = subprocess.run(["sh", "-c", as_lines], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert read == list(command.words[1:])
+
+
+def save_adapter(model: Any, path: Path, base: Path) -> dict[str, Any]:
+    apply_adapter(model, AdapterSection(rank=5, targets=["q_proj"]), 0).save_pretrained(path)
+    settings = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return settings
+
+
+def test_server_command_of_an_adapter_serves_it_on_its_base(folder: Path, tiny_random: Any, tmp_path: Path) -> None:
+    adapter = tmp_path / "runs" / "my run" / "checkpoints" / "step-000040"
+    settings = save_adapter(tiny_random("qwen3"), adapter, folder)
+    command = server_command(str(adapter))
+    found = options_of(command.words)
+    assert command.words[2] == str(folder)
+    assert re.fullmatch(r"my-run-step-000040-[0-9a-f]{8}", command.name)
+    assert found["--served-model-name"] == f"{command.name}-base"
+    assert found["--lora-modules"] == f"{command.name}={adapter}"
+    assert (found["--enable-lora"], found["--max-model-len"], found["--max-lora-rank"]) == (None, "96", "8")
+    for change in ({"r": 513}, {"rank_pattern": {"q_proj": 600}}):
+        (adapter / "adapter_config.json").write_text(json.dumps(settings | change))
+        with pytest.raises(UsageError, match=r"an adapter of rank (513|600); vLLM serves ranks up to 512"):
+            server_command(str(adapter))
+    save_adapter(tiny_random("qwen3"), tmp_path / "other", adapter)
+    with pytest.raises(UsageError, match=r"is an adapter on an adapter .*--engine native"):
+        server_command(str(tmp_path / "other"))
+    with pytest.raises(UsageError, match="whose weights follow training has the whole model"):
+        server_command(str(adapter), transfer="files")
+
+
+def test_server_command_of_a_hub_name_keeps_it_and_a_missing_folder_is_refused() -> None:
+    command = server_command("Qwen/Qwen3-0.6B")
+    assert (command.name, command.words[2]) == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert "--max-model-len" not in command.words
+    with pytest.raises(UsageError, match="there is no folder"):
+        server_command("./nowhere")
+
+
+# The process.
+
+
+def wait_until(true: Any) -> None:
+    deadline = time.monotonic() + MOST_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it ends before it is opened, or before it is read
+        return False
+
+
+def shell(text: str, tmp_path: Path) -> OwnServer:
+    return OwnServer(ServerCommand("policy", ("sh", "-c", text)), "http://127.0.0.1:9", tmp_path / "vllm.log")
+
+
+def test_own_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    server = shell("echo no such model; printf '\\033[31mred\\n'; exit 3", tmp_path)
+    with pytest.raises(
+        RunFailure, match=r"ended before it was ready\. Its log .*vllm\.log ends:\n  no such model"
+    ) as told:
+        server.wait()
+    assert "\\x1b[31mred" in str(told.value), "what a log holds reaches no terminal raw"
+    server.stop()
+
+
+def test_own_server_when_stopped_ends_with_what_it_started(tmp_path: Path) -> None:
+    server = shell("sleep 600 & echo $! $$; wait", tmp_path)
+    wait_until(lambda: len((tmp_path / "vllm.log").read_text().split()) == 2)
+    pids = list(map(int, (tmp_path / "vllm.log").read_text().split()))
+    assert all(map(is_running, pids))
+    server.stop()
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_own_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL, which nobody can answer."""
+    program = (
+        "import time; from pathlib import Path; from posttrain.sampling.vllm.server import OwnServer, ServerCommand; "
+        f"OwnServer(ServerCommand('p', ('sh', '-c', 'echo $$; exec sleep 600')), '', Path({str(tmp_path / 'log')!r})); "
+        "time.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    wait_until(lambda: (tmp_path / "log").is_file() and (tmp_path / "log").read_text().split())
+    server = int((tmp_path / "log").read_text())
+    assert is_running(server)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not is_running(server))

@@ -1,0 +1,299 @@
+"""Weights handed over to vLLM servers: the routes in order, the comparison that follows, and what goes wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fake_follower import FILES, GROUP, FakeFollower, QueueGroup
+from fake_vllm import FakeVllm, model_answer
+from posttrain import registry
+from posttrain.errors import EngineMismatch, RecipeError, RunFailure, UsageError
+from posttrain.models.load import LoadedModel
+from posttrain.sampling.base import Sampling
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.vllm.training import Trained
+from posttrain.sampling.vllm.weights import checkpoint_weights, save_weights, save_without_weights, untied
+from posttrain.world import World
+from small_runs import Events, make_recipe, recorded, run, steps_of, watched
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+SAMPLING = Sampling(max_tokens=6)
+
+
+class ByQueue(Trained):
+    """Sends weights as to a GPU's server."""
+
+    def make_group(self) -> QueueGroup:
+        return QueueGroup(self.server, 60.0)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.by_files = False
+
+
+def follow(tiny: LoadedModel, server: Any, *, kind: type[Trained] = Trained, **options: Any) -> Trained:
+    asking: dict[str, Any] = {"timeout_seconds": 60.0, "retries": 1} | options
+    QueueGroup.followers[:] = [server]
+    return kind(tiny.model, tiny.tokenizer, server.url, {}, **asking)
+
+
+def update(model: Any, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-4 * torch.randn(parameter.shape, generator=generator)
+
+
+def ids_of(groups: Any) -> list[list[tuple[int, ...]]]:
+    return [[one.ids for one in group] for group in groups]
+
+
+def has_weights_of(server: FakeFollower, model: Any) -> bool:
+    theirs = dict(server.model.named_parameters())
+    return all(torch.equal(weight, theirs[name]) for name, weight in checkpoint_weights(model))
+
+
+@pytest.mark.parametrize(("kind", "routes"), [(Trained, FILES), (ByQueue, GROUP)])
+def test_trained_after_every_update_server_has_weights_and_rows_their_version(
+    tiny: LoadedModel, server: FakeFollower, kind: type[Trained], routes: list[str]
+) -> None:
+    engine = follow(tiny, server, kind=kind)
+    ask = ([[9, 10], [11, 12, 13]], [[1, 2, 3], [4, 5]], SAMPLING)
+    for version in (0, 3):
+        engine.sync(version)
+        groups = engine.generate(*ask)
+        assert ids_of(groups) == ids_of(NativeEngine(tiny.model).generate(*ask))
+        assert {c.version for g in groups for c in g} == {version}
+        assert has_weights_of(server, tiny.model)
+        update(tiny.model, version)
+    begins = [] if kind is Trained else ["/pause", "/init_weight_transfer_engine"]
+    assert server.said == [*(begins or routes[:1]), *routes[1:], *routes]
+    assert server.label.partition(":")[2] == "3"
+    num_asked = len(server.said)
+    engine.sync(3)
+    assert len(server.said) == num_asked, "the same version means the same weights"
+    engine.close()
+
+
+def test_trained_of_several_processes_one_hands_over_and_all_ask(tiny: LoadedModel, server: FakeFollower) -> None:
+    told: list[Any] = []
+
+    class Rank(World):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+        def tell(self, value: Any, what: str) -> Any:
+            if self.is_main:
+                told.append(value)
+            return told[-1]
+
+    engines = [follow(tiny, server), follow(tiny, server)]
+    for rank, engine in enumerate(engines):
+        engine.world = Rank(rank)
+    for version in (0, 1):
+        answers = []
+        for engine in engines:
+            engine.sync(version)
+            answers.append(engine.generate([[9, 10]], [[1, 2]], Sampling(max_tokens=4)))
+        assert answers[0] == answers[1]
+        assert answers[1][0][0].version == version
+    assert server.said == FILES * 2
+
+
+def test_trained_adapter_is_handed_over_merged(tiny: LoadedModel, server: FakeFollower, wrapped: Any) -> None:
+    follow(replace(tiny, model=wrapped), server).sync(1)
+    assert has_weights_of(server, wrapped)
+
+
+class OneTensorScaled(Trained):
+    def weights(self) -> Any:
+        for name, weight in super().weights():
+            yield name, weight * 1.01 if name == "model.layers.2.mlp.up_proj.weight" else weight
+
+
+def one_layer_left_old(fake: FakeFollower) -> None:
+    fake.drops = [name for name, _ in fake.model.named_parameters() if name.startswith("model.layers.1.")]
+
+
+def tied_head_left_old(fake: FakeFollower) -> None:
+    fake.model.lm_head.weight = torch.nn.Parameter(fake.model.lm_head.weight.detach().clone())
+
+
+def cache_kept(fake: FakeFollower) -> None:
+    fake.keeps_cache = True
+
+
+@pytest.mark.parametrize("fault", [OneTensorScaled, one_layer_left_old, tied_head_left_old, cache_kept])
+def test_trained_transfer_with_a_fault_is_refused(tiny: LoadedModel, server: FakeFollower, fault: Any) -> None:
+    """After one small update, of which the fault keeps a part from the server."""
+    kind = fault if isinstance(fault, type) else Trained
+    engine = follow(tiny, server, kind=kind)
+    if kind is Trained:
+        engine.sync(0)
+        fault(server)
+    update(tiny.model)
+    with pytest.raises(EngineMismatch, match=r"after 1 updates .*: log-probabilities .* differ by [0-9.e-]+ nats"):
+        engine.sync(1)
+
+
+def test_untied_folder_has_a_head_of_its_own(tiny: LoadedModel, tmp_path: Path) -> None:
+    """A CPU's vLLM packs a head once, and a tied one not again; so it is given one of its own."""
+    save_without_weights(tiny.model, tiny.tokenizer, tmp_path, untie=True)
+    save_weights(untied(tiny.model, checkpoint_weights(tiny.model)), tmp_path, torch.float32, bytes_per_file=1 << 18)
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    stored = {name: weight for file in files for name, weight in load_file(file).items()}
+    assert len(files) > 2
+    assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert set(stored) == {name for name, _ in tiny.model.named_parameters(remove_duplicate=False)}
+    assert '"tie_word_embeddings": false' in (tmp_path / "config.json").read_text()
+    assert tiny.model.config.tie_word_embeddings
+
+
+def test_trained_ids_without_a_text_are_masked_and_named_once(tiny: LoadedModel, server: FakeFollower) -> None:
+    engine = follow(tiny, server)
+    engine.num_tokens = 700
+    engine.sync(0)
+    for _ in range(2):
+        engine.generate([[9]], [[1]], SAMPLING)
+    assert server.bodies[-1]["logit_bias"] == {str(token): -100.0 for token in range(700, 768)}
+    (notice,) = engine.take_notices()
+    assert notice.startswith("the model has 768 ids and its tokenizer text for 700; vLLM never samples the others")
+
+
+# In a run.
+
+
+def test_run_records_which_weights_sampled(tmp_path: Path) -> None:
+    """Of two updates a batch, those before the first of them."""
+    evaluation = {"every": 3, "num_examples": 2, "max_tokens": 4}
+    run(tmp_path / "own", make_recipe("grpo", eval=evaluation, train={"ppo_epochs": 2, "steps": 4}))
+    training, evaluations = recorded(tmp_path / "own")
+    assert {(row.step, row.version) for row in training} == {(1, 0), (3, 2)}
+    assert {(row.step, row.version) for row in evaluations} == {(0, 0), (3, 3), (4, 4)}
+
+
+def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower, tmp_path: Path) -> None:
+    place = {"engine": {"name": "vllm", "url": server.url}}
+    evaluation = {"every": 2, "num_examples": 2, "max_tokens": 4}
+    run(tmp_path / "run", make_recipe("grpo", rollout=place, eval=evaluation, train={"steps": 2}))
+    rows, evaluations = recorded(tmp_path / "run")
+    assert [row.version for row in rows] == [row.step - 1 for row in rows]
+    assert {(row.step, row.version) for row in evaluations} == {(0, 0), (2, 2)}
+    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps_of(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_run_starts_its_server_and_resumes_after_its_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake runs as a process in vLLM's place; it is killed before step 2 is sampled."""
+    program = Path(__file__).parent / "fake_server_process.py"
+    python = tmp_path / "python"
+    path = os.pathsep.join(p for p in sys.path if p)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} {program} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("POSTTRAIN_VLLM", str(python))
+    pids: list[int] = []
+
+    class Killing(Events):
+        def __call__(self, event: str, facts: dict[str, Any]) -> None:
+            super().__call__(event, facts)
+            if event == "step" and facts["step"] == 1:
+                pids.append(int((tmp_path / "run" / "pid").read_text()))
+                os.kill(pids[0], signal.SIGKILL)
+
+    recipe = make_recipe(
+        "grpo", rollout={"engine": {"name": "vllm", "retries": 0, "timeout_seconds": 20}}, train={"steps": 3}
+    )
+    with pytest.raises(RunFailure, match=r"http://127\.0\.0\.1:\d+"):
+        watched(tmp_path / "run", recipe, Killing())
+    assert len(steps_of(tmp_path / "run")) == 1
+    assert run(tmp_path / "run", recipe, resume=True).step == 3
+    rows = recorded(tmp_path / "run")[0]
+    assert [(row.step, row.version) for row in rows] == [(s, s - 1) for s in (1, 2, 3) for _ in range(16)]
+    last = int((tmp_path / "run" / "pid").read_text())
+    assert not Path(f"/proc/{last}/cmdline").exists() or last == pids[0], "it ended with the run"
+
+
+def test_run_without_a_server_for_evaluations_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTTRAIN_VLLM", raising=False)
+    events = Events()
+    recipe = make_recipe(
+        "sft", eval={"every": 1, "num_examples": 2, "max_tokens": 4, "engine": "vllm"}, train={"steps": 1}
+    )
+    watched(tmp_path / "run", recipe, events)
+    (said,) = [facts["message"] for facts in events.of("notice")]
+    assert "POSTTRAIN_VLLM is not set" in said
+    assert said.endswith("evaluations are answered by 'native' instead")
+
+
+# What goes wrong.
+
+
+def test_trained_server_without_the_routes_is_told_how_to_start(tiny: LoadedModel) -> None:
+    with (
+        FakeVllm(model_answer(tiny.model, "processed")) as plain,
+        pytest.raises(RunFailure, match=r"/pause: HTTP 404.*serve-command --follows"),
+    ):
+        follow(tiny, plain).sync(0)
+
+
+@pytest.mark.parametrize("route", FILES)
+def test_trained_route_that_fails_is_named(tiny: LoadedModel, server: FakeFollower, route: str) -> None:
+    server.refuses = route
+    with pytest.raises(RunFailure, match=f"{server.url}: {route}: .*not today"):
+        follow(tiny, server).sync(0)
+
+
+@pytest.mark.parametrize("kind", [Trained, ByQueue])
+def test_trained_weight_of_another_shape_is_refused(
+    tiny: LoadedModel, server: FakeFollower, kind: type[Trained]
+) -> None:
+    server.model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RunFailure, match=r"could not be handed over: .*size of tensor"):
+        follow(tiny, server, kind=kind).sync(0)
+
+
+def test_trained_weights_of_somebody_else_are_refused(tiny: LoadedModel, server: FakeFollower) -> None:
+    engine = follow(tiny, server)
+    engine.sync(0)
+    server.label = "another run:7"
+    with pytest.raises(RunFailure, match=r"weights called 'another run:7', and was given '[0-9a-f]{8}:0'"):
+        engine.generate([[9]], [[1]], Sampling(max_tokens=2))
+
+
+def test_run_with_truncated_sampling_is_refused_where_it_would_bias_the_ratio(tmp_path: Path) -> None:
+    for cut in ({"top_p": 0.9}, {"top_k": 5}):
+        with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(cut))}: objective 'grpo' .* every ratio"):
+            run(tmp_path / "refused", make_recipe("grpo", rollout=cut))
+
+
+def test_trained_truncated_rollouts_are_refused_and_truncated_evaluations_have_no_logprobs(
+    tiny: LoadedModel, server: FakeFollower
+) -> None:
+    cut = Sampling(4, top_k=5)
+    with pytest.raises(UsageError, match=r"at top_k 5, top_p 1 vLLM has no log-probabilities of the whole"):
+        follow(tiny, server, where="rollout.engine").generate([[9]], [[1]], cut)
+    ((one,),) = follow(tiny, server, where="eval.engine").generate([[9]], [[1]], cut)
+    assert all(map(math.isnan, one.logprobs))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"gpus": [-1]}, "rollout.engine.gpus.*greater than or equal to 0"),
+        ({"timeout_seconds": 0}, "rollout.engine.timeout_seconds.*greater than 0"),
+        ({"servers": 2}, "rollout.engine.servers: this key was removed. Use gpus"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry.find("engine", "vllm").options(engine, "rollout.engine")

@@ -1,0 +1,122 @@
+"""Several processes that train the same cases one after the other, for the tests of training in several.
+
+The process of the tests is rank 0; this file is the program of the others. Each case is ``train``, as the launcher
+calls it, in the world of all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.recipes.recipe import validate_recipe
+from posttrain.training.build import prepare
+from posttrain.training.distributed import Processes, join
+from posttrain.training.files import RunFiles
+from posttrain.training.loop import TrainResult, train
+from posttrain.training.step import accumulate, apply_update
+from posttrain.world import World
+from small_runs import Events
+
+SECONDS = 600.0  # a bound for the slowest of machines; no test waits for it
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[World]:
+    """A world of which this process is rank 0; the others train what ``train_case`` tells them."""
+    world = Processes.open(size)
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.store.port)}
+    place["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    others = [
+        subprocess.Popen(
+            [sys.executable, __file__], env={**os.environ, **place, "RANK": str(r)}, start_new_session=True
+        )
+        for r in range(1, size)
+    ]
+    try:
+        with join(world, "cpu", SECONDS):
+            yield world
+            world.tell(None, "case")
+    finally:
+        for other in others:
+            try:
+                other.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(other.pid, signal.SIGKILL)
+                other.wait()
+
+
+def train_case(world: World, recipe: dict[str, Any], folder: Path, *, resume: bool = False, stop_after: int = 0) -> Any:
+    """Rank 0: train a resolved recipe's plain data; ``stop_after`` so many updates, if it is given. (result, events)"""
+    world.tell((recipe, str(folder), resume, stop_after), "case")
+    return _train(world, recipe, folder, resume, stop_after)
+
+
+def shard_case(world: World, recipe: dict[str, Any]) -> tuple[list[list[Any]], float]:
+    """Rank 0: one update of a resolved recipe. Of every trained parameter the shape, and those of what this process has
+    of its gradient, its moment and itself, the types of these three, and what it has in the model that is read by all
+    else; and the norm of the gradient.
+    """
+    world.tell((recipe,), "case")
+    return _shards(world, recipe)
+
+
+def _shards(world: World, plain: dict[str, Any]) -> tuple[list[list[Any]], float]:
+    recipe = validate_recipe(plain).resolve()
+    parts = prepare(recipe, None, world)
+    batch = parts.source(1).batch
+    assert batch is not None
+    loss, _ = accumulate(parts.learning(), batch, recipe.train, world=world)
+    gradients = [_own_shape(p.grad) for _, p in parts.parameters]
+    kinds = [[str(p.grad.dtype), str(p.dtype)] for _, p in parts.parameters]
+    own, apart = parts.split_parameters()
+    norm = apply_update(parts.optimizer, own, 1e-4, 1.0, loss, 1, apart)
+    kept = [parts.optimizer.state[p] for _, p in parts.parameters]
+    moments = [state["momentum" if "momentum" in state else "exp_avg"] for state in kept]
+    trained = [p for _, p in parts.parameters]
+    for of, moment in zip(kinds, moments, strict=True):
+        of.append(str(moment.dtype))
+    modules = {"": parts.model, **{f"{name}.": module for name, module in parts.heads.items()}}
+    named = {place + n: p for place, module in modules.items() for n, p in module.named_parameters()}
+    beside = [_own_shape(named[name]) for name, _ in parts.parameters]
+    held = (gradients, map(_own_shape, moments), map(_own_shape, trained), kinds, beside)
+    shapes = zip((tuple(p.shape) for p in trained), *held, strict=True)
+    return [list(of) for of in shapes], norm
+
+
+def _own_shape(tensor: Any) -> tuple[int, ...]:
+    return tuple((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)
+
+
+def _train(
+    world: World, recipe: dict[str, Any], folder: Path, resume: bool, stop_after: int
+) -> tuple[TrainResult, Any]:
+    events = Events()
+    result = train(
+        validate_recipe(recipe).resolve(),
+        RunFiles.within(folder),
+        resume=resume,
+        observer=events,
+        should_stop=lambda: 0 < stop_after <= len(events.of("step")),
+        world=world,
+    )
+    return result, events
+
+
+def main() -> None:
+    with join(Processes.attend(), "cpu", SECONDS) as world:
+        while (case := world.tell(None, "case")) is not None:
+            if len(case) == 1:
+                _shards(world, *case)
+            else:
+                _train(world, case[0], Path(case[1]), *case[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Training in several processes is training in one, but for the order of sums."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import shard_case, train_case, world_of
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fake_follower import FakeFollower
+from posttrain.errors import RecipeError
+from posttrain.models.load import load_model
+from posttrain.recipes.sections import ModelSection
+from posttrain.store.metrics import MetricsLog, MetricsRow, is_evaluation
+from posttrain.training.checkpoint import load_checkpoint
+from posttrain.training.checks import words_of
+from posttrain.world import ONE, World
+from small_runs import make_recipe, recorded, same_bits, save_perturbed, saved_tensors, shallow, steps_of
+
+SHARDED = {"scale": {"sharding": "fsdp2"}}
+SHORT = {"num_prompts": 6, "group_size": 4, "max_tokens": 8, "temperature": 1.5}
+TRAIN: dict[str, Any] = {"steps": 5, "lr": 1e-4, "micro_batch_tokens": 400}
+EVALUATION = {"every": 5, "num_examples": 6, "max_tokens": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "sft": {"kind": "sft", "data": {"batch_size": 6}, "eval": {**EVALUATION, "loss": True}},
+    "grpo": {
+        "kind": "grpo",
+        "rollout": SHORT,
+        "regularize": {"kl_coef": 0.1},
+        "eval": {**EVALUATION, "num_kl_prompts": 5},
+    },
+    "ppo": {"kind": "grpo", "objective": "ppo", "rollout": SHORT, "kl_in_reward": {"weight": 0.1}},
+    "dpo": {"kind": "judged", "objective": "dpo", "data": {"batch_size": 6}},
+    "reward model": {
+        "kind": "judged",
+        "data": {"batch_size": 6},
+        "eval": {"every": 5, "num_examples": 6, "tasks": ["small_runs:judged_sums"]},
+    },
+    "lora": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}, "optimizer": "muon"},
+    "dynamic sampling": {"kind": "grpo", "rollout": {**SHORT, "drop_uniform_groups": True}, "train": {"ppo_epochs": 2}},
+    "mixture": {
+        "kind": "grpo",
+        "task": {
+            "name": "mixture",
+            "parts": [{"name": f"{n}-steps", "task": {"name": "stories", "size": 32, "max_steps": n}} for n in (1, 2)],
+        },
+        "rollout": SHORT,
+    },
+    "lora and adamw": {"kind": "grpo", "rollout": SHORT, "model": {"adapter": {"rank": 4}}},
+    "recomputed": {"kind": "sft", "data": {"batch_size": 6}, "train": {"gradient_checkpointing": True}},
+    "teacher": {
+        "kind": "grpo",
+        "rollout": SHORT,
+        "objective": "on_policy_distillation",
+        "teacher": {"name": "tiny"},
+    },  # see below
+}
+# Nothing samples in these, so that with fsdp2 no process has a whole model.
+NO_SAMPLES: dict[str, dict[str, Any]] = {
+    "sft alone": {"kind": "sft", "data": {"batch_size": 6}, "eval": {"every": 0}},
+    "sft alone, lora": {
+        "kind": "sft",
+        "data": {"batch_size": 6},
+        "eval": {"every": 0},
+        "model": {"adapter": {"rank": 4}},
+        "optimizer": "muon",
+    },
+    "sft alone, recomputed": {
+        "kind": "sft",
+        "data": {"batch_size": 6},
+        "eval": {"every": 0},
+        "train": {"gradient_checkpointing": True, "micro_batch_tokens": 60},
+    },
+    "kto on an adapter": {  # the reference is the adapter as it was; see below
+        "kind": "judged",
+        "objective": "kto",
+        "data": {"batch_size": 5},
+        "eval": {"every": 0},
+        "model": {},
+        "optimizer": "muon",
+    },
+    "kto": {
+        "kind": "judged",
+        "objective": "kto",
+        "data": {"batch_size": 5},
+        "train": {"micro_batch_tokens": 60},
+        "eval": {"every": 1, "num_examples": 6, "tasks": ["small_runs:judged_sums"]},
+    },
+}
+CASES |= NO_SAMPLES
+
+
+def slow(*cases: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+METHODS = ("sft", "grpo", "ppo", "dpo", "reward model")
+
+
+def recipe_of(case: str, dtype: str, **changes: Any) -> dict[str, Any]:
+    """A resolved recipe's plain data."""
+    about = {"train": {}, "model": {}, **CASES[case], **changes}
+    about["train"] = {**TRAIN, **CASES[case].get("train", {}), **changes.get("train", {})}
+    about["model"] = {**CASES[case].get("model", {}), **changes.get("model", {}), "dtype": dtype}
+    return make_recipe(**about).dump()
+
+
+def share_apart(left: dict[str, Tensor], right: dict[str, Tensor], bound: float) -> float:
+    """Which share of the weights differs by more than ``bound``."""
+    weights = {n: t for n, t in left.items() if t.is_floating_point() and "optimizer" not in n}
+    num_apart = sum(int(((tensor - right[name]).abs() > bound).sum()) for name, tensor in weights.items())
+    return num_apart / sum(tensor.numel() for tensor in weights.values())
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest difference of weights: relative to the largest of its tensor, and as it is."""
+    assert left.keys() == right.keys()
+    relative, absolute = 0.0, 0.0
+    for name, tensor in left.items():
+        if tensor.is_floating_point() and "optimizer" not in name:
+            largest = float((tensor - right[name]).abs().max())
+            relative, absolute = max(relative, largest / max(1e-12, float(tensor.abs().max()))), max(absolute, largest)
+    return relative, absolute
+
+
+def tokens_of(folder: Path, step: int | None = None) -> list[tuple[int, ...]]:
+    """What was sampled in training, in order; of one step, if it is given."""
+    return [tuple(r.completion) for r in recorded(folder)[0] if step in (None, r.step)]
+
+
+def check_same(ours: Path, theirs: Path, dtype: str, steps: int = 5, *, rounded: bool = False) -> None:
+    """Loss, norm, weights and rollouts of two runs, to the precision that their type allows.
+
+    In float32 one process with smaller micro-batches is as far from itself: where a gradient cancels to less than
+    Adam's epsilon, a difference of 1e-9 moves the first step by a tenth of the rate.
+
+    ``rounded``: in float32 the loss may be what is left of terms of order 1 that cancel one another, so that rounding
+    is small beside them and not beside it; and Adam divides a gradient that is all but 0 by its own size, so that
+    where there is nothing but rounding a weight goes either way: one in 100,000 may, none farther than all the rates.
+    """
+    first, second = steps_of(ours), steps_of(theirs)
+    assert len(first) == len(second) == steps
+    compared = zip(first, second, strict=True) if dtype == "float64" else [(first[0], second[0])]
+    tolerance = 1e-10 if dtype == "float64" else 1e-5
+    for one, other in compared:
+        small = 0.1 if rounded and dtype == "float32" else 1e-3
+        assert other["loss"] == pytest.approx(one["loss"], rel=tolerance, abs=tolerance * small)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=tolerance)
+        assert other.keys() == one.keys()
+        assert other == pytest.approx(one | {"padding_share": other["padding_share"]}, rel=1e3 * tolerance, abs=1e-3)
+    relative, absolute = difference(saved_tensors(ours, steps), saved_tensors(theirs, steps))
+    if dtype == "float64":
+        assert tokens_of(ours) == tokens_of(theirs)
+        assert relative < 1e-10
+    else:
+        assert tokens_of(ours, 1) == tokens_of(theirs, 1)
+        assert absolute < (2 * steps * TRAIN["lr"] if rounded else 2e-5)
+        apart = share_apart(saved_tensors(ours, steps), saved_tensors(theirs, steps), 2e-5)
+        assert apart <= (1e-5 if rounded else 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_teacher_of_another_mind(tmp_path_factory: pytest.TempPathFactory) -> None:
+    CASES["teacher"]["teacher"] = {"name": save_perturbed(tmp_path_factory.mktemp("teacher"))}
+    adapter = tmp_path_factory.mktemp("adapter")
+    train_case(ONE, recipe_of("lora", "float32", train={"steps": 1, "lr": 1e-2}), adapter)
+    CASES["kto on an adapter"]["model"]["name"] = str(adapter / "checkpoints" / "step-000001")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a case trained by one process, which every number of processes is compared with."""
+
+    @cache
+    def train_alone(case: str, dtype: str, steps: int = 5) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        train_case(ONE, recipe_of(case, dtype, train={"steps": steps}), folder)
+        return folder
+
+    return train_alone
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def several(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world of so many processes; there is one at a time."""
+    with world_of(request.param) as world:
+        yield world
+
+
+@pytest.mark.parametrize("case", ["sft", "ppo", "mixture"])
+def test_several_processes_train_as_one(case: str, several: World, alone: Callable[..., Path], tmp_path: Path) -> None:
+    train_case(several, recipe_of(case, "float64", train={"steps": 2}), tmp_path)
+    check_same(alone(case, "float64", 2), tmp_path, "float64", steps=2)
+
+
+@pytest.mark.parametrize("case", ["sft", *slow("grpo", "lora and adamw")])
+def test_products_in_bf16_with_the_weights_in_parts(case: str, several: World, tmp_path: Path) -> None:
+    """As one process computes them, nearer than fp32 is; what is added up and what moves is fp32.
+
+    Sums over rows in another order turn the last of bf16's 8 bits over now and then.
+    """
+    coarse = {"steps": 2, "precision": "bf16", "lr": 1e-7}
+    changes: dict[str, Any] = {"eval": {}}
+    if CASES[case]["kind"] == "grpo":
+        changes["rollout"] = {**SHORT, "old_logprobs": "trainer"}
+    recipes = {
+        "alone": recipe_of(case, "float32", **changes, train=coarse),
+        "exact": recipe_of(case, "float32", **changes, train=coarse | {"precision": "fp32"}),
+        "parted": recipe_of(case, "float32", **changes, train=coarse, **SHARDED),
+    }
+    for name, recipe in recipes.items():
+        train_case(several if name == "parted" else ONE, recipe, tmp_path / name)
+    alone, exact, parted = (steps_of(tmp_path / name) for name in recipes)
+    assert parted[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
+    one, other, sharded = (steps[0]["grad_norm"] for steps in (alone, exact, parted))
+    assert sharded == pytest.approx(one, rel=1e-3)
+    assert abs(sharded - other) > 1e-4 * other, "nothing was computed in bf16: fp32 is within 1e-5"
+    if several.size == 2:  # four parts of a gradient, each rounded to bf16, are as far from one as fp32 is
+        assert 3 * abs(sharded - one) < abs(other - one)
+    tensors = [saved_tensors(tmp_path / name, 2) for name in ("alone", "parted")]
+    floats = {name for name, x in tensors[1].items() if x.is_floating_point()}
+    assert {tensors[1][name].dtype for name in floats} == {torch.float32}
+    assert difference(*tensors)[1] <= 4 * coarse["lr"], "two updates in either direction"
+    begun = load_model(ModelSection(), seed=0).model.state_dict()
+    moved = {n.partition(":")[2]: x for n, x in tensors[1].items()}
+    if "adapter" not in CASES[case].get("model", {}):  # bf16 has no step of 1e-7 beside a weight of 0.02
+        assert all(not torch.equal(moved[n], x) for n, x in begun.items() if n in moved)
+    shapes, _ = shard_case(several, recipes["parted"])
+    assert {kind for *_, kinds, _ in shapes for kind in kinds} == {"torch.float32"}
+
+
+WRITTEN_TOGETHER = {"scale": {"sharding": "fsdp2", "checkpoint": "sharded"}}
+
+
+def stored(folder: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, however many processes wrote it."""
+    checkpoint = load_checkpoint(folder / "checkpoints", step)
+    assert checkpoint is not None
+    weights = {n: t for file in sorted(checkpoint.path.glob("model*.safetensors")) for n, t in load_file(file).items()}
+    return {**weights, **checkpoint.heads, **{f"optimizer of {name}": t for name, t in checkpoint.optimizer.items()}}
+
+
+@pytest.mark.parametrize("case", ["sft alone", *slow("sft", "ppo")])
+def test_a_checkpoint_that_all_have_written_goes_on_anywhere(
+    case: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It holds, bit for bit, what the main process gathers; in another number of processes it goes on as any."""
+    together, gathered = recipe_of(case, "float64", **WRITTEN_TOGETHER), recipe_of(case, "float64", **SHARDED)
+    for name, recipe in (("together", together), ("gathered", gathered)):
+        train_case(several, recipe, tmp_path / name, stop_after=2)
+    assert same_bits(stored(tmp_path / "together", 2), stored(tmp_path / "gathered", 2))
+    folder = tmp_path / "together" / "checkpoints" / "step-000002"
+    assert len(list((folder / "optimizer").glob("*.safetensors"))) == several.size
+    assert {file.suffix for file in folder.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".jinja"}
+    shutil.copytree(tmp_path / "together", tmp_path / "alone")
+    train_case(ONE, recipe_of(case, "float64"), tmp_path / "alone", resume=True)
+    check_same(alone(case, "float64"), tmp_path / "alone", "float64")
+    train_case(several, together, tmp_path / "whole")
+    train_case(several, together, tmp_path / "together", resume=True)
+    assert same_bits(stored(tmp_path / "whole", 5), stored(tmp_path / "together", 5))
+
+
+def test_shares_of_what_all_have_whole_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"scale\.checkpoint: every process has all of it"):
+        words_of(make_recipe("sft", scale={"processes": 2, "checkpoint": "sharded"}))
+
+
+def test_a_share_that_is_missing_or_damaged_leaves_the_checkpoint_before(several: World, tmp_path: Path) -> None:
+    recipe = recipe_of("sft", "float64", train={"steps": 2, "save_every": 1}, **WRITTEN_TOGETHER)
+    train_case(several, recipe, tmp_path)
+    last = tmp_path / "checkpoints" / "step-000002"
+    file = sorted((last / "optimizer").iterdir())[1]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    checkpoint = load_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None
+    damaged = f"step-000002: optimizer/{file.name} differs from its SHA-256 in the manifest"
+    assert (checkpoint.step, checkpoint.skipped) == (1, [damaged])
+    file.unlink()
+    longer = {**recipe, "train": {**recipe["train"], "steps": 3}}
+    result, events = train_case(several, longer, tmp_path, resume=True)
+    assert (result.step, [facts["step"] for facts in events.of("step")]) == (3, [2, 3])
+    assert any("is missing" in facts["message"] for facts in events.of("notice"))
+
+
+def _evaluations(folder: Path) -> list[MetricsRow]:
+    return [row for row in MetricsLog(folder / "metrics.jsonl").read() if is_evaluation(row)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_several_processes_train_every_method_as_one(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    _, events = train_case(several, recipe_of(case, dtype), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype, rounded=case not in METHODS)
+    assert len(events.of("step")) == 5
+    if dtype == "float64":
+        ours, theirs = (MetricsLog(folder / "metrics.jsonl").read() for folder in (tmp_path, alone(case, dtype)))
+        for row, other in zip(ours, theirs, strict=True):  # evaluations among them
+            changed = {"padding_share": row.metrics["padding_share"]} if "loss" in row.metrics else {}
+            assert row.metrics == pytest.approx(other.metrics | changed, rel=1e-7, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def stopped() -> dict[tuple[str, int], Path]:
+    """By case and number of processes, a run that was stopped after two updates; filled by the test below."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "dynamic sampling"])
+def test_a_run_goes_on_in_another_number_of_processes(
+    case: str,
+    several: World,
+    alone: Callable[..., Path],
+    stopped: dict[tuple[str, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    recipe, worlds = recipe_of(case, "float64"), {1: ONE, several.size: several}
+    for size, world in worlds.items():
+        folder = stopped[case, size] = tmp_path_factory.mktemp("stopped")
+        result, _ = train_case(world, recipe, folder, stop_after=2)
+        assert (result.step, result.reason) == (2, "interrupted")
+    for (name, began), folder in stopped.items():
+        if name == case:  # 2 to 4 among them, when 4 processes are there
+            for size, world in worlds.items():
+                goes_on = tmp_path_factory.mktemp("goes_on") / "run"
+                shutil.copytree(folder, goes_on)
+                _, events = train_case(world, recipe, goes_on, resume=True)
+                check_same(alone(case, "float64"), goes_on, "float64")
+                told = any("goes on in" in facts["message"] for facts in events.of("notice"))
+                assert told == (size != began)
+                if size == began == several.size:
+                    whole = tmp_path_factory.mktemp("whole")
+                    train_case(world, recipe, whole)
+                    assert same_bits(saved_tensors(whole, 5), saved_tensors(goes_on, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", [*METHODS, "lora", "lora and adamw", "recomputed", *NO_SAMPLES])
+def test_shards_train_as_one_process(
+    case: str, dtype: str, several: World, alone: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The norm among them: it is that of the whole gradient, and not of one process's part."""
+    train_case(several, recipe_of(case, dtype, **SHARDED), tmp_path)
+    check_same(alone(case, dtype), tmp_path, dtype)
+
+
+@pytest.mark.parametrize("case", ["grpo", *slow("sft", "ppo", "lora", "kto")])
+def test_answers_of_a_server_leave_each_process_its_part(case: str, several: World, tmp_path: Path) -> None:
+    """Weights go out and the probe is computed tensor by tensor, with all processes: none has a whole model.
+
+    Of five problems and micro-batches of 60 tokens one process has more than another, and repeats of the other's count
+    nowhere, not in what is held out and not in the drift either.
+    """
+    tiny = load_model(ModelSection(name=shallow(2), dtype="float64"), seed=0)
+    folders = {}
+    for name, world, scale in (("alone", ONE, {}), ("parted", several, SHARDED)):
+        folders[name] = tmp_path / name
+        with FakeFollower(tiny.model, tiny.tokenizer) as server:
+            engine = {"name": "vllm", "url": server.url}
+            shown = {
+                **CASES[case].get("eval", {}),
+                **EVALUATION,
+                "num_examples": 5,
+                "num_kl_prompts": 5,
+                "engine": engine,
+            }
+            about: dict[str, Any] = {"model": {"name": shallow(2)}}
+            about |= {} if case in ("kto", "sft") else {"rollout": {**SHORT, "engine": engine}}
+            uneven = {"steps": 3, "micro_batch_tokens": 60}
+            recipe = recipe_of(case, "float64", **about, eval=shown, train=uneven, **scale)
+            train_case(world, recipe, folders[name])
+            assert server.label.endswith(":3")
+            shapes, _ = shard_case(world, recipe)
+    check_same(folders["alone"], folders["parted"], "float64", steps=3)
+    ours, theirs = ([row.metrics for row in _evaluations(folder)] for folder in folders.values())
+    assert theirs == [pytest.approx(row, rel=1e-7, abs=1e-12) for row in ours]
+    assert [kept[0] for *_, kept in shapes] == [-(-whole[0] // several.size) for whole, *_ in shapes]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=() if c in ("sft", "kto on an adapter") else pytest.mark.slow)
+        for c in ("sft", *NO_SAMPLES)
+    ],
+)
+def test_a_whole_model_stays_beside_the_parts_where_something_samples(case: str, several: World) -> None:
+    """Where nothing does, what a process has of every tensor is its rows, and what is read of a model is gathered."""
+    (shapes, _), plain = shard_case(several, recipe_of(case, "float64", **SHARDED)), recipe_of(case, "float64")
+    rows = [whole[0] for whole, *_ in shapes]
+    kept = [of[-1][0] for of in shapes]
+    assert kept == (rows if case == "sft" else [-(-of // several.size) for of in rows])
+    assert [of[0] for of in shapes] == [of[0] for of in shard_case(ONE, plain)[0]]
+
+
+@pytest.mark.parametrize(("staleness", "scale"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, SHARDED)])
+def test_several_processes_sample_ahead_as_one(
+    staleness: int, scale: dict[str, Any], several: World, tmp_path: Path
+) -> None:
+    """Each samples its share; stopped, the run goes on in as many processes to the bit, and in one."""
+    about: dict[str, Any] = {"rollout": {**SHORT, "staleness": staleness}, "train": {"steps": 4, "lr": 1e-3}}
+    about["model"] = {"name": shallow(2)}
+    plain, shared = recipe_of("grpo", "float64", **about), recipe_of("grpo", "float64", **about, **scale)
+    train_case(ONE, plain, tmp_path / "alone")
+    train_case(several, shared, tmp_path / "together")
+    check_same(tmp_path / "alone", tmp_path / "together", "float64", steps=4)
+    versions = {(row.step, row.version) for row in recorded(tmp_path / "together")[0]}
+    assert versions == {(batch + 1, max(0, batch - staleness)) for batch in range(4)}
+    train_case(several, shared, tmp_path / "stopped", stop_after=2)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "in one")
+    train_case(several, shared, tmp_path / "stopped", resume=True)
+    assert same_bits(saved_tensors(tmp_path / "together", 4), saved_tensors(tmp_path / "stopped", 4))
+    train_case(ONE, plain, tmp_path / "in one", resume=True)
+    check_same(tmp_path / "alone", tmp_path / "in one", "float64", steps=4)

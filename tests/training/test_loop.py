@@ -1,0 +1,377 @@
+"""The loop end to end with the embedded model: resuming, learning, evaluating, and failing well."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from posttrain.algorithms.objectives import primitives
+from posttrain.errors import NonFiniteLoss, RewardFailure, UsageError
+from posttrain.evaluation.generation import Evaluation, Questions, evaluate, held_out_indices
+from posttrain.store.metrics import MetricsLog
+from posttrain.training import held_out, loop
+from posttrain.training.build import prepare
+from small_runs import (
+    Events,
+    one_layer_recipe,
+    recorded,
+    run,
+    same_bits,
+    saved_tensors,
+    shallow,
+    steps_of,
+    untimed,
+    watched,
+)
+
+EVALUATION = {"every": 2, "num_examples": 4, "max_tokens": 10}
+LORA = {"adapter": {"rank": 4, "dropout": 0.2}}
+RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    # name: (recipe, updates after which it is stopped)
+    "grpo": (
+        {"kind": "grpo", "regularize": {"kl_coef": 0.1}, "train": {"steps": 4, "save_every": 2}},
+        3,
+    ),
+    "lora": ({"kind": "grpo", "model": LORA, "regularize": {"kl_coef": 0.1}}, 2),
+    "inside a rollout batch": (
+        {"kind": "grpo", "train": {"steps": 5, "ppo_epochs": 2, "num_minibatches": 2, "keep_checkpoints": 9}},
+        3,
+    ),
+    "dynamic sampling": (
+        {"kind": "grpo", "rewards": ["small_runs:many_vowels"], "rollout": {"drop_uniform_groups": True}},
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stopped_and_resumed_equals_undisturbed(name: str, tmp_path: Path) -> None:
+    changes, stop_after = RUNS[name]
+    recipe = one_layer_recipe(**changes, eval=EVALUATION)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    undisturbed = run(whole, recipe)
+    first = run(cut, recipe, stop_after=stop_after)
+    assert (first.step, first.reason) == (stop_after, "interrupted")
+    events = Events()
+    second = watched(cut, recipe, events, resume=True)
+    assert events.of("start")[0]["resumed_from"] == stop_after
+    assert [facts["step"] for facts in events.of("step")] == list(range(stop_after + 1, recipe.train.steps + 1))
+    assert (second.step, second.reason) == (undisturbed.step, "finished")
+    assert second.evaluations == undisturbed.evaluations
+    ours, theirs = saved_tensors(whole, recipe.train.steps), saved_tensors(cut, recipe.train.steps)
+    assert same_bits(ours, theirs)
+    assert any(key.startswith("optimizer.safetensors:") for key in ours)
+    assert untimed(cut) == untimed(whole)
+    assert recorded(cut) == recorded(whole)
+    assert all(float(row["grad_norm"]) > 0 for row in steps_of(whole))
+    # the rollout buffer was needed, and only where there is one
+    halfway = cut / "checkpoints" / f"step-{stop_after:06d}"
+    assert (halfway / "rollout_buffer.safetensors").exists() == (name == "inside a rollout batch")
+
+
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path: Path) -> None:
+    """Where a sum is cut into parts shows in its last bits."""
+    recipe, events = one_layer_recipe("grpo", regularize={"kl_coef": 0.1}, train={"steps": 3}), Events()
+    own, seen = torch.get_num_threads(), []
+
+    def observe(event: str, facts: dict[str, Any]) -> None:
+        events(event, facts)
+        if event == "step":
+            seen.append(torch.get_num_threads())
+
+    try:
+        torch.set_num_threads(own + 1)
+        run(tmp_path / "whole", recipe)
+        run(tmp_path / "cut", recipe, stop_after=1)
+        torch.set_num_threads(own)
+        watched(tmp_path / "cut", recipe, observe, resume=True)
+        assert (seen, torch.get_num_threads()) == ([own + 1] * 2, own)
+    finally:
+        torch.set_num_threads(own)
+    message = f"number of threads: {own + 1}, as it began; here it would be {own}"
+    assert message in [facts["message"] for facts in events.of("notice")]
+    for name in ("whole", "cut"):
+        state = tmp_path / name / "checkpoints" / "step-000003" / "state.json"
+        assert json.loads(state.read_text())["num_threads"] == own + 1
+    assert same_bits(saved_tensors(tmp_path / "whole", 3), saved_tensors(tmp_path / "cut", 3))
+    assert recorded(tmp_path / "cut") == recorded(tmp_path / "whole")
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    recipe = one_layer_recipe("sft", train={"steps": 2}, eval=EVALUATION)
+    result = run(tmp_path, recipe)
+    assert result.evaluations["stories/validation"]["n"] == 4.0
+
+    def everything() -> dict[Path, bytes]:
+        """All files; the database by its rows, for it counts its own openings."""
+        return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "rollouts.db"}
+
+    before, rows = everything(), recorded(tmp_path)
+    assert run(tmp_path, recipe, resume=True) == result
+    assert everything() == before
+    assert recorded(tmp_path) == rows
+
+
+def test_a_run_that_began_from_another_runs_best_checkpoint_keeps_to_it(tmp_path: Path) -> None:
+    """The first run goes on and finds a better one; silently, that would be another base and reference."""
+    first = one_layer_recipe("sft", train={"steps": 2, "save_every": 1})
+    run(tmp_path / "first", first)
+    (tmp_path / "first" / "recipe.yaml").write_text(first.to_yaml())
+    best = tmp_path / "first" / "checkpoints" / "best"
+    best.symlink_to("step-000001")
+    recipe = one_layer_recipe("grpo", model={"name": str(tmp_path / "first")} | LORA, train={"steps": 2})
+    run(tmp_path / "second", recipe, stop_after=1)
+    best.unlink()
+    best.symlink_to("step-000002")
+    with pytest.raises(UsageError, match="stood for step-000001 when this run began, and stands for step-000002 now"):
+        run(tmp_path / "second", recipe, resume=True)
+    best.unlink()
+    best.symlink_to("step-000001")
+    assert run(tmp_path / "second", recipe, resume=True).step == 2
+
+
+def test_loop_clamped_log_ratios_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    recipe = one_layer_recipe("grpo", train={"steps": 4, "ppo_epochs": 2, "lr": 3e-3})
+    monkeypatch.setattr(primitives, "MAX_LOG_RATIO", 1e-3)  # the second update on a batch goes beyond it
+    watched(tmp_path, recipe, events)
+    shares = [row["clamped_log_ratios"] for row in steps_of(tmp_path)]
+    assert shares[0] == 0.0
+    assert shares[1] > 0.5
+    said = [
+        message
+        for message in (facts["message"] for facts in events.of("notice"))
+        if message.startswith("clamped_log_ratios")
+    ]
+    assert [message.partition(" of the")[0] for message in said] == [f"clamped_log_ratios: {shares[1]:.2%}"]
+
+
+def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
+    """On a fresh batch sampler and trainer agree; one update later, on the same batch, they do not."""
+    recipe = one_layer_recipe("grpo", train={"steps": 6, "ppo_epochs": 2, "lr": 3e-3})
+    run(tmp_path, recipe)
+    rows = steps_of(tmp_path)
+    for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
+        assert "reward" in fresh
+        assert "reward" not in stale
+        assert abs(fresh["mismatch_kl"]) < 1e-8
+        assert fresh["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert stale["mismatch_kl"] > 1e-4
+    steps = [row.step for row in recorded(tmp_path)[0]]
+    assert sorted(set(steps)) == [1, 3, 5]
+
+
+def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
+    rows = {}
+    for dropout in (0.0, 0.5):
+        folder = tmp_path / str(dropout)
+        recipe = one_layer_recipe(
+            "grpo", model={"adapter": {"rank": 4, "dropout": dropout}}, train={"steps": 2, "lr": 1e-2}
+        )
+        run(folder, recipe)
+        rows[dropout] = steps_of(folder)
+    # B = 0 at first: the dropout shows in the gradient of B, not in the log-probabilities
+    assert rows[0.0][0]["reward"] == rows[0.5][0]["reward"]
+    assert abs(rows[0.5][0]["mismatch_kl"]) < 1e-8
+    assert abs(rows[0.5][0]["grad_norm"] / rows[0.0][0]["grad_norm"] - 1) > 0.02
+    assert abs(rows[0.0][1]["mismatch_kl"]) < 1e-8
+    assert rows[0.5][1]["mismatch_kl"] > 1e-6
+
+
+def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path) -> None:
+    recipe = one_layer_recipe("sft", train={"steps": 3, "lr": 3e-3}, eval=EVALUATION | {"num_examples": 6})
+    run(tmp_path, recipe)
+    rows = MetricsLog(tmp_path / "metrics.jsonl").read()
+    evaluated = {r.step: r.metrics for r in rows if "eval/stories/validation/accuracy" in r.metrics}
+    assert sorted(evaluated) == [0, 2, 3]  # before the first, every second, and the last
+    parts = prepare(recipe)
+    evaluator = parts.evaluator
+    assert evaluator is not None
+    expected = evaluate(evaluator.sampler, Questions(evaluator.tasks[0], evaluator.sampling(0.0), n=6))
+    facts = {f"eval/{expected.name}/{k}": v for k, v in expected.results.items() if k != "seconds"}
+    assert evaluated[0] == facts
+    records = recorded(tmp_path)[1]
+    assert [r.completion for r in records if r.step == 0] == [r.text for r in expected.rollouts]
+    assert [r.step for r in records] == [0] * 6 + [2] * 6 + [3] * 6
+    assert [r.completion for r in records if r.step == 3] != [r.completion for r in records if r.step == 0]
+    assert {r.evaluation for r in records} == {"stories/validation"}
+
+
+def test_which_items_are_evaluated_and_how(tmp_path: Path) -> None:
+    """The first, another sample, several answers to each: the run's own key decides, and everything else stays."""
+    items = {}
+    for name, options in {
+        "sample": {},
+        "first": {"items": "first"},
+        "other": {"items_seed": 1},
+        "several": {"samples": 3, "temperature": 1.5, "top_p": 0.9},
+    }.items():
+        recipe = one_layer_recipe("sft", train={"steps": 1}, eval=EVALUATION | {"num_examples": 6} | options)
+        run(tmp_path / name, recipe)
+        items[name] = [r for r in recorded(tmp_path / name)[1] if r.step == 0]
+    held_out = prepare(one_layer_recipe("sft", eval=EVALUATION)).evaluator
+    assert held_out is not None
+    ids = [example.id for example in held_out.tasks[0].examples]
+    assert [r.example_id for r in items["first"]] == ids[:6]
+    sampled = {name: [ids.index(r.example_id) for r in items[name]] for name in ("sample", "other")}
+    assert sampled == {"sample": held_out_indices(len(ids), 6), "other": held_out_indices(len(ids), 6, seed=1)}
+    assert sampled["sample"] != sampled["other"]
+    several = items["several"]
+    assert [(r.example_id, r.rollout_index) for r in several] == [
+        (r.example_id, k) for r in items["sample"] for k in range(3)
+    ]
+    assert len({r.completion for r in several}) > 6
+    (facts,) = [row.metrics for row in MetricsLog(tmp_path / "several" / "metrics.jsonl").read() if row.step == 0]
+    assert (facts["eval/stories/validation/n"], facts["eval/stories/validation/samples"]) == (6.0, 3.0)
+    assert facts["eval/stories/validation/pass@3"] >= facts["eval/stories/validation/accuracy"]
+
+
+def scripted_accuracies(monkeypatch: pytest.MonkeyPatch, accuracies: list[float]) -> None:
+    def pretend(_: Any, asked: Questions) -> Evaluation:
+        return Evaluation("stories/validation", {"accuracy": accuracies[asked.step], "seconds": 0.0}, [])
+
+    monkeypatch.setattr(held_out, "evaluate", pretend)
+
+
+def test_the_best_evaluation_is_kept_whatever_save_every_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # steps:                          0    1    2    3    4    5    6    7    8
+    scripted_accuracies(monkeypatch, [0.9, 0.3, 0.5, 0.5, 0.2, 0.1, 0.4, 0.4, 0.1])
+    recipe = one_layer_recipe(
+        "sft", train={"steps": 8, "save_every": 4, "keep_checkpoints": 1}, eval={"every": 1, "num_examples": 1}
+    )
+    events = Events()
+    watched(tmp_path, recipe, events)
+    checkpoints = tmp_path / "checkpoints"
+    assert os.readlink(checkpoints / "best") == "step-000003"  # a tie goes to the later one
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000003", "step-000008"]
+    saved = [(f["step"], f["best"]) for f in events.of("checkpoint")]
+    assert saved == [(1, True), (2, True), (3, True), (4, False), (8, False)]
+    assert json.loads((checkpoints / "step-000008" / "state.json").read_text())["best"] == {"accuracy": 0.5, "step": 3}
+
+
+def test_a_reward_that_is_not_finite_ends_the_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = one_layer_recipe("grpo", train={"save_every": 1, "steps": 3})
+    run(tmp_path, recipe, stop_after=1)
+    before = saved_tensors(tmp_path, 1)
+    small_runs = importlib.import_module("small_runs")
+    monkeypatch.setattr(small_runs, "vowel_share", small_runs.never_finite)
+    with pytest.raises(RewardFailure, match=r"reward 'small_runs:vowel_share', example 'stories/train/.*returned nan"):
+        run(tmp_path, recipe, resume=True)
+    assert same_bits(saved_tensors(tmp_path, 1), before)
+    assert [step for step, _ in untimed(tmp_path)] == [1]
+    monkeypatch.undo()
+    run(tmp_path, recipe, resume=True)  # mended, it goes on
+    assert [step for step, _ in untimed(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_loss_that_is_not_finite_saves_the_batch_and_no_weights(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Any] = []
+    original = loop.prepare
+
+    def keep(*about: Any) -> Any:
+        prepared.append(original(*about))
+        return prepared[0]
+
+    monkeypatch.setattr(loop, "prepare", keep)
+    with pytest.raises(NonFiniteLoss, match=r"update 1: loss nan.*not changed.*The batch is saved in") as caught:
+        run(tmp_path, one_layer_recipe(kind, objective={"name": "small_runs:no_value"}))
+    path = tmp_path / "nonfinite-step-000001.safetensors"
+    assert str(path) in str(caught.value)
+    batch = load_file(path)
+    assert batch["tokens"].shape == batch["mask"].shape
+    assert bool(batch["mask"].any())
+    if kind == "grpo":
+        assert torch.equal(batch["stream.old_logprobs"], batch["stream.sampler_logprobs"])
+    initial = AutoModelForCausalLM.from_pretrained(shallow(1)).state_dict()
+    assert same_bits(dict(prepared[0].model.state_dict()), dict(initial))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert untimed(tmp_path) == []
+
+
+def test_an_objective_that_sums_by_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"values of shape \(\) for a batch of shape \(\d+, \d+\).*one value per token"
+    ):
+        run(tmp_path, one_layer_recipe("sft", objective={"name": "small_runs:already_summed"}))
+
+
+OUTSIDE = '''
+from posttrain.registry import register
+from posttrain.types import Batch, Loss, Outputs
+
+@register("objective", level="token", needs=("advantages",))
+def pushing_from_outside(outputs: Outputs, batch: Batch, *, scale: float = 1.0) -> Loss:
+    """REINFORCE with a scale, from a file beside the recipe: values = -scale * A * log pi."""
+    return Loss(-scale * batch.stream("advantages") * outputs.logprobs)
+
+def unregistered(outputs, batch):
+    assert sorted(batch.streams) == ["advantages", "old_logprobs", "sampler_logprobs"]
+    return Loss(-batch.stream("advantages") * outputs.logprobs)
+'''
+
+
+def test_an_objective_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_objectives.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = {"reinforce": {"name": "reinforce"}, "registered": {"name": "my_objectives:pushing_from_outside"}}
+    ours["plain"] = {"name": "my_objectives:unregistered"}
+    for name, objective in ours.items():
+        run(tmp_path / name, one_layer_recipe("grpo", objective=objective, train={"steps": 2}))
+    assert same_bits(saved_tensors(tmp_path / "registered", 2), saved_tensors(tmp_path / "reinforce", 2))
+    assert same_bits(saved_tensors(tmp_path / "plain", 2), saved_tensors(tmp_path / "reinforce", 2))
+    scaled = one_layer_recipe("grpo", objective={"name": "my_objectives:pushing_from_outside", "scale": 2.0})
+    run(tmp_path / "scaled", scaled, stop_after=1)
+    once, twice = (steps_of(tmp_path / n)[0]["grad_norm"] for n in ("reinforce", "scaled"))
+    assert twice == pytest.approx(2 * once, rel=1e-4)
+
+
+def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
+    recipe = one_layer_recipe("grpo", train={"steps": 2})
+    run(tmp_path, recipe)
+    rollouts, rows = recorded(tmp_path)[0], steps_of(tmp_path)
+    for step, row in enumerate(rows, start=1):
+        mine = [r for r in rollouts if r.step == step]
+        assert len(mine) == 16
+        assert row["tokens"] == sum(r.num_tokens for r in mine)
+        assert row["num_tokens"] == pytest.approx(row["tokens"] / 16)
+        assert row["reward"] == pytest.approx(sum(r.reward for r in mine) / 16)
+        advantages = torch.tensor([r.advantage for r in mine], dtype=torch.float64)
+        assert row["advantage_std"] == pytest.approx(float(advantages.std(correction=0)), rel=1e-5)
+        assert row["truncated"] == sum(r.finish == "length" for r in mine) / 16
+        for group in range(4):
+            rewards = torch.tensor([r.reward for r in mine[4 * group : 4 * group + 4]], dtype=torch.float64)
+            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            assert torch.allclose(advantages[4 * group : 4 * group + 4], expected, atol=1e-9)
+        weighted = sum(r.mean_sampler_logprob * r.num_tokens for r in mine if r.mean_sampler_logprob is not None)
+        assert -weighted / row["tokens"] == pytest.approx(row["entropy"], rel=0.5)  # the same quantity, one draw each
+    assert all(re.fullmatch(r"[a-z_/:]+", name) for name in rows[0])
+    assert math.isfinite(sum(rows[0].values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype: \d+ trained weights would be bfloat16.*model\.adapter"),
+        ({"task": {"split": "validation"}, "eval": {"every": 1}}, r"task\.split: training on 'valid"),
+        ({"objective": {"name": "grpo"}}, "objective 'grpo' needs .*old_logprobs.*; give 'rollout', not 'data'"),
+        ({"aggregate": {"name": "unit_mean"}}, "'unit_mean' weighs units, but objective 'cross_entropy'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare(one_layer_recipe("sft", **changes))

@@ -1,0 +1,339 @@
+"""The memory that a recipe is said to take, part by part, against what is really alive in small models."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines.respondents import Scripted
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes.recipe import Recipe, load_recipe
+from posttrain.sampling.base import Reply, Sampling
+from posttrain.sampling.native import engine as native_engine
+from posttrain.sampling.native import turns
+from posttrain.sampling.native.engine import NativeEngine
+from posttrain.sampling.native.schedule import Schedule
+from posttrain.training.build import Parts, prepare
+from posttrain.training.memory import Memory, Micro, _logits, stated_memory
+from posttrain.training.step import Method, accumulate
+from posttrain.types import Batch, Loss, Outputs, Sample, collate
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "hidden_size": 128,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 352,
+        "tie_word_embeddings": True,
+    },
+    "llama": {
+        "hidden_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "intermediate_size": 400,
+    },
+    "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+}
+PROMPT, ANSWER = 64, 80
+TOKENIZER = load_tokenizer("tiny")
+VOCABULARY = len(TOKENIZER)
+COMMON = {"task.size": "40", "task.max_steps": "1", "eval.every": "0", "prompt.max_prompt_tokens": str(PROMPT)}
+SAMPLED = {"rollout.group_size": "8", "rollout.max_tokens": str(ANSWER)}
+RECIPES: dict[str, tuple[str, dict[str, str]]] = {
+    "sft": ("tiny/sft", {"data.batch_size": "8", "data.max_length": "128"}),
+    "grpo": ("tiny/grpo", {"rollout.num_prompts": "1", "regularize.kl_coef": "0.1", **SAMPLED}),
+    "dpo": ("preference/dpo", {"rollout.num_prompts": "4", "train.num_minibatches": "1", **SAMPLED}),
+    "lora": ("tiny/sft", {"data.batch_size": "8", "data.max_length": "128", "model.adapter.rank": "8"}),
+    "lora-bf16": (
+        "tiny/grpo",
+        {
+            "rollout.num_prompts": "1",
+            **SAMPLED,
+            "model.adapter.rank": "8",
+            "model.adapter.targets": "[q_proj, v_proj, o_proj, up_proj]",
+            "model.dtype": "bfloat16",
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model of each shape with random weights, on disk."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+    for name, shape in SHAPES.items():
+        ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+        room = {"vocab_size": VOCABULARY, "n_positions" if name == "gpt2" else "max_position_embeddings": 512}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape, **room, **ids))
+        model.save_pretrained(root / name)
+        TOKENIZER.save_pretrained(root / name)
+        made[name] = str(root / name)
+    return made
+
+
+def recipe_of(kind: str, folder: str, **more: str) -> Recipe:
+    name, options = RECIPES[kind]
+    named = {key.replace("__", "."): value for key, value in more.items()}
+    return load_recipe(name, list(({"model.name": folder} | COMMON | options | named).items())).resolve()
+
+
+def longest_batch(kind: str) -> Batch:
+    """The micro-batch of the recipes above in which every row is as long as it may be."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
+
+    if kind in ("sft", "lora"):
+        return collate([Sample(draw(128), [False, *[True] * 127], group=row) for row in range(8)])
+    samples = []
+    groups, rows = (4, 2) if kind == "dpo" else (1, 8)
+    for group in range(groups):
+        prompt = draw(PROMPT)
+        mask = [False] * PROMPT + [True] * ANSWER
+        samples += [Sample(prompt + draw(ANSWER), mask, group=group, prefix=PROMPT) for _ in range(rows)]
+    return collate(samples)
+
+
+def nll(outputs: Outputs, batch: Batch) -> Loss:
+    return Loss(-outputs.logprobs, {})
+
+
+def learn(parts: Parts, recipe: Recipe, batch: Batch) -> None:
+    accumulate(Method(parts.method.forward, nll, lambda mask: mask / mask.sum()), batch, recipe.train)
+
+
+def value_error(outputs: Outputs, batch: Batch) -> Loss:
+    assert outputs.scores is not None
+    return Loss(outputs.scores**2 - outputs.logprobs, {})
+
+
+def num_bytes(tensors: Iterator[Any] | Sequence[Any]) -> int:
+    """Of tensors of their own; one that is there twice counts once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@contextmanager
+def keeping(parameters: Sequence[torch.Tensor]) -> Iterator[dict[str, int]]:
+    """Bytes that autograd keeps, by storage and without parameters: of logits, and of all else."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    alive: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            alive.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    kept: dict[str, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+    is_logits = {key: t.shape[-1:] == (VOCABULARY,) for key, t in alive.items()}
+    for name, wanted in (("logits", True), ("activations", False)):
+        kept[name] = sum(t.untyped_storage().nbytes() for key, t in alive.items() if is_logits[key] is wanted)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside the block held at a time; ``before`` was there."""
+
+    def __init__(self, before: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: dict[int, Any] = {t.untyped_storage()._cdata: None for t in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return made
+
+    def _note(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def gone(_: Any) -> None:
+            self.known.pop(key, None)
+            self.now -= size
+
+        self.known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def peak_of(parts: Parts, recipe: Recipe, batch: Batch) -> int:
+    """The most that a micro-batch held at a time beside weights and gradients, in bytes."""
+    learn(parts, recipe, batch)  # from now on there are gradients that are added to
+    grads = [p.grad for _, p in parts.parameters if p.grad is not None]
+    with Peak([*parts.model.parameters(), *grads]) as peak:
+        learn(parts, recipe, batch)
+    return peak.most
+
+
+CASES = [*((kind, "qwen3") for kind in RECIPES), ("lora-bf16", "llama"), ("dpo", "gpt2"), ("lora", "gpt2")]
+
+
+@pytest.mark.parametrize(("kind", "model"), CASES)
+def test_parts_are_what_is_alive(kind: str, model: str, folders: dict[str, str]) -> None:
+    recipe = recipe_of(kind, folders[model])
+    said = stated_memory(recipe)
+    assert isinstance(said, Memory)
+    parts = prepare(recipe)
+    assert num_bytes(list(parts.model.parameters())) == said.weights
+    frozen = parts.reference._frozen if parts.reference is not None else None
+    assert said.reference == (num_bytes(list(frozen.model.parameters())) if frozen is not None else 0)
+    assert (said.reference > 0) == (kind in ("grpo", "dpo"))
+    batch = longest_batch(kind)
+    with keeping(list(parts.model.parameters())) as kept:
+        learn(parts, recipe, batch)
+    trained = [p for _, p in parts.parameters]
+    assert num_bytes([p.grad for p in trained if p.grad is not None]) == said.gradients
+    parts.optimizer.step()
+    state = [x for values in parts.optimizer.state.values() for x in values.values()]
+    assert num_bytes(state) == said.optimizer
+    assert said.activations == pytest.approx(kept["activations"], rel=0.15)
+    assert kept["logits"] < said.logits
+    parts.optimizer.zero_grad(set_to_none=True)
+    assert said.activations + said.logits == pytest.approx(peak_of(parts, recipe, batch), rel=0.15)
+    assert said.update == pytest.approx(
+        said.weights + said.reference + said.optimizer + said.gradients + said.activations + said.logits
+    )
+
+
+@pytest.mark.parametrize("kind", ["grpo"])
+def test_recomputed_activations_are_those_of_one_layer(kind: str, folders: dict[str, str]) -> None:
+    recipe = recipe_of(kind, folders["llama"], train__gradient_checkpointing="true")
+    said, usual = stated_memory(recipe), stated_memory(recipe_of(kind, folders["llama"]))
+    assert isinstance(said, Memory)
+    assert isinstance(usual, Memory)
+    assert said.activations < 0.5 * usual.activations
+    measured = peak_of(prepare(recipe), recipe, longest_batch(kind))
+    assert said.activations + said.logits == pytest.approx(measured, rel=0.15)
+
+
+def test_a_critic_and_a_reward_head_are_heads(folders: dict[str, str]) -> None:
+    recipe = recipe_of("grpo", folders["qwen3"])
+    sampled = (
+        {"model.name": folders["qwen3"]} | COMMON | SAMPLED | {"rollout.num_prompts": "1", "train.num_minibatches": "1"}
+    )
+    ppo = load_recipe("rl/ppo", list(sampled.items())).resolve()
+    said, without = stated_memory(ppo), stated_memory(recipe)
+    assert isinstance(said, Memory)
+    assert isinstance(without, Memory)
+    parts = prepare(ppo)
+    learned = [p for module in parts.heads.values() for p in module.parameters() if p.requires_grad]
+    assert said.heads == 16 * sum(p.numel() for p in learned)
+    batch = longest_batch("grpo")
+    with keeping([*parts.model.parameters(), *learned]) as kept:
+        accumulate(Method(parts.method.forward, value_error, lambda mask: mask / mask.sum()), batch, ppo.train)
+    assert said.activations == 2 * without.activations
+    assert said.activations == pytest.approx(kept["activations"], rel=0.15)
+    rm = load_recipe("tiny/rm", [("model.name", folders["qwen3"])]).resolve()
+    scorer = stated_memory(rm)
+    assert isinstance(scorer, Memory)
+    assert (scorer.heads, scorer.logits, scorer.kv_cache, scorer.rollouts) == (16 * 128, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("model", "group"), [("llama", 4), ("llama", 1), ("gpt2", 4)])
+def test_the_cache_of_sampling(
+    model: str, group: int, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Schedule] = []
+    shown: list[int] = []
+
+    class Watched(Schedule):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+        def _drop_finished(self) -> None:
+            cache = made[-1].cache
+            shared = [] if cache.shared is None else [*cache.shared.keys, *cache.shared.values]
+            shown.append(sum(t.untyped_storage().nbytes() for t in (*cache.keys, *cache.values, *shared)))
+            super()._drop_finished()
+
+    monkeypatch.setattr(native_engine, "Schedule", Watched)
+    prompts = 4 // group
+    recipe = recipe_of(
+        "grpo",
+        folders[model],
+        rollout__num_prompts=str(prompts),
+        rollout__group_size=str(group),
+        rollout__max_tokens="300",
+        advantage__name="raw" if group == 1 else "normalized",
+    )
+    said = stated_memory(recipe)
+    assert isinstance(said, Memory)
+    engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders[model]).eval())
+    keys = [[100 * p + i for i in range(group)] for p in range(prompts)]
+    engine.generate([[5 + p] * PROMPT for p in range(prompts)], keys, Sampling(max_tokens=300, temperature=1.0))
+    assert said.kv_cache == pytest.approx(max(shown), rel=0.15)
+    assert said.sampling == said.weights + said.optimizer + said.reference + said.kv_cache
+
+
+def test_the_cache_of_turns_has_room_for_all_of_them(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+
+    class Watched(turns.Turns):
+        def _drop_finished(self) -> None:
+            cache = self.cache
+            shared = [] if cache.shared is None else [*cache.shared.keys, *cache.shared.values]
+            shown.append(sum(t.untyped_storage().nbytes() for t in (*cache.keys, *cache.values, *shared)))
+            super()._drop_finished()
+
+    monkeypatch.setattr(turns, "Turns", Watched)
+    recipe = recipe_of(
+        "grpo",
+        folders["qwen3"],
+        environment="calculator",
+        rollout__num_prompts="1",
+        rollout__group_size="4",
+        rollout__max_tokens="400",
+        rollout__max_turns="12",
+        rollout__max_turn_tokens="64",
+    )
+    said = stated_memory(recipe)
+    assert isinstance(said, Memory)
+
+    def answer(prompt: int, sample: int, turn: int, ids: Sequence[int]) -> Reply:
+        return Reply(finish="out_of_turns") if turn == 11 else Reply((7, 8))
+
+    engine = NativeEngine(AutoModelForCausalLM.from_pretrained(folders["qwen3"]).eval())
+    stop = frozenset(range(0, VOCABULARY, 30))  # a turn ends by chance, after 30 tokens in the mean
+    sampling = Sampling(max_tokens=400, temperature=1.0, stop_ids=stop)
+    [group] = engine.converse([[5] * PROMPT], [[1, 2, 3, 4]], sampling, Scripted(answer))
+    assert max(len(completion.ids) for completion in group) > 300
+    assert max(shown) <= said.kv_cache <= 2.3 * max(shown)
+
+
+def test_the_cache_of_a_server_is_not_counted(folders: dict[str, str]) -> None:
+    own, served = (
+        stated_memory(recipe_of("grpo", folders["qwen3"], **engine)) for engine in ({}, {"rollout__engine": "vllm"})
+    )
+    assert isinstance(own, Memory)
+    assert served == replace(own, kv_cache=0)
+
+
+def test_logits_of_a_large_vocabulary_worked_by_hand():
+    """Of 2,048 trained tokens 110 at a time at V = 151,936; a CPU keeps the probabilities of 883 for a trained head."""
+    config, micro = SimpleNamespace(vocab_size=151_936, hidden_size=896), Micro(1, 1, 0, 2049, 2048)
+    frozen = 110 * 16 * 151_936
+    assert _logits(config, micro, 4, None, head_trained=False) == frozen
+    assert _logits(config, micro, 4, None, head_trained=True) == frozen + 4 * (896 + 883) * 151_936
+    on_gpu = 1766 * 16 * 151_936
+    assert _logits(config, micro, 4, 80 << 30, head_trained=True) == on_gpu + 4 * (896 + 2048) * 151_936
+    few = Micro(1, 1, 0, 65, 64)  # up to 128: two pieces
+    assert _logits(config, few, 4, None, head_trained=True) == frozen + 4 * (896 + 128) * 151_936

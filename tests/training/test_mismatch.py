@@ -1,0 +1,64 @@
+"""A run whose sampler is another model than the trainer's stops before the first update, with the cause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import EngineMismatch
+from posttrain.models.forward.forward import Forward
+from posttrain.sampling.native import schedule
+from posttrain.store.metrics import MetricsLog
+from small_runs import make_recipe, run
+
+
+def sharpen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample from logits that are half as large."""
+    draw = schedule.draw
+    monkeypatch.setattr(schedule, "draw", lambda logits, *rest: draw(logits * 0.5, *rest))
+
+
+def test_train_with_a_sampler_that_is_another_model_stops_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharpen(monkeypatch)
+    with pytest.raises(EngineMismatch) as stopped:
+        run(tmp_path, make_recipe("grpo"))
+    text = str(stopped.value)
+    assert text.startswith("update 1: the sampler is not the model that is trained. The KL from sampler to trainer is ")
+    found = re.search(r"the engine \(native\) differs from the model's own forward pass by (.+?) nats per", text)
+    assert found is not None
+    assert float(found[1]) > 0.05
+    trainer = re.search(r"token, and the trainer by (.+?); please report this", text)
+    assert trainer is not None
+    assert float(trainer[1]) < 1e-4
+    assert "effective sample size" in text
+    assert text.endswith("The weights were not changed")
+
+
+def test_train_with_a_forward_pass_that_is_another_model_names_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = Forward._score_logits if hasattr(Forward, "_score_logits") else None
+    assert score is None
+    from posttrain.models.forward import forward as module
+
+    scored = module.score_logits
+    monkeypatch.setattr(module, "score_logits", lambda logits, *rest, **how: scored(logits * 1.5, *rest, **how))
+    with pytest.raises(
+        EngineMismatch, match=r"the trainer's forward pass \(packed\) differs from the model's own by 0\."
+    ):
+        run(tmp_path, make_recipe("grpo"))
+
+
+def test_train_with_rows_of_older_weights_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second update of a batch, and dropout, are no fault of the sampler."""
+    recipe = make_recipe("grpo", train={"steps": 4, "lr": 0.05, "ppo_epochs": 4, "warmup_steps": 0})
+    assert run(tmp_path / "epochs", recipe).step == 4
+    rows = MetricsLog(tmp_path / "epochs" / "metrics.jsonl").read()
+    assert max(row.metrics.get("mismatch_kl", 0.0) for row in rows) > 0.05
+    adapter = {"rank": 4, "dropout": 0.9}
+    recipe = make_recipe("grpo", model={"name": "tiny", "adapter": adapter}, train={"steps": 2, "lr": 0.05})
+    assert run(tmp_path / "dropout", recipe).step == 2

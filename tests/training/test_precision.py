@@ -1,0 +1,54 @@
+"""``train.precision``: products in bfloat16 over weights in fp32; what it changes, and what it must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.errors import RecipeError
+from posttrain.training.build import prepare
+from small_runs import make_recipe, run, same_bits, saved_tensors, steps_of, untimed
+
+COARSE = {"steps": 4, "precision": "bf16", "save_every": 2}
+
+
+def test_the_weights_stay_in_fp32_and_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    slowly = {**COARSE, "lr": 3e-4}  # at 1e-3 rounding moves the fourth loss by 6 % on a CPU with AMX
+    recipe = make_recipe("sft", train=slowly)
+    run(tmp_path / "whole", recipe)
+    run(tmp_path / "parted", recipe, stop_after=2)
+    run(tmp_path / "parted", recipe, resume=True)
+    whole, parted = (saved_tensors(tmp_path / name, 4) for name in ("whole", "parted"))
+    assert same_bits(whole, parted)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parted")
+    assert {t.dtype for n, t in whole.items() if t.is_floating_point()} == {torch.float32}
+    run(tmp_path / "exact", make_recipe("sft", train={**slowly, "precision": "fp32"}))
+    assert not same_bits(whole, saved_tensors(tmp_path / "exact", 4))
+    losses, expected = ([step["loss"] for step in steps_of(tmp_path / name)] for name in ("whole", "exact"))
+    assert losses[0] == pytest.approx(expected[0], rel=2e-3)
+    assert losses == pytest.approx(expected, rel=0.05)
+
+
+def test_where_the_trainer_takes_both_a_ratio_begins_at_one_and_a_reference_at_no_distance(tmp_path: Path) -> None:
+    recipe = make_recipe(
+        "grpo",
+        rollout={"num_prompts": 4, "group_size": 4, "max_tokens": 10, "temperature": 1.5, "old_logprobs": "trainer"},
+        regularize={"kl_coef": 0.1},
+        train=COARSE,
+    )
+    run(tmp_path, recipe)
+    first = steps_of(tmp_path)[0]
+    assert first["kl_ref"] == 0
+    assert first["ratio"] == 1
+    assert 0 < abs(first["mismatch_kl"]) < 1e-3
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"train\.precision: bf16 rounds the trainer's.*old_logprobs to trainer"):
+        prepare(make_recipe("grpo", train=COARSE))
+    with pytest.raises(RecipeError, match=r"train\.precision: tf32 .* on cpu use fp32 or bf16"):
+        prepare(make_recipe("sft", train={"precision": "tf32"}))
+    with pytest.raises(RecipeError, match=r"train\.precision: products of weights in float64 stay"):
+        make_recipe("sft", train={"precision": "bf16"}, model={"dtype": "float64"})
