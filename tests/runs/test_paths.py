@@ -145,3 +145,9 @@ def test_the_name_of_a_sweep_leads_to_its_runs(tmp_path: Path, monkeypatch: pyte
     source = find_source("both/cells/dapo-seed0", "runs")
     assert source.run == Path("runs/both/cells/dapo-seed0")
     assert source.label == "dapo-seed0"
+
+
+def test_find_source_of_tiny_sft_has_the_template_of_its_training() -> None:
+    trained = load_recipe("tiny/sft").resolve().prompt.template
+    assert find_source("tiny-sft", "runs").template == trained
+    assert find_source("tiny", "runs").template.options == {}

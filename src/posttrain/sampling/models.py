@@ -18,6 +18,7 @@ from posttrain.sampling.rollout import Grader, Sampler, build_grader
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Word(name="r1_zero")
+TRAINED_TEMPLATES = {"tiny-sft": Word(name="r1_zero", preamble="")}  # of embedded models that learned a format
 NATIVE = Word(name="native")
 
 Dtype = Literal["float32", "bfloat16"]
@@ -40,7 +41,9 @@ class ModelSource:
     @property
     def template(self) -> Word:
         """The template of its training."""
-        return self.recipe.prompt.template if self.recipe is not None else DEFAULT_TEMPLATE
+        if self.recipe is not None:
+            return self.recipe.prompt.template
+        return TRAINED_TEMPLATES.get(self.name, DEFAULT_TEMPLATE)
 
     @property
     def max_tokens(self) -> int:
