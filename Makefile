@@ -86,7 +86,7 @@ bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU 
 bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (10 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh measure
 
-docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
+docs: $(DEV)     ## write docs/reference from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py
 	$(BIN)/python tools/write_reference.py
 

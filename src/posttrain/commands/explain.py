@@ -1,4 +1,4 @@
-"""``posttrain explain``: a component or a section of a recipe. ``docs/methods.md`` is written from here, too.
+"""``posttrain explain``: a component or a section of a recipe. ``docs/reference`` is written from here, too.
 
 Everything is read off the code: docstrings, signatures, the shipped recipes.
 """
