@@ -93,14 +93,14 @@ bench: $(DEV)    ## every claim about speed, measured again (long)
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script; done
 
-bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU (minutes; docs/reference.md shows it)
+bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU (minutes; docs/reference/results.md shows it)
 	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	$(TEST_ENV) $(BIN)/python benchmarks/cpu.py
 
 bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (10 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh measure
 
-docs: $(DEV)     ## write docs/reference from the registry, docs/reference.md from benchmarks/results
+docs: $(DEV)     ## write docs/reference from the registry, docs/reference/results.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py
 	$(BIN)/python tools/write_notebooks.py
 	$(BIN)/python tools/write_reference.py

@@ -7,7 +7,7 @@ Each row is a process of its own, in which ours and the peer's take turns on the
 ``training_pairs.py``, ``engine.py``, ``dictionaries.py`` and ``extraction.py`` hold the work). Figures are CPU-seconds
 of all threads, medians; ``plain`` is ours without the layers whose backward passes are written by hand. A row whose
 peer is not installed says so and has no ratio. Writes results/cpu-KIND.json, KIND being what the processor calls
-itself; docs/reference.md has a table of each such file.
+itself; docs/reference/results.md has a table of each such file.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _make(id: str, options: dict[str, Any]) -> tuple[Any, bool]:
     if ":" in id or id.startswith("GymV"):  # those wrap an older gym, which imports what its options name
         raise UsageError(
             f"environment.id: {id!r} would import a module; give the name alone of an environment that an installed "
-            "package registers, or write a class of your own (docs/environments.md)"
+            "package registers, or write a class of your own (docs/how-to/tools-and-environments.md)"
         )
     for key in _CHOSEN_HERE:
         if key in options:

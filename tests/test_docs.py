@@ -173,7 +173,7 @@ print(len(plan.trainings), sorted({{run.recipe.objective.name for run in plan.tr
     ("tool", "said"),
     [
         ("write_methods.py", "docs/reference matches the code\n"),
-        ("write_reference.py", "docs/reference.md matches benchmarks/results\n"),
+        ("write_reference.py", "docs/reference/results.md matches benchmarks/results\n"),
     ],
 )
 def test_generated_pages_match_what_they_are_made_of(tool: str, said: str) -> None:
@@ -212,7 +212,7 @@ def test_the_reference_has_a_table_of_each_gpu(tmp_path: Path, monkeypatch: pyte
 
 def test_the_reference_runs_are_those_of_the_results() -> None:
     """By hand, from the files: a row of each kind."""
-    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "compare-all-preference.json").read_text())
     dpo = results["methods"]["dpo"]["summaries"]["accuracy"]
     row = next(line for line in page.splitlines() if line.startswith("| `preference/dpo` |"))
@@ -232,7 +232,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_the_files_of_the_reading_list_are_there() -> None:
     """Where a page names a file of the package by its room."""
-    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "book" / "papers.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", page))
     assert len(named) >= 30
     missing = {path for path in named if not (ROOT / "src" / "posttrain" / path).is_file()}

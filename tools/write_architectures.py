@@ -1,4 +1,4 @@
-"""Write docs/architectures.md: train two steps of GRPO and of SFT with every text architecture, in tiny (3 minutes).
+"""Write docs/reference/architectures.md: two steps of GRPO and of SFT with every architecture, in tiny (3 minutes).
 
 ``--check`` only says whether the rows in the repository are what the runs give.
 """

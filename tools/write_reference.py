@@ -1,4 +1,4 @@
-"""Write docs/reference.md from ``benchmarks/results``: what the runs that ship with the code came to.
+"""Write docs/reference/results.md from ``benchmarks/results``: what the runs that ship with the code came to.
 
 ``--check`` only says whether the file in the repository is what the results say.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.evaluation.statistics import half_width
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference.md"
+RESULTS, TARGET = ROOT / "benchmarks" / "results", ROOT / "docs" / "reference" / "results.md"
 COMPARISONS = ("compare-all-policy-gradient", "compare-all-preference")
 HEADING = """# Reference runs
 
@@ -184,12 +184,12 @@ def main() -> int:
     text = reference_text()
     if "--check" not in sys.argv[1:]:
         TARGET.write_text(text, encoding="utf-8")
-        print("wrote docs/reference.md")
+        print("wrote docs/reference/results.md")
         return 0
     if not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text:
-        print("docs/reference.md does not match benchmarks/results: run `make docs`", file=sys.stderr)
+        print("docs/reference/results.md does not match benchmarks/results: run `make docs`", file=sys.stderr)
         return 1
-    print("docs/reference.md matches benchmarks/results")
+    print("docs/reference/results.md matches benchmarks/results")
     return 0
 
 

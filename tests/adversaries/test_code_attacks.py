@@ -11,7 +11,7 @@ from code_attacks import ATTACKS, Attack
 
 from posttrain.graders.sandbox.sandbox import refusal
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "code.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "code-rewards.md"
 needs_bubblewrap = pytest.mark.skipif(bool(refusal("bubblewrap")), reason=f"no bubblewrap: {refusal('bubblewrap')}")
 
 

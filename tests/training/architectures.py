@@ -15,7 +15,7 @@ from posttrain.models.sources import TINY
 from posttrain.recipes.sections import ModelSection
 from small_runs import Events, make_recipe, steps_of, watched
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "architectures.md"
 # Keys of configurations under whatever name an architecture has them; windows and chunks that rows get past.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 64),

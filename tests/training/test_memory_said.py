@@ -13,7 +13,7 @@ from posttrain.cli import main
 from posttrain.recipes.recipe import load_recipe
 from posttrain.training.memory import memory_of, stated_memory
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "memory.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "how-to" / "fit-in-memory.md"
 # What the published configurations state.
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {

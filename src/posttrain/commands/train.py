@@ -163,7 +163,7 @@ def _print_memory(recipe: Recipe) -> None:
     if isinstance(stated, str):
         print(harmless(f"memory: no estimate, for {stated}"), file=sys.stderr)
         return
-    print("memory of one process, an estimate (docs/memory.md says what is counted):", file=sys.stderr)
+    print("memory of one process, an estimate (docs/how-to/fit-in-memory.md says what is counted):", file=sys.stderr)
     for name, num_bytes in stated.rows():
         if num_bytes:
             print(f"  {name:<20}{show_bytes(num_bytes):>10}", file=sys.stderr)

@@ -306,7 +306,7 @@ def graded(contests: Sequence[Contest], task: Task) -> list[Contest]:
     if not kept:
         raise UsageError(
             f"task {task.name!r} has no gold answers by which one answer could win; give --judge RUN, the run of a "
-            "reward model, or --judge FILE.yaml, which names a language model (docs/judges.md)"
+            "reward model, or --judge FILE.yaml, which names a language model (docs/how-to/llm-judge.md)"
         )
     return kept
 

@@ -165,7 +165,7 @@ def _joined() -> Iterator[None]:
         raise UsageError(
             f"scale.launcher: ray needs the address of a cluster that this machine belongs to, and {ADDRESS} {stands}. "
             f"Set it to the HOST:PORT that `ray start --head` has said, or to auto for the cluster that runs on this "
-            "machine (docs/cluster.md)"
+            "machine (docs/how-to/several-processes.md)"
         )
     try:
         if address != "auto":

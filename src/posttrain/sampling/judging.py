@@ -407,7 +407,7 @@ def judge(
     """Let a language model judge the answer by a rubric: ``r = (score − lowest) / (highest − lowest)``, from 0 to 1.
 
     An unjudged answer gets the mean of the others to its prompt; its outcome is ``timeout`` or ``crash`` where no gold
-    answer decides that. ``judge_length``: the correlation of reward and length in the batch; docs/judges.md says more.
+    answer decides that. ``judge_length``: the correlation of reward and length in the batch (docs/how-to/llm-judge.md).
 
     Args:
         url: the address of a server with OpenAI's chat endpoint.

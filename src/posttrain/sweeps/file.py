@@ -1,4 +1,4 @@
-"""The file of a sweep: its keys, how it is read, and its rows as resolved recipes (docs/compare.md).
+"""The file of a sweep: its keys, how it is read, and its rows as resolved recipes (docs/how-to/compare-methods.md).
 
 A source is the name of a recipe, ``{recipe: name, ...overrides}`` or a recipe written out.
 """

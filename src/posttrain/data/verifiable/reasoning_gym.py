@@ -23,7 +23,7 @@ _MAX_DRAWS = 500  # of one item: one in five belongs to the smallest split
 _EVALUATES = "evaluates the answer as code, so that what a model writes would run"
 _PAYS = "calls answers right that answer nothing, and a run would learn them ({} of 40 questions)"
 # Data sets that are refused, and why: the answers that answer nothing, and the share of 40 questions whose gold answer
-# is another that they are paid for (reasoning-gym 0.1.25; docs/reasoning_gym.md).
+# is another that they are paid for (reasoning-gym 0.1.25; docs/reference/reasoning-gym.md).
 REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "n_queens", "spiral_matrix", "string_insertion"), _EVALUATES),
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), _EVALUATES),
@@ -70,7 +70,7 @@ def reasoning_gym(
     (60 % train, 20 % validation, 20 % test). Many questions have several right answers: the data set's own scorer,
     which runs in a worker process, is in ``meta["score"]`` for the reward ``task_score``, and the entry in
     ``meta["entry"]``. Data sets are refused whose scorer evaluates answers as code, or pays for answers that answer
-    nothing (``docs/reasoning_gym.md``).
+    nothing (``docs/reference/reasoning-gym.md``).
 
     Args:
         dataset: its name in reasoning-gym (``chain_sum``, ``basic_arithmetic``, ...).

@@ -95,7 +95,7 @@ def code_tests(
     ``prefix``, and ``goes_on``: the model was to go on from it.
 
     The program runs in one sandbox and answers calls; the tests run in another and see its results as plain data. So a
-    program knows no test, and nothing that it changes, prints or kills is a verdict (`docs/code.md`). A program that
+    program knows no test, and nothing that it changes, prints or kills is a verdict. A program that
     hangs is a ``timeout``, one that ends itself a ``crash``.
 
     Args:

@@ -14,7 +14,7 @@ from posttrain.recipes.document import Content, Document, complete_word
 from posttrain.recipes.sections import Section, Word
 
 SECTION = "changes"
-# As few features a token as two seeds still agree on (docs/interpret.md).
+# As few features a token as two seeds still agree on (docs/how-to/sparse-autoencoders.md).
 _DICTIONARY: dict[str, Any] = {"name": "batchtopk", "k": 4, "expansion": 3.0}
 _TRAIN: dict[str, Any] = {"steps": 1600, "batch": 1024, "lr": 5.0e-3}
 

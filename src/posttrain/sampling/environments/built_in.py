@@ -121,8 +121,8 @@ def python(
 ) -> Python:
     """A tool ``python`` that runs a program and returns what it prints, and its error, if it ends with one.
 
-    Every call begins anew, in an empty folder (`docs/code.md` says what each sandbox keeps out). A program that takes
-    too long is stopped, and the model reads that.
+    Every call begins anew, in an empty folder (docs/how-to/code-rewards.md describes the sandboxes). A program that takes too
+    long is stopped, and the model reads that.
 
     Args:
         sandbox: ``bubblewrap`` (the default), or ``process``, which hides nothing of this user from the program.

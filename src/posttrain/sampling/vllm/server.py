@@ -205,7 +205,7 @@ def find_interpreter() -> str:
         raise UsageError(
             f"a run that starts a vLLM server needs the Python that has vLLM, and {PYTHON_VARIABLE} "
             f"{state}. Install it into an environment of its own and set {PYTHON_VARIABLE}=/that/bin/python, or give "
-            "the url of a server that runs (docs/serving.md)"
+            "the url of a server that runs (docs/how-to/sample-with-vllm.md)"
         )
     return str(Path(path).absolute())  # not resolved: a virtual environment's python is a link out of it
 
