@@ -19,8 +19,8 @@ Their share is of the rate that this device reaches with products of 8,192 x 8,1
 row, and of 989 TFLOP/s, the data sheet's number for an H100 or H200, by which others divide.
 
 Each row is a process of its own; one that fails is kept with its error. Writes
-results/gpu-KIND.json (or $OUT), of which docs/reference/results.md has a table; ``--smallest`` writes smallest-gpu.json, which
-has none.
+results/gpu-KIND.json (or $OUT), of which docs/reference/results.md has a table; ``--smallest`` writes
+smallest-gpu.json, which has none.
 """
 
 from __future__ import annotations

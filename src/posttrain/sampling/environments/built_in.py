@@ -121,7 +121,7 @@ def python(
 ) -> Python:
     """A tool ``python`` that runs a program and returns what it prints, and its error, if it ends with one.
 
-    Every call begins anew, in an empty folder (docs/how-to/code-rewards.md describes the sandboxes). A program that takes too
+    Every call begins anew, in an empty folder (docs/how-to/code-rewards.md: sandboxes). A program that takes too
     long is stopped, and the model reads that.
 
     Args:
