@@ -2,8 +2,8 @@
 
 Nothing is loaded: shapes come from one layer that is built without memory, the rest is arithmetic, for the longest
 rows that the recipe allows (docs/how-to/fit-in-memory.md has the limits). With N tokens of a micro-batch in the
-trainer's stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f, attention
-widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
+trainer's stream (a shared prompt counts once), Q and K slots of queries and keys, L layers, width d, MLP width f,
+attention widths a and k, s bytes of a weight, a layer keeps for the backward pass, in bytes:
 
 - the inputs of its linear layers, s · N · (2d + a + f), and of its norms, s · N · 2d (a + k more for norms of queries
   and keys), twice for RMS norms that are trained; inside of the MLP s · N · 3f (gated), 4f (GPT-2's GELU) or f. In fp32
