@@ -132,7 +132,8 @@ class FusedLayers:
     """Context in which known modules of ``model`` compute through the functions above; recomputations, too.
 
     A known module is of one of ``FAMILIES``, of transformers' own class without hooks. Projections are called as the
-    modules that they are (an adapter, few bits).
+    modules that they are (an adapter, few bits). After the attention of a known last layer only ``Packing.read`` is
+    computed, which takes a tenth off a step of a reward model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -169,6 +170,8 @@ def _fused_forward(module: Any) -> Callable[..., Any] | None:
     known = _known_as(module)
     if known == "MLP":
         return _mlp if isinstance(module.act_fn, nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation" else None
+    if known == "DecoderLayer" and module.self_attn.layer_idx == module.self_attn.config.num_hidden_layers - 1:
+        return _last_layer
     by_name: dict[str, Callable[..., Any]] = {"RMSNorm": _rms_norm, "Attention": _attention}
     return by_name.get(known)
 
@@ -206,6 +209,21 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
     inner = SwiGlu.apply(gate, up) if is_fused else module.act_fn(gate) * up
     out: Tensor = module.down_proj(inner)
     return out
+
+
+def _last_layer(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The last layer, with zeros at tokens that are not read.
+
+    With recomputation it is whole: transformers recomputes the ``forward`` of its own class.
+    """
+    packing = active_packing()
+    if packing is None or packing.read is None or module.gradient_checkpointing:
+        whole: Tensor = type(module).forward(module, hidden_states, **kwargs)
+        return whole
+    mixed, _ = module.self_attn(module.input_layernorm(hidden_states), **kwargs)
+    rows = (hidden_states + mixed).index_select(1, packing.read)
+    rows = rows + module.mlp(module.post_attention_layernorm(rows))
+    return rows.new_zeros(hidden_states.shape).index_copy(1, packing.read, rows)
 
 
 def _attention(

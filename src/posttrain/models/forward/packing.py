@@ -143,6 +143,9 @@ def _bucket(runs: list[Run], device: Any) -> Bucket:
 # A head reads for the trained token t the state before it (token t - 1), or at t, or at a row's last trained token.
 Reads = Literal["before", "at", "last"]
 
+# The last layer is computed after its attention only at the tokens that are read, if they are at most this share of the
+# stream: with fewer left out, picking them costs what it saves.
+MOST_READ = 0.9
 # Streams are filled up to a multiple of this, so that their sizes recur: kernels are prepared per shape.
 ROUND_TOKENS = 128
 
@@ -154,6 +157,7 @@ class Packing:
     tokens, positions ``int64 [N]``, of which the first ``num_tokens`` are real; runs: the distinct prompts and each
     row's own tokens, in the order of the stream; predictors ``int64 [M]``: stream index whose output predicts the m-th
     trained token, the first ``num_targets`` real; targets ``int64 [M]``; where: ``bool [B, T]`` the trained positions.
+    read ``int64 [K]``: the indices that predictors and readers name, filled up with others; None where nearly all are.
     """
 
     tokens: Tensor
@@ -165,6 +169,7 @@ class Packing:
     targets: Tensor
     num_targets: int
     where: Tensor
+    read: Tensor | None = None
 
     def to(self, device: Any) -> Packing:
         """The same plan on another device."""
@@ -241,8 +246,10 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
     runs = [Run(start, n) for start, n in zip(prefix_offsets.tolist(), prefix_lengths.tolist(), strict=False)]
     for start, n, above in zip(row_offsets.tolist(), own_lengths.tolist(), parent.tolist(), strict=False):
         runs.append(Run(start, n) if above < 0 else Run(start, n, runs[above].start, runs[above].length))
+    stream = _rounded(np.concatenate(pieces))
+    read = _read(predictors if reads == "before" else np.concatenate([predictors, readers]), len(stream))
     return Packing(
-        tokens=torch.from_numpy(_rounded(np.concatenate(pieces))).to(device),
+        tokens=torch.from_numpy(stream).to(device),
         positions=torch.from_numpy(_rounded(np.concatenate(places).astype(np.int64))).to(device),
         num_tokens=int(row_offsets[-1]),
         runs=tuple(runs),
@@ -251,7 +258,16 @@ def pack(batch: Batch, reads: Reads = "before") -> Packing:
         targets=torch.from_numpy(_rounded(tokens[rows_at, columns_at])).to(device),
         num_targets=len(rows_at),
         where=batch.mask,
+        read=None if read is None else torch.from_numpy(read).to(device),
     )
+
+
+def _read(at: np.ndarray, size: int) -> np.ndarray | None:
+    """The indices ``at`` of a stream, then others without a repetition up to a multiple of ``ROUND_TOKENS``."""
+    is_unread = np.ones(size, dtype=bool)
+    is_unread[at] = False
+    count = len(_rounded(np.flatnonzero(~is_unread)))
+    return np.argsort(is_unread, kind="stable")[:count] if 0 < count <= MOST_READ * size else None
 
 
 def _shared_prompts(batch: Batch) -> tuple[list[int], np.ndarray]:
