@@ -333,7 +333,7 @@ def _kl_estimators(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, ...]
 
 
 KL_ESTIMATORS = Exercise(
-    "15",
+    "12, 15",
     "the three estimators of the KL to a reference",
     "posttrain.algorithms.objectives.primitives.kl_k1, kl_k2 and kl_k3",
     '''\
