@@ -44,7 +44,7 @@ def test_exercise_stub_is_a_file_that_only_lacks_its_body(name: str) -> None:
     first = next(iter(EXERCISES[name].cases))
     line = EXERCISES[name].stub.splitlines().index("    raise NotImplementedError") + 1
     wrong = check(name, EXERCISES[name].stub)["wrong"]
-    assert wrong == f"case 1 ({first}): {name} raised NotImplementedError:  (line {line})"
+    assert wrong == f"case 1 ({first}): {name} raised NotImplementedError (line {line})"
 
 
 def test_exercise_given_an_unknown_mistake_shows_the_numbers_of_the_first_wrong_case() -> None:

@@ -594,8 +594,9 @@ TAGGED_ANSWER = Exercise(
     '''\
 """Answer extraction (chapter 7, reasoning): what a verifier reads.
 
-Return the text of the first complete <answer> ... </answer> AFTER the first </reasoning tag>, stripped;
-of nested ones the innermost. None if the reasoning is not closed, there is no answer, or it is blank.
+Return the text of the first complete <answer> ... </answer> AFTER the reasoning is first closed
+(by </think>, say), stripped; of nested ones the innermost. None if the reasoning is not closed,
+there is no answer, or it is blank.
 
 text: what the model wrote. reasoning: the name of the reasoning's tag, such as "think".
 """

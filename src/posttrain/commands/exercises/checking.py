@@ -108,4 +108,5 @@ def _describe(error: Exception, path: str) -> str:
     lines = [error.lineno] if isinstance(error, SyntaxError) else []
     lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}{where}"
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}{message and ': '}{message}{where}"
