@@ -20,6 +20,10 @@ TOLERANCE = 1e-6
 MAX_CHARS = 2000  # of what the function printed
 
 
+class FailedCode(Exception):
+    """The reader's code raised; the message says what and where."""
+
+
 class Submission(TypedDict):
     """The text of a reader's file, and the exercise that it is for."""
 
@@ -31,8 +35,11 @@ class Submission(TypedDict):
 def check(submission: Submission) -> dict[str, str]:
     """Run the reader's file on the cases; return what is ``wrong`` (empty: nothing) and what it ``printed``."""
     printed = io.StringIO()
-    with redirect_stdout(printed):
-        wrong = _find_fault(submission)
+    try:
+        with redirect_stdout(printed):
+            wrong = _find_fault(submission)
+    except FailedCode as failure:
+        wrong = str(failure)
     return {"wrong": wrong, "printed": printed.getvalue()[-MAX_CHARS:]}
 
 
@@ -41,8 +48,8 @@ def _find_fault(submission: Submission) -> str:
     exercise, namespace = EXERCISES[name], {"__name__": name, "__file__": path}
     try:
         exec(compile(submission["source"], path, "exec"), namespace)
-    except Exception as error:  # noqa: BLE001 - whatever it raised is reported
-        return f"the file does not run: {_describe(error, path)}"
+    except Exception as error:
+        raise FailedCode(f"the file does not run: {_describe(error, path)}") from error
     function = namespace.get(name)
     if not callable(function):
         return f"the file defines no function {name}; begin with `posttrain exercise show {name}`"
@@ -51,8 +58,8 @@ def _find_fault(submission: Submission) -> str:
         place = f"case {number} ({title})"
         try:
             given.append(function(*copy.deepcopy(arguments)))
-        except Exception as error:  # noqa: BLE001 - whatever it raised is reported
-            return f"{place}: {name} raised {_describe(error, path)}"
+        except Exception as error:
+            raise FailedCode(f"{place}: {name} raised {_describe(error, path)}") from error
         if fault := differ(exercise.reference(*arguments), given[-1]):
             faults.append(f"{place}: {fault}\ninputs: {', '.join(map(shown, arguments))}")
     return _known_mistake(exercise, given) or faults[0] if faults else ""
