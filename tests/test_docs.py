@@ -70,12 +70,8 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize(("place", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
 def test_every_command_in_the_documents_can_be_typed(place: str, command: str) -> None:
-    words = shlex.split(command.partition(" | ")[0])
-    if words[0] in (
-        "pip",
-        "export",
-        "source",
-    ):  # for the shell and for other programs
+    words = shlex.split(re.split(r" [|>] ", command)[0])
+    if words[0] in ("pip", "export", "source"):  # for the shell and for other programs
         return
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -230,10 +226,10 @@ def test_links_between_documents_lead_somewhere() -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_files_of_the_reading_list_are_there() -> None:
-    """Where a page names a file of the package by its room."""
-    page = (ROOT / "docs" / "book" / "papers.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", page))
+def test_the_files_of_the_book_path_are_there() -> None:
+    """Where a page names a file of the package by its folder."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "book").glob("*.md"))
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", pages))
     assert len(named) >= 30
     missing = {path for path in named if not (ROOT / "src" / "posttrain" / path).is_file()}
     assert not missing

@@ -236,6 +236,8 @@ COMMANDS = {
                        tables=True, runs=False),
     "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", _add_explain_options, tables=True, runs=False),
+    "exercise": Command("write a function of post-training, and compare it with the library's own",
+                        "exercises.command:run_exercise", tables=True, runs=False),
     "data": Command("list the data sets, or show what is in one", "data:run_data", _add_data_options, ("task",),
                     tables=True, runs=False),
     "runs": Command("list, compare, prune, delete, export and resume runs", options="options:add_runs_options"),

@@ -14,6 +14,7 @@ from posttrain.sweeps.file import METHOD_KEYS, differences, sweep_names, trainin
 from posttrain.sweeps.plan import Plan, Training, load_sweep
 
 EXAMPLE = Path(__file__).with_name("sweep.yaml")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(*overrides: tuple[str, str], **wanted: Any) -> Plan:
@@ -207,6 +208,7 @@ def test_shipped_sweeps_are_whole_and_apart_from_recipes() -> None:
         plan = load_sweep(name, folder="runs/x", num_seeds=1)
         assert len(plan.trainings) == len(plan.rows)
         assert len(plan.content.description) > 100
+        assert (ROOT / plan.content.page).is_file()
         short = load_sweep(name.removeprefix("sweep/"), folder="runs/x", num_seeds=1)
         assert short.to_yaml() == plan.to_yaml()
     with pytest.raises(RecipeError, match="is a sweep of several runs; run it with: posttrain sweep sweep/tiny"):

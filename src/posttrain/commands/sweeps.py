@@ -92,6 +92,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
             say(console, f"report: {page}")
             say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
     say(console, f"sweep: {plan.folder}")
+    if plan.content.page and not (arguments.quiet or outcome.interrupted):
+        say(console, f"read on: {plan.content.page}")
     if outcome.interrupted:
         tell("stopped; everything so far is saved. The same command goes on from here", True)
         return INTERRUPTED

@@ -101,12 +101,13 @@ class HeadToHead(AnswersSection):
 
 
 class SweepFile(Content):
-    """The keys of a sweep's file."""
+    """The keys of a sweep's file. ``page``: where to read on; named when the sweep has ended."""
 
     extensible = False
     label: ClassVar[str] = "a sweep"
 
     description: str = ""
+    page: str = ""
     start: Source | None = None
     base: Source | None = None
     rows: Annotated[dict[str, Source], Field(min_length=1)]

@@ -1,0 +1,119 @@
+"""The check of an exercise, in a process that can be killed (``graders.sandbox.workers``).
+
+The file is the reader's own Python, run because the reader asked for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import traceback
+from contextlib import redirect_stdout
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from posttrain.commands.exercises.catalog import EXERCISES, Answer, Exercise
+
+TOLERANCE = 1e-6
+MAX_CHARS = 2000  # of what the function printed
+
+
+class FailedCode(Exception):
+    """The reader's code raised; the message says what and where."""
+
+
+class Submission(TypedDict):
+    """The text of a reader's file, and the exercise that it is for."""
+
+    name: str
+    path: str
+    source: str
+
+
+def check(submission: Submission) -> dict[str, str]:
+    """Run the reader's file on the cases; return what is ``wrong`` (empty: nothing) and what it ``printed``."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            wrong = _find_fault(submission)
+    except FailedCode as failure:
+        wrong = str(failure)
+    return {"wrong": wrong, "printed": printed.getvalue()[-MAX_CHARS:]}
+
+
+def _find_fault(submission: Submission) -> str:
+    name, path = submission["name"], submission["path"]
+    exercise, namespace = EXERCISES[name], {"__name__": name, "__file__": path}
+    try:
+        exec(compile(submission["source"], path, "exec"), namespace)
+    except Exception as error:
+        raise FailedCode(f"the file does not run: {_describe(error, path)}") from error
+    function = namespace.get(name)
+    if not callable(function):
+        return f"the file defines no function {name}; begin with `posttrain exercise show {name}`"
+    faults, given = [], list[object]()
+    for number, (title, arguments) in enumerate(exercise.cases.items(), 1):
+        place = f"case {number} ({title})"
+        try:
+            given.append(function(*copy.deepcopy(arguments)))
+        except Exception as error:
+            raise FailedCode(f"{place}: {name} raised {_describe(error, path)}") from error
+        if fault := differ(exercise.reference(*arguments), given[-1]):
+            faults.append(f"{place}: {fault}\ninputs: {', '.join(map(shown, arguments))}")
+    return _known_mistake(exercise, given) or faults[0] if faults else ""
+
+
+def _known_mistake(exercise: Exercise, given: list[object]) -> str:
+    """The message of the mistake that gives the same answers to all cases; empty if it is another one."""
+    for message, mistake in exercise.mistakes.items():
+        if not any(differ(mistake(*case), one) for case, one in zip(exercise.cases.values(), given, strict=True)):
+            return message
+    return ""
+
+
+def differ(expected: Answer, given: object) -> str:
+    """Describe how an answer differs from the one expected; empty if it does not."""
+    if isinstance(expected, tuple):
+        if not isinstance(given, tuple | list) or len(given) != len(expected):
+            return f"a tuple of {len(expected)} tensors is expected, not {_kind(given)}"
+        pairs = enumerate(zip(expected, given, strict=True), 1)
+        return next((f"value {i}: {fault}" for i, pair in pairs if (fault := differ(*pair))), "")
+    if expected is None or isinstance(expected, str):
+        return "" if type(given) is type(expected) and given == expected else f"expected {expected!r}, got {given!r}"
+    wanted = torch.as_tensor(expected, dtype=torch.float64)
+    try:
+        got = torch.as_tensor(given, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError):
+        return f"{'a tensor' if wanted.ndim else 'a number'} is expected, not {_kind(given)}"
+    if got.shape != wanted.shape:
+        return f"shape {list(wanted.shape)} is expected, not {list(got.shape)}"
+    is_close = torch.isclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    if bool(is_close.all()):
+        return ""
+    where = f" at {(~is_close).nonzero()[0].tolist()}" if wanted.ndim else ""
+    return (
+        f"expected {shown(wanted[~is_close][0])}, got {shown(got[~is_close][0])}{where}\nall expected: {shown(wanted)}"
+    )
+
+
+def shown(value: object) -> str:
+    """Return a value as it is printed; numbers with six digits."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+def _kind(value: object) -> str:
+    return "None; is a `return` missing?" if value is None else type(value).__name__
+
+
+def _describe(error: Exception, path: str) -> str:
+    lines = [error.lineno] if isinstance(error, SyntaxError) else []
+    lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f" (line {lines[-1]})" if lines else ""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}{message and ': '}{message}{where}"

@@ -1,0 +1,83 @@
+"""``posttrain exercise``: list the exercises, show one, check a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from posttrain.commands.console import Text, open_console, plain_table, say
+from posttrain.errors import UsageError, nearest
+from posttrain.graders.sandbox.workers import Limits, WorkerPool
+
+LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, compiles=True)
+EPILOG = """\
+write a function, and compare it with the library's own:
+  posttrain exercise
+  posttrain exercise show group_advantage > group_advantage.py
+  posttrain exercise check group_advantage group_advantage.py
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = EPILOG
+    parser.add_argument("action", nargs="?", choices=("list", "show", "check"), default="list")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="an exercise that `posttrain exercise` lists")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="your Python file, which `check` runs")
+
+
+def run_exercise(arguments: argparse.Namespace) -> int:
+    """List the exercises, print one as a file to fill in, or check a file; 1 if it is wrong."""
+    from posttrain.commands.exercises.catalog import EXERCISES  # imports torch
+
+    console = open_console()
+    if arguments.action == "list":
+        table = plain_table("exercise", "chapter", "what to write")
+        for name, exercise in EXERCISES.items():
+            table.add_row(Text(name, style="cyan"), exercise.chapter, exercise.about)
+        console.print(table, crop=False)
+        say(console, "chapters are those of the RLHF book; read one: posttrain exercise show NAME")
+        return 0
+    name = (arguments.name or "").replace("-", "_")
+    if name not in EXERCISES:
+        near = nearest(name, EXERCISES) if name else None
+        hint = f" Did you mean {near}?" if near else ""
+        what = f"there is no exercise {arguments.name!r}." if name else f"{arguments.action}: NAME is missing."
+        raise UsageError(f"{what}{hint} Known: {', '.join(EXERCISES)}")
+    if arguments.action == "show":
+        print(EXERCISES[name].stub, end="")
+        return 0
+    wrong = check_file(name, arguments.file)
+    if wrong:
+        say(console, f"{name}: not yet. {wrong}")
+        return 1
+    say(console, f"{name}: correct in all {len(EXERCISES[name].cases)} cases.", "green")
+    say(console, f"the library's own: {EXERCISES[name].library}")
+    return 0
+
+
+def check_file(name: str, path: str | None) -> str:
+    """Return what is wrong with a file; empty if nothing is. What it prints goes to the terminal.
+
+    Raises:
+        UsageError: there is no such file, or it is no text.
+    """
+    if path is None:
+        raise UsageError(f"check: FILE is missing. Begin with `posttrain exercise show {name} > {name}.py`")
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise UsageError(f"{path}: {reason}. Give a Python file of yours") from None
+    pool = WorkerPool("posttrain.commands.exercises.checking:check", 1, LIMITS)
+    try:
+        (result,) = pool.run([{"name": name, "path": path, "source": source}])
+    finally:
+        pool.close()
+    if result.kind == "timeout":
+        return f"the function does not end ({result.reason}); is there a loop that never stops?"
+    if result.kind == "crash":
+        return f"the file ended its process: {result.reason}"
+    if result.value["printed"]:
+        say(open_console(), result.value["printed"].rstrip(), "dim")
+    return str(result.value["wrong"])
