@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, build_parser, main, split_overrides
+from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
+from posttrain.recipes.recipe import load_recipe
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
@@ -55,6 +56,20 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
         (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
         (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
+        (["train", "grpo"], "'grpo'. Did you mean 'tiny/grpo', 'rl/grpo' or 'reasoning-gym/grpo'?"),
+        (["train", "ppoo"], "Did you mean 'rl/ppo' or 'reasoning-gym/ppo'?"),
+        (["train", "tiny/grpo", "--max-tokens", "5"], "no key 'max_tokens'. Here it is rollout.max_tokens for answers"),
+        (["grpo"], "no command 'grpo'. Did you mean `posttrain train tiny/grpo`, `posttrain train rl/grpo` or"),
+        (["finetune", "tiny"], "no command 'finetune'. Did you mean `posttrain train RECIPE`?"),
+        (["eval", "tiny"], "no command 'eval'. Did you mean `posttrain evaluate MODEL`?"),
+        (["resume", "tiny-grpo"], "no command 'resume'. Did you mean `posttrain runs resume`?"),
+        (["sae", "tran", "tiny/sae"], "no action 'tran' of `posttrain sae`. Did you mean `posttrain sae train`?"),
+        (["runs", "drop"], "no action 'drop' of `posttrain runs`. Did you mean `posttrain runs show drop`? Actions: list"),
+        (["data", "stories"], "no action 'stories' of `posttrain data`. Did you mean `posttrain data show stories`?"),
+        (["generate", "tiny", "--max_new_tokens", "4"], "no option --max_new_tokens. Did you mean --max-tokens?"),
+        (["generate", "tiny", "-n", "2"], "`posttrain generate -n` was removed. Use `--samples`, the number of answers"),
+        (["evaluate", "tiny", "--n", "2"], "`posttrain evaluate --n` was removed. Use `--limit`, the number of rows"),
+        (["train", "tiny/grpo", "--model.dtype", "fp16"], "Input should be 'fp32', 'bf16' or 'fp64'; got 'fp16'"),
     ],
 )  # fmt: skip
 def test_usage_errors_are_one_message_and_exit_code_2(
@@ -65,13 +80,22 @@ def test_usage_errors_are_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train"], ["evaluate", "tiny", "--n", "0"], ["generate", "tiny", "--temperature", "-1"], ["runs", "drop"]],
+    [["train"], ["evaluate", "tiny", "--limit", "0"], ["generate", "tiny", "--temperature", "-1"], ["sae"]],
 )
 def test_what_argparse_refuses_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert done.value.code == 2
     assert "usage: posttrain" in capsys.readouterr().err
+
+
+def test_options_with_underscores_are_those_with_dashes() -> None:
+    arguments = parse(["generate", "tiny", "--max_tokens", "4", "--runs_dir=here", "--task.max-digits", "2"])
+    assert (arguments.max_tokens, arguments.runs_dir) == (4, "here")
+    written = [("train.ppo_epochs", "2"), ("rollout.max_tokens", "9"), ("model.dtype", "bfloat16")]
+    typed = [("train.ppo-epochs", "2"), ("rollout.max-tokens", "9"), ("model.dtype", "torch.bfloat16")]
+    assert load_recipe("tiny/grpo", typed) == load_recipe("tiny/grpo", written)
+    assert load_recipe("tiny/grpo", typed).model.dtype == "bf16"
 
 
 def test_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,14 @@ from posttrain.commands.options import (
     new_place,
     nonnegative_float,
     positive,
+    refuse_action,
+    refuse_command,
     share,
     shown,
+    spelled,
 )
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
+from posttrain.other_names import answer_option
 from posttrain.untrusted import declare_from_command_line, guard_output
 
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
@@ -61,7 +65,7 @@ any key of the recipe is an option:
 """
 DATA_EPILOG = """\
 options of the task follow its name:
-  posttrain data show stories --n 2000 --model tiny --plot
+  posttrain data show stories --limit 2000 --model tiny --plot
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
 
@@ -160,7 +164,9 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)")
     parser.add_argument("--task", help="whose example is asked (default: the run's, and stories for tiny)")
     add_template(parser)
-    parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
+    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    about = "rows of the task that are answered (default: 1)"
+    parser.add_argument("--limit", type=positive, default=1, metavar="N", help=about)
     add_max_tokens(parser)
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     add_seed(parser, "seed of the sampling, and which example")
@@ -203,7 +209,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
-    parser.add_argument("--n", type=positive, help="examples to read at most (default: all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="rows to read at most (default: all)")
     parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
     parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
@@ -287,7 +293,8 @@ def split_overrides(
         quoted = shown(name)[1:-1]
         if sections != ANY and not ("." in key and key.partition(".")[0] in sections):
             known = [option for option in own_options if option.startswith("--")] + [f"--{s}.KEY" for s in sections]
-            raise UsageError(f"there is no option {quoted}.{_suggest(name, own_options)} Known: {', '.join(known)}")
+            hint = f" Did you mean {o}?" if (o := answer_option(name, own_options)) else _suggest(name, own_options)
+            raise UsageError(f"there is no option {quoted}.{hint} Known: {', '.join(known)}")
         following = value if equals else next(tokens, None)
         if following is None or (not equals and following.startswith("--")):
             raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, own_options)}")
@@ -318,18 +325,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
-        command, known = rest[start], [name for name in choices if " " not in name]
+        command, actions = rest[start], [n.partition(" ")[2] for n in choices if n.startswith(f"{rest[start]} ")]
+        options = {o for n, c in choices.items() if n.partition(" ")[0] == command for o in c._option_string_actions}
+        rest[start + 1 :] = spelled(rest[start + 1 :], options)
         if command == "runs":
             rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         name = " ".join(rest[start : start + 2])
-        actions = (f"posttrain {command}", f"posttrain {name}")
-        options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
-        for gone in (*actions, *options):
+        called = (f"posttrain {command}", f"posttrain {name}")
+        for gone in (*called, *(f"{one} {token.partition('=')[0]}" for one in called for token in rest[start + 1 :])):
             if gone in GONE:
                 raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
-        if command not in known:
-            hint = _suggest(command, known)
-            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
+        if command not in choices:
+            refuse_command(command, list(choices))
+        if actions := actions or (["list", "show"] if command in ("recipes", "data") else []):
+            refuse_action(command, rest[start + 1 :], actions)
         name, end = (name, start + 2) if name in choices else (command, start + 1)
         if (keys := COMMANDS[name].keys) is not None:
             own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)

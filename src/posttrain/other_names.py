@@ -5,6 +5,9 @@ A recipe that uses one of them is refused with the key that is meant, and ``post
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 # Our key by the names that others give it.
 _CALLED = {
     "train.lr": "learning_rate lr actor_lr optim_lr",
@@ -243,7 +246,64 @@ OTHER_NAMES: dict[str, str] = {
     **{name: key for key, names in _CALLED.items() for name in names.split()},
     **_ANSWERS,
 }
+# Types of numbers as torch calls them, with the names of recipes and options.
+_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "double": "fp64"}
 _SECTIONS = {key.partition(".")[0] for key in _CALLED}
+
+
+def short_dtype(value: Any) -> Any:
+    """Return ``bf16`` for ``bfloat16`` or ``torch.bfloat16``; any other value as it is."""
+    return _TYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+# Our command, and our option of a command, by the names that people try.
+_COMMANDS = {
+    "train RECIPE": "finetune fine-tune fit tune run launch start sft-train rl distill align",
+    "evaluate MODEL": "eval test benchmark bench lm_eval lm-eval measure score validate",
+    "generate MODEL": "infer inference sample predict complete completion rollout",
+    "chat MODEL": "talk repl",
+    "serve MODEL": "server api deploy host",
+    "studio": "ui gui web webui app dashboard",
+    "sweep NAME": "search hyperparameters grid ablation ablate",
+    "quantize MODEL --bits 4": "quant gptq awq",
+    "recipes": "list ls configs config methods algorithms models",
+    "explain NAME": "info describe doc docs man what",
+    "data": "dataset datasets tasks",
+    "runs": "status ps jobs experiments",
+    "runs show NAME": "log logs report results",
+    "runs delete NAME": "remove",
+    "runs export NAME --to FOLDER": "merge push upload publish save",
+    "activations MODEL --layer N": "record hidden",
+    "generate MODEL --steer FEATURE=FACTOR": "steer",
+    "new DIR": "init create scaffold project",
+    "demo": "quickstart tutorial example",
+    "--help": "help",
+    "--version": "version",
+}
+_OPTIONS = {
+    "--max-tokens": "max_new_tokens max_completion_length max_length max_gen_toks response_length num_predict",
+    "--limit": "n num_examples num_samples max_samples max_examples num_prompts rows",
+    "--samples": "n num_return_sequences n_samples num_generations group_size num_samples_per_prompt repeats",
+    "--engine": "use_vllm backend inference_engine",
+    "--device": "device_map cuda gpu",
+    "--dtype": "torch_dtype bf16 fp16 precision",
+    "--out": "output_path output_dir output save_dir",
+    "--task": "tasks dataset dataset_name",
+    "--template": "chat_template prompt_template apply_chat_template",
+    "--batch": "batch_size per_device_eval_batch_size",
+    "--runs-dir": "runs output_dir",
+    "--run": "name run_name",
+    "--dry-run": "check print_config cfg",
+    "--quiet": "silent disable_tqdm",
+    "--host": "ip address",
+}
+COMMANDS = {name: command for command, names in _COMMANDS.items() for name in names.split()}
+
+
+def answer_option(name: str, known: Collection[str]) -> str:
+    """Return the option that is called otherwise elsewhere, or nothing; ``known``: the command's own."""
+    plain = name.strip("-").lower().replace("-", "_")
+    return next((option for option, names in _OPTIONS.items() if option in known and plain in names.split()), "")
 
 
 def answer_other_name(name: str) -> str:

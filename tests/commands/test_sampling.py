@@ -38,7 +38,7 @@ def test_choose_task_measures_what_was_not_trained_on(
 def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for seed in ("1", "1", "2"):
-        assert main(["generate", "tiny", "-n", "2", "--max-tokens", "8", "--seed", seed]) == 0
+        assert main(["generate", "tiny", "--samples", "2", "--max-tokens", "8", "--seed", seed]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
     assert shown[0].count("mean log-prob") == 2

@@ -12,6 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.models.config import context_length
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
+from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection, RewardWord, Word
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -23,7 +24,6 @@ TRAINED_TEMPLATES = {
 }  # of embedded models that learned a format
 NATIVE = Word(name="native")
 
-Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
