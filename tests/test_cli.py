@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
+from posttrain.recipes.document import recipe_names
 from posttrain.recipes.recipe import load_recipe
 
 
@@ -64,10 +66,10 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["eval", "tiny"], "no command 'eval'. Did you mean `posttrain evaluate MODEL`?"),
         (["resume", "tiny-grpo"], "no command 'resume'. Did you mean `posttrain runs resume`?"),
         (["sae", "tran", "tiny/sae"], "no action 'tran' of `posttrain sae`. Did you mean `posttrain sae train`?"),
-        (["runs", "drop"], "no action 'drop' of `posttrain runs`. Did you mean `posttrain runs show drop`? Actions: list"),
+        (["runs", "drop"], "no action 'drop' of `posttrain runs`. Did you mean `posttrain runs show drop`?"),
         (["data", "stories"], "no action 'stories' of `posttrain data`. Did you mean `posttrain data show stories`?"),
         (["generate", "tiny", "--max_new_tokens", "4"], "no option --max_new_tokens. Did you mean --max-tokens?"),
-        (["generate", "tiny", "-n", "2"], "`posttrain generate -n` was removed. Use `--samples`, the number of answers"),
+        (["generate", "tiny", "-n", "2"], "`posttrain generate -n` was removed. Use `--samples`, the number of"),
         (["evaluate", "tiny", "--n", "2"], "`posttrain evaluate --n` was removed. Use `--limit`, the number of rows"),
         (["train", "tiny/grpo", "--model.dtype", "fp16"], "Input should be 'fp32', 'bf16' or 'fp64'; got 'fp16'"),
     ],
@@ -178,8 +180,26 @@ def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in lines if line.startswith("rl/dr-grpo "))
     assert "Dr. GRPO (Liu et al. 2025): no division" in line
     assert lines.index("policy gradients: posttrain train NAME") < lines.index(line)
+    large = next(line for line in lines if line.startswith("grpo-gsm8k "))
+    assert large.split()[1:8] == ["gsm8k", "Qwen3-14B", "14B", "GPU,", "over", "28", "GB"]
     assert main(["recipes", "show", "grpo-gsm8k"]) == 0
     assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
+
+
+def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--json"]) == 0
+    rows = {row["recipe"]: row for group in json.loads(capsys.readouterr().out) for row in group["rows"]}
+    assert list(map(set, rows.values())) == [{"recipe", "task", "model", "size", "hardware", "what it does"}] * len(
+        rows
+    )
+    assert sorted(rows) == recipe_names()
+    assert not [row for row in rows.values() if not all(row.values())]
+    told = {name: tuple(rows[name].values())[1:5] for name in ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20")}
+    assert told == {
+        "tiny/grpo": ("stories", "tiny-sft", "0.9M", "CPU"),
+        "sweep/tiny": ("stories", "tiny", "0.9M", "CPU"),
+        "sae-qwen3-14b-layer20": ("text", "Qwen3-14B", "14B", "GPU"),
+    }
 
 
 def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.CaptureFixture[str]) -> None:

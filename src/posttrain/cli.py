@@ -114,6 +114,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     )
     form = Parser(add_help=False)
     form.add_argument("--format", choices=("table", "json"), default="table", help="of the tables (default: table)")
+    form.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser("posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how)
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
@@ -238,7 +239,7 @@ COMMANDS = {
                         models=("model",), tables=True),
     "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
                       _add_studio_options, models=("models",)),
-    "recipes": Command("list the recipes that ship, or show one", "recipes:run_recipes", _add_recipes_options,
+    "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes", _add_recipes_options,
                        tables=True, runs=False),
     "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", _add_explain_options, tables=True, runs=False),
@@ -331,8 +332,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if command == "runs":
             rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         name = " ".join(rest[start : start + 2])
-        called = (f"posttrain {command}", f"posttrain {name}")
-        for gone in (*called, *(f"{one} {token.partition('=')[0]}" for one in called for token in rest[start + 1 :])):
+        typed = (f"posttrain {command}", f"posttrain {name}")
+        for gone in (*typed, *(f"{one} {token.partition('=')[0]}" for one in typed for token in rest[start + 1 :])):
             if gone in GONE:
                 raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
         if command not in choices:
