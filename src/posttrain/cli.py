@@ -222,6 +222,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 _ASKED = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
+    "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True),
