@@ -167,7 +167,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     add_template(parser)
     parser.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
     about = "rows of the task that are answered (default: 1)"
-    parser.add_argument("--limit", type=positive, default=1, metavar="N", help=about)
+    parser.add_argument("--limit", type=positive, metavar="N", help=about)
     add_max_tokens(parser)
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     add_seed(parser, "seed of the sampling, and which example")

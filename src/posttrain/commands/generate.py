@@ -26,14 +26,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
     check_steering(arguments)
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
-        if "task" in words:
-            raise UsageError("PROMPT and --task: give one of them; a task says what is asked without PROMPT")
+        if other := "--task" if "task" in words else "--limit" if arguments.limit else "":
+            raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
         examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
         task = build_task(choose_task(words.get("task"), arguments.model, source.recipe), "task")
-        places = range(arguments.seed, arguments.seed + min(arguments.limit, len(task.examples)))
+        places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
     sampler = open_model(source, complete_template(words.get("template"), source))
     template = sampler.grader.template
