@@ -145,7 +145,7 @@ def model_flops(config: Any, groups: int, group: int, prompt: int, answer: int, 
 
 def recipe_of(kind: str, folder: str, lora: bool, checkpointing: bool) -> Row:
     stated: Row = {
-        "model": {"name": folder} | ({"dtype": "bfloat16", "adapter": {"rank": 32}} if lora else {}),
+        "model": {"name": folder} | ({"dtype": "bf16", "adapter": {"rank": 32}} if lora else {}),
         "task": {"name": "stories", "size": 64},
         "prompt": {"template": {"name": "r1_zero", "preamble": ""}},
         "train": {"steps": 100, "lr": 1e-6, "precision": "bf16", "gradient_checkpointing": checkpointing},

@@ -168,7 +168,7 @@ def measure(opened: OpenedModel, given: argparse.Namespace) -> Mapping[str, Any]
         if task not in manager.all_tasks:
             raise UsageError(f"{place}: no task {task!r}.{registry.suggest(task, manager.all_tasks)}")
     model = HarnessModel(opened, seed=given.seed, templated=given.template is not None)
-    options = {"limit": given.n, "log_samples": True, "bootstrap_iters": 0, "random_seed": given.seed}
+    options = {"limit": given.limit, "log_samples": True, "bootstrap_iters": 0, "random_seed": given.seed}
     return dict(
         registry.call(
             f"--tasks {given.tasks}",
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", required=True, metavar="A,B", help="tasks of the harness")
     parser.add_argument("--task-folder", type=Path, metavar="DIR", help="task files of yours, which run as code")
     parser.add_argument("--template", help="ask in this prompt template (default: the task's text alone)")
-    parser.add_argument("--n", type=int, default=500, help="items of each task at most, the first ones (default: 500)")
+    parser.add_argument("--limit", type=int, default=500, help="the first rows of each task, at most (default: 500)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
     parser.add_argument("--runs-dir", default="runs", help="where runs are looked for (default: runs)")

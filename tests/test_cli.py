@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import ANY, build_parser, main, split_overrides
+from posttrain.cli import ANY, build_parser, main, parse, split_overrides
 from posttrain.errors import UsageError
+from posttrain.recipes.document import recipe_names
+from posttrain.recipes.recipe import load_recipe
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
@@ -55,6 +58,20 @@ def test_a_key_without_a_value_is_refused(arguments: list[str]) -> None:
         (["train", "tiny/grpo", "--model", "gpt2"], "a section of keys; got 'gpt2'. Did you mean model.name?"),
         (["runs", "resume", "a", "--train.steps", "9"], "A run goes on by its own recipe, but for its length"),
         (["--foo"], "'--foo' is no option of `posttrain`, or an argument too many. See `posttrain --help`"),
+        (["train", "grpo"], "'grpo'. Did you mean 'tiny/grpo', 'rl/grpo' or 'reasoning-gym/grpo'?"),
+        (["train", "ppoo"], "Did you mean 'rl/ppo' or 'reasoning-gym/ppo'?"),
+        (["train", "tiny/grpo", "--max-tokens", "5"], "no key 'max_tokens'. Here it is rollout.max_tokens for answers"),
+        (["grpo"], "no command 'grpo'. Did you mean `posttrain train tiny/grpo`, `posttrain train rl/grpo` or"),
+        (["finetune", "tiny"], "no command 'finetune'. Did you mean `posttrain train RECIPE`?"),
+        (["eval", "tiny"], "no command 'eval'. Did you mean `posttrain evaluate MODEL`?"),
+        (["resume", "tiny-grpo"], "no command 'resume'. Did you mean `posttrain runs resume`?"),
+        (["sae", "tran", "tiny/sae"], "no action 'tran' of `posttrain sae`. Did you mean `posttrain sae train`?"),
+        (["runs", "drop"], "no action 'drop' of `posttrain runs`. Did you mean `posttrain runs show drop`?"),
+        (["data", "stories"], "no action 'stories' of `posttrain data`. Did you mean `posttrain data show stories`?"),
+        (["generate", "tiny", "--max_new_tokens", "4"], "no option --max_new_tokens. Did you mean --max-tokens?"),
+        (["generate", "tiny", "-n", "2"], "`posttrain generate -n` was removed. Use `--samples`, the number of"),
+        (["evaluate", "tiny", "--n", "2"], "`posttrain evaluate --n` was removed. Use `--limit`, the number of rows"),
+        (["train", "tiny/grpo", "--model.dtype", "fp16"], "Input should be 'fp32', 'bf16' or 'fp64'; got 'fp16'"),
     ],
 )  # fmt: skip
 def test_usage_errors_are_one_message_and_exit_code_2(
@@ -65,13 +82,22 @@ def test_usage_errors_are_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train"], ["evaluate", "tiny", "--n", "0"], ["generate", "tiny", "--temperature", "-1"], ["runs", "drop"]],
+    [["train"], ["evaluate", "tiny", "--limit", "0"], ["generate", "tiny", "--temperature", "-1"], ["sae"]],
 )
 def test_what_argparse_refuses_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert done.value.code == 2
     assert "usage: posttrain" in capsys.readouterr().err
+
+
+def test_options_with_underscores_are_those_with_dashes() -> None:
+    arguments = parse(["generate", "tiny", "--max_tokens", "4", "--runs_dir=here", "--task.max-digits", "2"])
+    assert (arguments.max_tokens, arguments.runs_dir) == (4, "here")
+    written = [("train.ppo_epochs", "2"), ("rollout.max_tokens", "9"), ("model.dtype", "bfloat16")]
+    typed = [("train.ppo-epochs", "2"), ("rollout.max-tokens", "9"), ("model.dtype", "torch.bfloat16")]
+    assert load_recipe("tiny/grpo", typed) == load_recipe("tiny/grpo", written)
+    assert load_recipe("tiny/grpo", typed).model.dtype == "bf16"
 
 
 def test_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +180,26 @@ def test_recipes_lists_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in lines if line.startswith("rl/dr-grpo "))
     assert "Dr. GRPO (Liu et al. 2025): no division" in line
     assert lines.index("policy gradients: posttrain train NAME") < lines.index(line)
+    large = next(line for line in lines if line.startswith("grpo-gsm8k "))
+    assert large.split()[1:8] == ["gsm8k", "Qwen3-14B", "14B", "GPU,", "over", "28", "GB"]
     assert main(["recipes", "show", "grpo-gsm8k"]) == 0
     assert "name: Qwen/Qwen3-14B" in capsys.readouterr().out
+
+
+def test_recipes_as_json_hold_everything_that_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--json"]) == 0
+    rows = {row["recipe"]: row for group in json.loads(capsys.readouterr().out) for row in group["rows"]}
+    assert list(map(set, rows.values())) == [{"recipe", "task", "model", "size", "hardware", "what it does"}] * len(
+        rows
+    )
+    assert sorted(rows) == recipe_names()
+    assert not [row for row in rows.values() if not all(row.values())]
+    told = {name: tuple(rows[name].values())[1:5] for name in ("tiny/grpo", "sweep/tiny", "sae-qwen3-14b-layer20")}
+    assert told == {
+        "tiny/grpo": ("stories", "tiny-sft", "0.9M", "CPU"),
+        "sweep/tiny": ("stories", "tiny", "0.9M", "CPU"),
+        "sae-qwen3-14b-layer20": ("text", "Qwen3-14B", "14B", "GPU"),
+    }
 
 
 def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.CaptureFixture[str]) -> None:

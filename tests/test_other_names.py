@@ -44,6 +44,67 @@ def test_other_names_lead_to_keys_that_exist() -> None:
     assert [key for key in sorted(keys) if not is_key(key)] == []
 
 
+# Names that people type, from TRL, transformers, verl, vLLM, peft and Unsloth, and a word of the right answer.
+KNOWN = """
+learning_rate train.lr | max_steps train.steps | num_train_epochs train.num_epochs | num_epochs train.num_epochs
+per_device_train_batch_size train.micro_batch_rows | gradient_accumulation_steps data.batch_size
+micro_batch_size train.micro_batch_rows | batch_size data.batch_size | save_steps train.save_every
+save_total_limit train.keep_checkpoints | eval_steps eval.every | logging_steps metrics.jsonl
+lr_scheduler_type train.schedule | lr_scheduler train.schedule | warmup_ratio train.warmup_steps
+weight_decay optimizer.weight_decay | betas optimizer.betas | max_grad_norm train.max_grad_norm
+clip_grad train.max_grad_norm | bf16 train.precision | torch_dtype model.dtype | num_generations rollout.group_size
+n rollout.group_size | group_size rollout.group_size | num_samples_per_prompt rollout.group_size
+max_completion_length rollout.max_tokens | max_new_tokens rollout.max_tokens | max_response_length rollout.max_tokens
+max_prompt_length prompt.max_prompt_tokens | max_length data.max_length | max_seq_length data.max_length
+beta regularize.kl_coef | kl_coef regularize.kl_coef | epsilon objective.clip_low | epsilon_high objective.clip_high
+clip_ratio objective.clip_low | clip_range objective.clip_high | loss_type objective | scale_rewards advantage
+num_iterations train.ppo_epochs | ppo_epochs train.ppo_epochs | ppo_mini_batch_size train.num_minibatches
+reward_funcs rewards | reward_weights rewards.NAME.weight | lora_r model.adapter.rank | r model.adapter.rank
+lora_rank model.adapter.rank | lora_alpha model.adapter.alpha | lora_dropout model.adapter.dropout
+target_modules model.adapter.targets | load_in_4bit model.load_bits | load_in_8bit model.load_bits
+attn_implementation model.attention | report_to track | output_dir --runs-dir | run_name --run
+num_processes scale.processes | nproc_per_node scale.processes | world_size scale.processes | num_gpus scale.processes
+fsdp scale.sharding | use_vllm rollout.engine | vllm_mode rollout.engine | tensor_parallel_size rollout.engine.gpus
+gpu_memory_utilization rollout.engine.gpu_memory_utilization | dataset task.path | dataset_name task.path
+env environment | packing packed | filter_groups rollout.drop_uniform_groups | seed train.seed
+dynamic_sampling rollout.drop_uniform_groups | resume_from_checkpoint --resume | model_name_or_path model.name
+"""
+# The same of names from the documentation of TRL, verl, Unsloth and Axolotl.
+DOCUMENTED = """
+algorithm.filter_groups.enable rollout.drop_uniform_groups | algorithm.kl_ctrl.kl_coef kl_in_reward.weight
+actor_rollout_ref.actor.ppo_mini_batch_size train.num_minibatches | data.train_batch_size rollout.num_prompts
+actor_rollout_ref.rollout.n rollout.group_size | actor_rollout_ref.rollout.name rollout.engine
+actor_rollout_ref.actor.use_dynamic_bsz train.micro_batch_tokens | critic.optim.lr head.lr_ratio
+actor_rollout_ref.actor.fsdp_config.param_offload scale.sharding | trainer.total_epochs train.num_epochs
+trainer.test_freq eval.every | trainer.val_before_train before the first step | trainer.project_name track
+reward_model.enable rewards | custom_reward_function.path rewards | data.filter_overlong_prompts left out and counted
+sequence_len data.max_length | sample_packing packed | lora_target_linear model.adapter.targets
+val_set_size task.validation_share | saves_per_epoch train.save_every | datasets task | special_tokens tokenizer
+per_device_eval_batch_size eval.num_examples | gradient_checkpointing train.gradient_checkpointing
+optim optimizer | adam_beta1 optimizer.betas | push_to_hub runs export | eval_strategy eval.every
+ddp_timeout scale.timeout_seconds | deepspeed scale.sharding | dataloader_num_workers before the first step
+top_entropy_quantile not offered | mask_truncated_completions rollout.mask_truncated | reference_free simpo
+label_smoothing objective.label_smoothing | precompute_ref_log_probs computed once | sync_ref_model reference
+vllm_gpu_memory_utilization rollout.engine.gpu_memory_utilization | steps_per_generation train.num_minibatches
+generation_batch_size rollout.num_prompts | remove_unused_columns meta | rpo_alpha objective.nll_weight
+dataset_text_field task.prompt_key | importance_sampling_level gspo | use_rslora model.adapter.use_rslora
+random_state train.seed | full_finetuning model.adapter | fast_inference rollout.engine
+"""
+
+
+def answers(table: str) -> dict[str, str]:
+    """Return the word of the right answer by name."""
+    rows = (row.strip().partition(" ") for row in table.replace("\n", "|").split("|") if row.strip())
+    return {name: word for name, _, word in rows}
+
+
+@pytest.mark.parametrize(("table", "least"), [(KNOWN, 74), (DOCUMENTED, 45)])
+def test_names_of_other_libraries_lead_to_the_right_key(table: str, least: int) -> None:
+    wanted = answers(table)
+    assert len(wanted) >= least
+    assert {n: answer_other_name(n) for n, word in wanted.items() if word not in answer_other_name(n)} == {}
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -70,3 +131,4 @@ def test_unknown_key_with_a_name_of_others_is_answered(
 
 def test_name_that_is_ours_is_not_answered() -> None:
     assert answer_other_name("train.num_epochs") == answer_other_name("objective") == answer_other_name("nothing") == ""
+    assert answer_other_name("model.adapter.nothing") == "", "a key of ours, whose section is no name of others"

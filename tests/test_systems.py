@@ -33,10 +33,10 @@ NO_COMMAND = {"S1.23", "S2.10", "S2.13", "S2.16", "S2.21"}
 # Words behind a command, by its first words; the longest that fits.
 SMALLER: dict[str, str] = {
     "sweep": "--dry-run",
-    "evaluate": "--n 3 --max-tokens 4 --quiet",
-    "quantize": "--n 2 --max-tokens 4 --quiet",
+    "evaluate": "--limit 3 --max-tokens 4 --quiet",
+    "quantize": "--limit 2 --max-tokens 4 --quiet",
     "activations": "--max-rows 200 --quiet",
-    "data show": "--n 20",
+    "data show": "--limit 20",
     "demo": "--quiet",
     "runs prune": "--yes",
     "sae diff": "--dry-run",
@@ -202,7 +202,7 @@ def test_the_command_of_a_row_works(
 ) -> None:
     if command.startswith("python "):
         script = shlex.split(command.replace("contrib/", f"{PAGE.parents[1]}/contrib/"))[1:]
-        done = subprocess.run([sys.executable, *script, "--n", "8"], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, *script, "--limit", "8"], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{row}: {command}\n{done.stderr[-2000:]}"
         return
     words = words_of(command, random_models, local_data)

@@ -52,4 +52,4 @@ def test_wheel_in_a_fresh_environment_trains_and_evaluates(tmp_path: Path) -> No
     assert Path(place.stdout.strip()).is_relative_to(site)
     posttrain("train", "tiny/grpo", "--train.steps", "2", "--run", "mine")
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
-    assert "stories/test, n = 20" in posttrain("evaluate", "runs/mine", "--task", "stories", "--n", "20")
+    assert "stories/test, n = 20" in posttrain("evaluate", "runs/mine", "--task", "stories", "--limit", "20")

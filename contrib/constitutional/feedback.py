@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", required=True, help="whose prompts are answered")
     parser.add_argument("--task-options", type=json.loads, default={}, metavar="JSON", help="options of the task")
     parser.add_argument("--template", help="prompt template (default: the run's, or plain)")
-    parser.add_argument("--n", type=int, default=500, help="prompts at most (default: 500)")
+    parser.add_argument("--limit", type=int, default=500, help="prompts at most (default: 500)")
     parser.add_argument("--rounds", type=int, default=1, help="revisions, each by another principle (default: 1)")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: the run's, else 256)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
@@ -167,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(given: argparse.Namespace) -> int:
     if given.out.suffix != ".jsonl":
         raise UsageError(f"--out {given.out}: pairs are written as JSON lines; give a name that ends in .jsonl")
-    if min(given.n, given.rounds, given.batch, given.max_tokens or 1) < 1 or given.temperature < 0:
-        raise UsageError("--n, --rounds, --batch and --max-tokens are at least 1, and --temperature at least 0")
+    if min(given.limit, given.rounds, given.batch, given.max_tokens or 1) < 1 or given.temperature < 0:
+        raise UsageError("--limit, --rounds, --batch and --max-tokens are at least 1, and --temperature at least 0")
     principles = read_principles(given.principles)
     source = find_source(given.model, given.runs_dir)
     name = given.template or (None if source.recipe is not None else "plain")
@@ -176,7 +176,7 @@ def _run(given: argparse.Namespace) -> int:
     task = build_task(Word(name=given.task, **given.task_options), "--task")
     model = open_model(source, template)
     sampling = model.sampling(given.max_tokens or source.max_tokens, given.temperature)
-    request = Request(task, principles, sampling, given.n, given.rounds, given.seed, given.batch)
+    request = Request(task, principles, sampling, given.limit, given.rounds, given.seed, given.batch)
     feedback = make_pairs(model, request)
     print(f"{len(feedback.rows):,} pairs from {feedback.num_prompts:,} prompts of {task.name}/{task.split}")
     for reason, count in feedback.dropped.items():

@@ -262,7 +262,7 @@ def test_feedback_command_dpo_on_its_pairs_breaks_the_rule_less(
         content: dict[str, Any] = json.loads(Path(f"{name}.about.json").read_text())
         return content
 
-    assert run("tiny", "--n", "240", "--out", "pairs.jsonl") == 0
+    assert run("tiny", "--limit", "240", "--out", "pairs.jsonl") == 0
     made = about("pairs")
     assert f"{made['num_pairs']} pairs from 240 prompts of stories/train" in capsys.readouterr().out
     assert made["num_pairs"] == made["broken"]["plain ending"] > 40
@@ -284,7 +284,7 @@ def test_feedback_command_dpo_on_its_pairs_breaks_the_rule_less(
     ]
     changes += ["--train.steps", "30", "--train.lr", "2e-4", "--train.warmup_steps", "3", "--eval.every", "0"]
     assert main(["train", "dpo-preferences", "--task.path", "pairs.jsonl", "--run", "dpo", *changes, "--quiet"]) == 0
-    held_out = ["--task-options", '{"split": "validation"}', "--n", "96", "--seed", "5"]
+    held_out = ["--task-options", '{"split": "validation"}', "--limit", "96", "--seed", "5"]
     assert run("tiny", *held_out, "--out", "before.jsonl") == 0
     assert run("dpo", *held_out, "--out", "after.jsonl") in (0, 1)  # 1: not one pair is left to make
     before = about("before")
@@ -299,7 +299,7 @@ def test_feedback_command_dpo_on_its_pairs_breaks_the_rule_less(
         (["--out", "pairs.json"], "--out pairs.json: pairs are written as JSON lines; give a name that ends in .jsonl"),
         (["--template", "r1_zero"], "--template r1_zero: it writes <think> and <answer> as tokens of their own"),
         (["--principles", "nothere.yaml"], "--principles nothere.yaml: [Errno 2]"),
-        (["--n", "0"], "--n, --rounds, --batch and --max-tokens are at least 1"),
+        (["--limit", "0"], "--limit, --rounds, --batch and --max-tokens are at least 1"),
     ],
 )
 def test_feedback_command_wrong_option_is_refused_in_one_message(

@@ -35,10 +35,14 @@ from posttrain.commands.options import (
     new_place,
     nonnegative_float,
     positive,
+    refuse_action,
+    refuse_command,
     share,
     shown,
+    spelled,
 )
 from posttrain.errors import GONE, INTERRUPTED, PosttrainError, UsageError, nearest
+from posttrain.other_names import answer_option
 from posttrain.untrusted import declare_from_command_line, guard_output
 
 # Errors of a file system about a path that cannot be: too long, a circle of links, a file in the place of a folder.
@@ -61,7 +65,7 @@ any key of the recipe is an option:
 """
 DATA_EPILOG = """\
 options of the task follow its name:
-  posttrain data show stories --n 2000 --model tiny --plot
+  posttrain data show stories --limit 2000 --model tiny --plot
   posttrain data show gsm8k --task.path data/gsm8k_test.jsonl.gz --task.split test --max-tokens 512
 """
 
@@ -110,6 +114,7 @@ def build_parser(wanted: str | None = None) -> tuple[argparse.ArgumentParser, di
     )
     form = Parser(add_help=False)
     form.add_argument("--format", choices=("table", "json"), default="table", help="of the tables (default: table)")
+    form.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser("posttrain", description=DESCRIPTION, epilog=EPILOG, parents=[common], **how)
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
@@ -160,7 +165,9 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a question (default: an example of the task)")
     parser.add_argument("--task", help="whose example is asked (default: the run's, and stories for tiny)")
     add_template(parser)
-    parser.add_argument("-n", type=positive, default=1, help="number of answers (default: 1)")
+    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    about = "rows of the task that are answered (default: 1)"
+    parser.add_argument("--limit", type=positive, metavar="N", help=about)
     add_max_tokens(parser)
     parser.add_argument("--temperature", type=nonnegative_float, default=1.0, help="0 is greedy (default: 1)")
     add_seed(parser, "seed of the sampling, and which example")
@@ -203,7 +210,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "posttrain data {list,show} [TASK] [options] [--task.key value ...]"
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     parser.add_argument("name", metavar="TASK", nargs="?", help="a name that `posttrain data` lists")
-    parser.add_argument("--n", type=positive, help="examples to read at most (default: all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="rows to read at most (default: all)")
     parser.add_argument("--model", help="count tokens of this model's tokenizer (default: characters)")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="count examples that are longer than this")
     parser.add_argument("--examples", type=natural, default=3, help="examples to show in full (default: 3)")
@@ -215,6 +222,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 _ASKED = ("task", "template")
 COMMANDS = {
     "demo": Command("watch a small model learn to reason, and read the report", "demo:run_demo", _add_demo_options),
+    "new": Command("write a project of your own: rows, a reward, recipes that run", "new:run_new", runs=False),
     "train": Command("train by a recipe", "train:run_train", _add_train_options, ANY),
     "sweep": Command("rows x seeds as one question: methods, one key, reward models, the whole of RLHF",
                      "sweeps:run_sweep", keys=ANY, tables=True),
@@ -232,7 +240,7 @@ COMMANDS = {
                         models=("model",), tables=True),
     "studio": Command("a page on this machine: talk to models, look into runs and rollouts", "chat.studio:run_studio",
                       _add_studio_options, models=("models",)),
-    "recipes": Command("list the recipes that ship, or show one", "recipes:run_recipes", _add_recipes_options,
+    "recipes": Command("list everything that can be run, or show a recipe", "recipes:run_recipes", _add_recipes_options,
                        tables=True, runs=False),
     "explain": Command("explain a word or a section of a recipe: equation, options, recipes that use it",
                        "explain:run_explain", _add_explain_options, tables=True, runs=False),
@@ -289,7 +297,8 @@ def split_overrides(
         quoted = shown(name)[1:-1]
         if sections != ANY and not ("." in key and key.partition(".")[0] in sections):
             known = [option for option in own_options if option.startswith("--")] + [f"--{s}.KEY" for s in sections]
-            raise UsageError(f"there is no option {quoted}.{_suggest(name, own_options)} Known: {', '.join(known)}")
+            hint = f" Did you mean {o}?" if (o := answer_option(name, own_options)) else _suggest(name, own_options)
+            raise UsageError(f"there is no option {quoted}.{hint} Known: {', '.join(known)}")
         following = value if equals else next(tokens, None)
         if following is None or (not equals and following.startswith("--")):
             raise UsageError(f"{quoted}: this key needs a value.{_suggest(name, own_options)}")
@@ -320,18 +329,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     start = next((i for i, token in enumerate(rest) if not token.startswith("-")), None)
     parser, choices = build_parser("" if start is None else rest[start])
     if start is not None:
-        command, known = rest[start], [name for name in choices if " " not in name]
+        command, actions = rest[start], [n.partition(" ")[2] for n in choices if n.startswith(f"{rest[start]} ")]
+        options = {o for n, c in choices.items() if n.partition(" ")[0] == command for o in c._option_string_actions}
+        rest[start + 1 :] = spelled(rest[start + 1 :], options)
         if command == "runs":
             rest = rest[: start + 1] + imported("options:complete_action")(rest[start + 1 :])
         name = " ".join(rest[start : start + 2])
-        actions = (f"posttrain {command}", f"posttrain {name}")
-        options = (f"{action} {token.partition('=')[0]}" for action in actions for token in rest[start + 1 :])
-        for gone in (*actions, *options):
+        typed = (f"posttrain {command}", f"posttrain {name}")
+        for gone in (*typed, *(f"{one} {token.partition('=')[0]}" for one in typed for token in rest[start + 1 :])):
             if gone in GONE:
                 raise UsageError(f"`{gone}` was removed. Use {GONE[gone]}.")
-        if command not in known:
-            hint = _suggest(command, known)
-            raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {', '.join(known)}")
+        if command not in choices:
+            refuse_command(command, list(choices))
+        if actions := actions or (["list", "show"] if command in ("recipes", "data") else []):
+            refuse_action(command, rest[start + 1 :], actions)
         name, end = (name, start + 2) if name in choices else (command, start + 1)
         if (keys := COMMANDS[name].keys) is not None:
             own, overrides = split_overrides(rest[end:], list(choices[name]._option_string_actions), keys)

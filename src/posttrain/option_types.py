@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from posttrain.errors import UsageError, hide_secrets
+from posttrain.other_names import short_dtype
 from posttrain.strict_yaml import OldTruth
 
 LARGEST_COUNT = 10**9
@@ -40,6 +50,8 @@ Few = Annotated[int, Field(ge=1, le=65_536)]
 Repetitions = Annotated[int, Field(ge=1, le=1000)]
 # The length of a text.
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+# The type of numbers; torch's own names are read, too.
+Dtype = Annotated[Literal["fp32", "bf16"], BeforeValidator(short_dtype)]
 
 
 class Options(BaseModel):

@@ -147,7 +147,7 @@ def override_cases(random: Random) -> list[Case]:
                 more = tuple(word.replace("--train", "--changes.train") for word in more)
             files = {"mine.yaml": dump(recipe)}
             cases.append(Case("override", (*words, "mine.yaml", *more), (*names, "changes", "'bad"), files))
-    behind = {"quantize": "tiny --bits 8", "data": "show stories", "evaluate": "tiny --task stories --n 1"}
+    behind = {"quantize": "tiny --bits 8", "data": "show stories", "evaluate": "tiny --task stories --limit 1"}
     behind["activations"] = "tiny --layer 1 --task stories --yes --out acts"
     for command, about in COMMANDS.items():
         for section in filter(None, about.keys or ()):
@@ -176,8 +176,8 @@ FILES: dict[str, dict[str, bytes | str]] = {
     "a/" + LONG: {},
 }
 OUTPUTS = (
-    ("evaluate tiny --task stories --n 1 --max-tokens 2 --quiet", "--out"),
-    ("quantize tiny --bits 8 --n 0 --quiet", "--out"),
+    ("evaluate tiny --task stories --limit 1 --max-tokens 2 --quiet", "--out"),
+    ("quantize tiny --bits 8 --limit 0 --quiet", "--out"),
     ("activations tiny --layer 1 --task stories --max-rows 2 --yes --quiet", "--out"),
 )
 RECORDING = "activations tiny --layer 1 --max-rows 2 --yes --quiet --out acts"
@@ -215,7 +215,7 @@ def output_cases(random: Random) -> list[Case]:
         for place in ("f", "f/x", "pipe", LONG, "a/" + LONG, "bad\udcff/" + LONG):
             add("output", command, option, place)
     for place in ("nowhere/x.png", LONG + ".png", "x.nonsense"):
-        add("output", "data show stories --n 2", "--plot", place)
+        add("output", "data show stories --limit 2", "--plot", place)
     for option in ("--text", "--rollouts", "--import-pt", "--paired"):
         for place in ("nowhere", "d", "pipe", LONG, "e", "b", "/dev/zero", "circle", "f/x"):
             add("input", RECORDING, option, place, "--task stories" if option == "--paired" else "")
@@ -261,7 +261,7 @@ evaluate tiny --task nonsense | nonsense
 evaluate tiny --task , | --task
 evaluate tiny --template nonsense --task stories | nonsense
 evaluate tiny --engine nonsense --task stories | nonsense
-evaluate tiny --task stories --k 5 --n 1 | --k k
+evaluate tiny --task stories --k 5 --limit 1 | --k k
 generate tiny --template nonsense | nonsense
 generate tiny {"x" * 200_000} | prompt PROMPT tokens
 runs --state nonsense | nonsense --state
@@ -368,8 +368,8 @@ train tiny/grpo --dry-run --train.lr 1E-3
 train --help
 sweep ppo-grpo-dpo --dry-run
 sae train tiny/sae --dry-run
-data show stories --n 3
-data show stories --n=3 --task.size=30 --examples 0
+data show stories --limit 3
+data show stories --limit=3 --task.size=30 --examples 0
 generate tiny hello --max-tokens 3 --seed {"1" + "0" * 30}
 """
 

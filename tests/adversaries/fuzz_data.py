@@ -161,7 +161,7 @@ def _ask(random: Random, kind: str, task: str, name: str, files: dict[str, Any])
     words = tuple(f"--task.{key}={value}" for key, value in own.items())
     ways: list[tuple[tuple[str, ...], dict[str, bytes]]] = [
         (("data", "show", task, f"--task.path={name}", *words), {}),
-        (("evaluate", "tiny", "--task", task, f"--task.path={name}", *words, "--n", "2", "--quiet"), {}),
+        (("evaluate", "tiny", "--task", task, f"--task.path={name}", *words, "--limit", "2", "--quiet"), {}),
         (
             ("train", "mine.yaml", "--quiet"),
             {"mine.yaml": dump(merged(SFT, {"task": None}) | {"task": {"name": task, "path": name, **own}})},

@@ -39,14 +39,14 @@ def flip_byte(file: Path, position: int) -> None:
 
 READERS = {
     "generate": ["generate", "runs/a"],
-    "evaluate": ["evaluate", "runs/a", "--task", "stories", "--n", "2"],
+    "evaluate": ["evaluate", "runs/a", "--task", "stories", "--limit", "2"],
     "activations": ["activations", "runs/a", "--task", "stories", "--layer", "1", "--yes"],
     "train": ["train", "tiny/sft", "--model.name", "runs/a"],
     "teacher": ["train", "distillation/on-policy-distillation", "--model.name", "tiny", "--teacher.name", "runs/a"],
     "chat": ["chat", "runs/a"],
     "serve": ["serve", "runs/a", "--port", "8713"],
     "serve-command": ["serve-command", "runs/a/checkpoints/step-000002"],
-    "data": ["data", "show", "stories", "--n", "2", "--model", "runs/a"],
+    "data": ["data", "show", "stories", "--limit", "2", "--model", "runs/a"],
 }
 
 

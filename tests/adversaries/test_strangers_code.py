@@ -58,7 +58,10 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["own/plain-compare.yaml", "--run", "evil-compare"],
         ["own/chain.yaml", "--dry-run"],
     ],
-    "evaluate": [["evil", "--n", "2", *SHORT, "--out", "out"], ["evil", "tiny", "--n", "2", *SHORT, "--out", "two"]],
+    "evaluate": [
+        ["evil", "--limit", "2", *SHORT, "--out", "out"],
+        ["evil", "tiny", "--limit", "2", *SHORT, "--out", "two"],
+    ],
     "generate": [["evil", "Hello", *SHORT], ["evil", *SHORT], ["runs/evil/checkpoints/step-000001", "Hi", *SHORT]],
     "chat": [["evil", *SHORT]],
     "studio": [["evil"]],
@@ -66,7 +69,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "serve-command": [["evil"]],
     "quantize": [["evil", "--bits", "8"]],
     "recipes": [["show", "runs/evil/recipe.yaml"]],
-    "data": [["show", "stories", "--model", "runs/evil", "--n", "3"]],
+    "data": [["show", "stories", "--model", "runs/evil", "--limit", "3"]],
     "activations": [["evil", "--layer", "1", "--max-rows", "8", "--out", "acts", "--yes"]],
     "sae": [],
     "sae train": [["runs/evil-sae/recipe.yaml", "--run", "new"], ["runs/evil-sae/recipe.yaml", "--dry-run"]],
@@ -247,7 +250,7 @@ def test_a_run_with_code_of_ones_own_is_asked_without_it_and_measured_with_it(
     make_evil(place / "runs" / "mine", changes, place / "it-ran")
     assert run("generate", ["mine", "Hello", *SHORT], monkeypatch) == 0
     assert "Hello" in capsys.readouterr().out
-    measured = ["mine", "--n", "2", *SHORT, "--task", "stories", "--out", "out"]
+    measured = ["mine", "--limit", "2", *SHORT, "--task", "stories", "--out", "out"]
     assert run("evaluate", measured, monkeypatch) == 2
     assert "--allow-code mine:calm" in capsys.readouterr().err
     assert run("evaluate", [*measured, "--allow-code", "mine:calm"], monkeypatch) == 0

@@ -237,10 +237,10 @@ def test_no_file_asks_for_the_python_of_a_model(
     for command, arguments in (
         ("runs resume", ["evil"]),
         ("generate", ["evil", "Hi", "--max-tokens", "4"]),
-        ("evaluate", ["evil", "--n", "2", "--out", "out"]),
+        ("evaluate", ["evil", "--limit", "2", "--out", "out"]),
         ("serve", ["evil", "--port", "8714"]),
         ("serve-command", ["evil"]),
-        ("data", ["show", "stories", "--model", "model", "--n", "2"]),
+        ("data", ["show", "stories", "--model", "model", "--limit", "2"]),
         ("activations", ["evil", "--layer", "1", "--out", "acts", "--yes"]),
     ):
         run(command, arguments, monkeypatch)
@@ -281,7 +281,7 @@ def test_a_key_in_the_servers_url_is_refused_without_being_told(
     for command, arguments in (
         (
             "evaluate",
-            ["tiny", "--task", "stories", "--engine", "vllm", "--engine.url", url, "--n", "2", "--out", "out"],
+            ["tiny", "--task", "stories", "--engine", "vllm", "--engine.url", url, "--limit", "2", "--out", "out"],
         ),
         ("train", ["mine.yaml", "--dry-run"]),
         ("train", ["mine.yaml"]),

@@ -30,7 +30,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("demo",): ["--quiet", "--runs-dir", "blocked/runs"],
     ("train",): ["honest.yaml", "--dry-run"],
     ("sweep",): ["sweep/ppo-grpo-dpo", "--dry-run"],
-    ("evaluate",): ["tiny", "--n", "2", "--max-tokens", "2"],
+    ("evaluate",): ["tiny", "--limit", "2", "--max-tokens", "2"],
     ("generate",): ["tiny", "Hello", "--max-tokens", "2"],
     ("chat",): ["tiny", "--max-tokens", "2"],
     ("serve",): ["no/such/model"],
@@ -39,7 +39,7 @@ HONEST: dict[tuple[str, ...], list[str]] = {
     ("studio",): ["no/such/model"],
     ("recipes",): ["show", "tiny/grpo"],
     ("explain",): ["grpo"],
-    ("data",): ["show", "stories", "--n", "2"],
+    ("data",): ["show", "stories", "--limit", "2"],
     ("runs", "list"): [],
     ("runs", "show"): ["honest"],
     ("runs", "compare"): ["honest", "evil"],
@@ -200,7 +200,7 @@ def test_hostile_data(show: Show, stage: Path) -> None:
         (stage / name).write_text(content, encoding="utf-8")
         for task in ("gsm8k", "math", "sft", "preferences", "countdown", "jsonl"):
             show(["data", "show", task, "--task.path", name])
-            show(["evaluate", "tiny", "--task", task, "--task.path", name, "--n", "1", "--max-tokens", "2"])
+            show(["evaluate", "tiny", "--task", task, "--task.path", name, "--limit", "1", "--max-tokens", "2"])
     assert SEEN in show(["data", "show", "gsm8k", "--task.path", "gsm8k.jsonl", "--task.split", "test"])
     assert SEEN in show(["data", "show", "gsm8k", "--task.path", HOSTILE])
 
@@ -211,7 +211,7 @@ def test_what_a_model_writes(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert SEEN in show(["generate", "tiny", "--max-tokens", "2"])
     texts = f"[{harmless_json(safe_dump(HOSTILE, default_style=chr(34), width=10**6)).strip()}]"
-    small = ["--n", "2", "--max-tokens", "200", "--engine", "scripted", "--engine.texts", texts]
+    small = ["--limit", "2", "--max-tokens", "200", "--engine", "scripted", "--engine.texts", texts]
     show(["evaluate", "tiny", *small])
     show(["evaluate", "tiny", "honest", "--compare", *small])
 

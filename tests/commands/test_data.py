@@ -43,7 +43,7 @@ def test_show_tells_counts_and_prints_examples_in_full(
 
 
 def test_tokens_of_a_model_and_a_choice_of_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "show", "stories", "--n", "40", "--model", "tiny", "--examples", "0"]) == 0
+    assert main(["data", "show", "stories", "--limit", "40", "--model", "tiny", "--examples", "0"]) == 0
     out = capsys.readouterr().out
     assert "stories/train: 50,000 examples, the first 40 of which were read" in out
     assert "tokens of tiny" in out

@@ -115,7 +115,7 @@ def test_what_was_asked_otherwise_is_kept_beside_it(
     command = ["evaluate", "tiny", "--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
     command += ["--engine", "scripted", "--engine.texts", '["3"]']
     for n in ("6", "4", "4", "6"):
-        assert main([*command, "--n", n]) == 0
+        assert main([*command, "--limit", n]) == 0
     shown = [line.rsplit("/")[-1] for line in capsys.readouterr().out.splitlines() if "every answer: " in line]
     first = "tiny-jsonl-test-plain"
     assert shown == [first, f"{first}-2", f"{first}-2", first]

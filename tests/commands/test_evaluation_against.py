@@ -24,7 +24,7 @@ def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def against(runs: Path, *arguments: str) -> int:
-    fixed = ["--runs-dir", str(runs), "--n", "6", "--max-tokens", "12"]
+    fixed = ["--runs-dir", str(runs), "--limit", "6", "--max-tokens", "12"]
     return main(["evaluate", *arguments, *fixed])
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_compared(
 ) -> None:
     assert evaluate("tiny", "--out", "a") == 0
     assert evaluate("tiny", "--out", "short", "--max-tokens", "3") == 0
-    assert evaluate("tiny", "--out", "few", "--n", "5") == 0
+    assert evaluate("tiny", "--out", "few", "--limit", "5") == 0
     for arguments, message in (
         (["a", "short"], "not measured alike (max_tokens: 256 and 3)"),
         (["a", "few"], "7 are in A alone and 0 in B alone"),

@@ -31,7 +31,7 @@ def runs(quick_stories, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(runs: Path, *arguments: str) -> int:
-    return main(["evaluate", *arguments, "--runs-dir", str(runs), "--n", "8"])
+    return main(["evaluate", *arguments, "--runs-dir", str(runs), "--limit", "8"])
 
 
 def read(folder: Path) -> tuple[dict, list[dict]]:

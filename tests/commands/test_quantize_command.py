@@ -40,7 +40,7 @@ def train(recipe: str, name: str, *keys: str) -> Path:
 
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, 1e-5, 5e-3), (4, 5e-3, 0.3)])
 def test_the_embedded_model(capsys: Any, bits: int, least: float, most: float) -> None:
-    arguments = ["quantize", "tiny", "--bits", str(bits), "--n", "12", "--max-tokens", "8", *SMALL]
+    arguments = ["quantize", "tiny", "--bits", str(bits), "--limit", "12", "--max-tokens", "8", *SMALL]
     assert main(arguments) == 0
     folder = Path("quantized") / f"tiny-int{bits}"
     report = json.loads((folder / "quantization.json").read_text())
@@ -67,7 +67,7 @@ def test_the_embedded_model(capsys: Any, bits: int, least: float, most: float) -
 
 def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it(capsys: Any) -> None:
     checkpoint = train("tiny/sft", "lora", "--model.adapter.rank", "2", *LEARNING)
-    assert main(["quantize", "lora", "--bits", "8", "--n", "4", "--max-tokens", "4", "--quiet"]) == 0
+    assert main(["quantize", "lora", "--bits", "8", "--limit", "4", "--max-tokens", "4", "--quiet"]) == 0
     folder = checkpoint / "quantized_int8"
     report = json.loads((folder / "quantization.json").read_text())
     assert report["task"]["name"] == "stories"
@@ -93,14 +93,14 @@ def test_a_run_with_an_adapter_is_quantized_with_the_adapter_in_it(capsys: Any) 
 def test_a_reward_model(capsys: Any) -> None:
     checkpoint = train("tiny/rm", "rm", "--data.batch_size", "4", "--task.size", "64")
     (checkpoint.parent / "best").symlink_to(checkpoint.name)
-    assert main(["quantize", str(checkpoint.parent / "best"), "--bits", "4", "--n", "20"]) == 0
+    assert main(["quantize", str(checkpoint.parent / "best"), "--bits", "4", "--limit", "20"]) == 0
     folder = checkpoint / "quantized_int4"
     results = json.loads((folder / "quantization.json").read_text())["results"]
     assert results["num_items"] == 20
     assert results["change"] == pytest.approx(results["accuracy_after"] - results["accuracy_before"])
     assert "accuracy before: " in capsys.readouterr().out
     # evaluated as any reward model, it is the one that was measured
-    assert main(["evaluate", str(folder), "--n", "20", "--out", "found", "--quiet"]) == 0
+    assert main(["evaluate", str(folder), "--limit", "20", "--out", "found", "--quiet"]) == 0
     (found,) = (json.loads(path.read_text()) for path in Path("found").rglob("results.json"))
     assert found["results"]["accuracy"] == pytest.approx(results["accuracy_after"])
     # the head, and the layout that other programs load
@@ -114,14 +114,14 @@ def test_a_reward_model(capsys: Any) -> None:
 def test_what_is_refused(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
-    assert main(["quantize", "tiny", "--bits", "8", "--n", "0", "--out", "full"]) == 2
+    assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--out", "full"]) == 2
     assert "full holds something else than a quantized model" in capsys.readouterr().err
     assert (tmp_path / "full" / "thesis.txt").read_text() == "all of it"
-    assert main(["quantize", "tiny", "--bits", "8", "--n", "0", "--dtype", "bfloat16"]) == 0
+    assert main(["quantize", "tiny", "--bits", "8", "--limit", "0", "--dtype", "bfloat16"]) == 0
     assert "was not measured; name a task" in capsys.readouterr().out
     stored = load_file(Path("quantized/tiny-int8/model.safetensors"))
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert main(["quantize", "quantized/tiny-int8", "--bits", "8", "--n", "0"]) == 2
+    assert main(["quantize", "quantized/tiny-int8", "--bits", "8", "--limit", "0"]) == 2
     assert "is quantized to 8 bits already" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "posttrain.models.quantize")
@@ -142,6 +142,6 @@ def test_quantize_that_does_not_save_the_quantized_model_is_refused(
             quantized.model.model.norm.weight.mul_(1.1)
 
     monkeypatch.setattr(quantization, "_save", change)
-    assert main(["quantize", "tiny", "--bits", "8", "--n", "0"]) == 1
+    assert main(["quantize", "tiny", "--bits", "8", "--limit", "0"]) == 1
     assert "int8 in 8 bits: its log-probabilities differ from the trained model's by" in capsys.readouterr().err
     assert not Path("quantized/tiny-int8").exists()

@@ -38,7 +38,7 @@ def test_choose_task_measures_what_was_not_trained_on(
 def test_generation_is_a_function_of_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for seed in ("1", "1", "2"):
-        assert main(["generate", "tiny", "-n", "2", "--max-tokens", "8", "--seed", seed]) == 0
+        assert main(["generate", "tiny", "--samples", "2", "--max-tokens", "8", "--seed", seed]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] != shown[2]
     assert shown[0].count("mean log-prob") == 2
@@ -64,6 +64,16 @@ def test_generation_asks_an_example_of_the_task_that_is_named(
     assert "wrong, it is 7" in shown
     assert main(["generate", "tiny", "Hello", *task]) == 2
     assert "PROMPT and --task: give one of them" in capsys.readouterr().err
+    assert main(["generate", "tiny", "What?", "--limit", "2"]) == 2
+    assert "PROMPT and --limit: give one of them" in capsys.readouterr().err
+
+
+def test_generation_limit_rows_have_samples_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "tiny", "--samples", "2", "--limit", "3", "--max-tokens", "4", "--seed", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("mean log-prob") == 6
+    assert main(["generate", "tiny", "--samples", "2", "--max-tokens", "4", "--seed", "5"]) == 0
+    assert shown.startswith(capsys.readouterr().out.rstrip()), "the first row is that of one alone"
 
 
 def test_a_reward_model_is_not_asked_for_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_answers_are_those_of_generate(served: Served, opened: OpenedModel, temp
 
 
 def test_an_evaluation_over_http_equals_one_in_process(served: Served, folder: Path) -> None:
-    asked = ["evaluate", "tiny", "--task", "stories", "--n", "12", "--max-tokens", "40", "--runs-dir", str(folder)]
+    asked = ["evaluate", "tiny", "--task", "stories", "--limit", "12", "--max-tokens", "40", "--runs-dir", str(folder)]
     assert main([*asked, "--out", str(folder / "native")]) == 0
     over_http = ["--engine", "vllm", "--engine.url", served.url]
     assert main([*asked, "--out", str(folder / "http"), *over_http]) == 0

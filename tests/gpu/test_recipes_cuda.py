@@ -38,5 +38,5 @@ def test_every_recipe_trains_two_steps_on_cuda(
     assert [row.step for row in rows] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.metrics.values())
     assert rows[-1].timing["peak_memory_bytes"] > 0
-    if recipe.rollout is not None and recipe.model.dtype == "float32":
+    if recipe.rollout is not None and recipe.model.dtype == "fp32":
         assert abs(rows[0].metrics["mismatch_kl"]) < 1e-6

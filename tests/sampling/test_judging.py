@@ -376,7 +376,7 @@ def test_a_run_is_trained_by_a_judge_and_evaluated_without_it(
     kept = (run / CACHE).read_text().splitlines()
     assert 2 <= len(kept) <= 8
     capsys.readouterr()
-    assert main(["evaluate", "mine", "--n", "2", "--max-tokens", "4"]) == 0, "its judge is gone by now"
+    assert main(["evaluate", "mine", "--limit", "2", "--max-tokens", "4"]) == 0, "its judge is gone by now"
     assert main(["train", "mine.yaml", "--run", "other", "--quiet", *options]) == 2
     assert f"{server.url}: no judge answers there" in capsys.readouterr().err
 
@@ -424,7 +424,7 @@ def test_two_models_are_set_against_one_another_by_a_judge(
         shutil.copytree(TINY, run / "checkpoints" / "step-000010")
         seal(run / "checkpoints" / "step-000010", 10)
         (run / "recipe.yaml").write_text(load_recipe("tiny/sft", [("prompt.template", template)]).to_yaml())
-    contest = ["evaluate", "one", "--against", "two", "--task", "stories", "--n", "6", "--max-tokens", "12"]
+    contest = ["evaluate", "one", "--against", "two", "--task", "stories", "--limit", "6", "--max-tokens", "12"]
     contest += ["--judge", "judge.yaml"]
     with FakeJudge(by_length) as server:
         Path("judge.yaml").write_text(f"url: {server.url}\nrubric: Which is longer?\n")

@@ -366,7 +366,7 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype: \d+ trained weights would be bfloat16.*model\.adapter"),
+        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype: \d+ trained weights would be bf16.*model\.adapter"),
         ({"task": {"split": "validation"}, "eval": {"every": 1}}, r"task\.split: training on 'valid"),
         ({"objective": {"name": "grpo"}}, "objective 'grpo' needs .*old_logprobs.*; give 'rollout', not 'data'"),
         ({"aggregate": {"name": "unit_mean"}}, "'unit_mean' weighs units, but objective 'cross_entropy'"),

@@ -50,5 +50,5 @@ def test_what_does_not_fit_is_refused() -> None:
         prepare(make_recipe("grpo", train=COARSE))
     with pytest.raises(RecipeError, match=r"train\.precision: tf32 .* on cpu use fp32 or bf16"):
         prepare(make_recipe("sft", train={"precision": "tf32"}))
-    with pytest.raises(RecipeError, match=r"train\.precision: products of weights in float64 stay"):
+    with pytest.raises(RecipeError, match=r"train\.precision: products of weights in fp64 stay"):
         make_recipe("sft", train={"precision": "bf16"}, model={"dtype": "float64"})

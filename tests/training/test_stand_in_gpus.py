@@ -127,7 +127,7 @@ def test_an_apple_gpu_that_is_not_there_is_named() -> None:
 
 
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(RecipeError, match="mps has no float64"):
+    with pytest.raises(RecipeError, match="mps has no fp64"):
         one_layer_recipe("sft", model={"device": "mps", "dtype": "float64"})
     with apple_gpu():
         check_devices("mps", 1)

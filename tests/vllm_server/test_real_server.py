@@ -70,7 +70,7 @@ def test_greedy_tokens_are_the_native_engines(tiny_server):
 def test_evaluation_from_end_to_end(tiny_server, tmp_path_factory, engine):
     """``posttrain evaluate`` says the same of both engines: greedy, item by item."""
     out = tmp_path_factory.getbasetemp() / f"evaluated-{engine}"
-    command = [sys.executable, "-m", "posttrain.cli", "evaluate", "tiny", "--task", "stories", "--n", "60"]
+    command = [sys.executable, "-m", "posttrain.cli", "evaluate", "tiny", "--task", "stories", "--limit", "60"]
     command += ["--template", "plain", "--max-tokens", "48", "--out", str(out), "--quiet", "--engine", engine]
     if engine == "vllm":
         command += ["--engine.url", tiny_server.url]
@@ -87,7 +87,7 @@ def test_evaluation_from_end_to_end(tiny_server, tmp_path_factory, engine):
 
 def test_a_sampled_evaluation_without_logprobs(tiny_server, tmp_path):
     """At a temperature and with top-p, which no mode of the server has log-probabilities for."""
-    command = ["evaluate", "tiny", "--task", "stories", "--n", "20", "--template", "plain", "--max-tokens", "48"]
+    command = ["evaluate", "tiny", "--task", "stories", "--limit", "20", "--template", "plain", "--max-tokens", "48"]
     command += ["--samples", "4", "--temperature", "0.6", "--top-p", "0.9", "--out", str(tmp_path / "out"), "--quiet"]
     command += ["--engine", "vllm", "--engine.url", tiny_server.url]
     assert main(command) == 0

@@ -200,7 +200,7 @@ def demo_step(limit: int) -> Step:
 
 
 VARIED = "--rewards training_reward:digits"  # a reward that differs between the answers of an untrained model
-LORA = "--model.dtype bfloat16 --model.adapter.rank 8"
+LORA = "--model.dtype bf16 --model.adapter.rank 8"
 CHECK = [
     [code("environment", 60)],
     [

@@ -43,7 +43,7 @@ def run_data(arguments: argparse.Namespace) -> int:
     def measure(text: str) -> int:
         return len(text if tokenizer is None else encode_plain(tokenizer, text))
 
-    stats = describe_task(task, measure, n=arguments.n or WHOLE_TASK)
+    stats = describe_task(task, measure, n=arguments.limit or WHOLE_TASK)
     if stats.num_read == 0:
         raise UsageError(f"task {task.name!r}, split {task.split!r}: there is no example in it")
     _print_description(console, task, stats, unit, arguments.max_tokens)

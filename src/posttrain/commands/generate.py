@@ -26,27 +26,30 @@ def run_generate(arguments: argparse.Namespace) -> int:
     check_steering(arguments)
     source = find_source(arguments.model, arguments.runs_dir)
     if arguments.prompt is not None:
-        if "task" in words:
-            raise UsageError("PROMPT and --task: give one of them; a task says what is asked without PROMPT")
+        if other := "--task" if "task" in words else "--limit" if arguments.limit else "":
+            raise UsageError(f"PROMPT and {other}: give one of them; a task says what is asked without PROMPT")
         if not arguments.prompt.strip():
             raise UsageError("PROMPT is empty: give a question, or leave it out for a made-up one")
-        example = Example("prompt", (Message("user", arguments.prompt),))
+        examples = [Example("prompt", (Message("user", arguments.prompt),))]
     else:
         task = build_task(choose_task(words.get("task"), arguments.model, source.recipe), "task")
-        example = task.examples[arguments.seed % len(task.examples)]
+        places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
+        examples = [task.examples[place % len(task.examples)] for place in places]
     sampler = open_model(source, complete_template(words.get("template"), source))
-    prompt = encode_prompt(sampler.tokenizer, sampler.grader.template, example.messages, example.variables)
-    keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.n)]
+    template = sampler.grader.template
+    prompts = [encode_prompt(sampler.tokenizer, template, one.messages, one.variables) for one in examples]
+    keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.samples)]
     sampling = sampler.sampling(arguments.max_tokens or source.max_tokens, arguments.temperature)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
-        completions = sampler.engine.generate([prompt], [keys], sampling)[0]
+        answers = sampler.engine.generate(prompts, [keys] * len(prompts), sampling)
     console = open_console()
     if change:
         console.print(Text(f"steered at {change}", style="dim"))
-    console.print(Text("\n".join(message.content for message in example.messages), style="bold"))
-    for completion in completions:
-        _print_completion(console, sampler, example, completion, prompt)
+    for example, prompt, completions in zip(examples, prompts, answers, strict=True):
+        console.print(Text("\n".join(message.content for message in example.messages), style="bold"))
+        for completion in completions:
+            _print_completion(console, sampler, example, completion, prompt)
     return 0
 
 

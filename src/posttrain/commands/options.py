@@ -9,11 +9,13 @@ import argparse
 import ipaddress
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import UsageError
+from posttrain import other_names
+from posttrain.errors import UsageError, nearest
+from posttrain.other_names import short_dtype
 from posttrain.untrusted import ALLOW_CODE, TRUST_REMOTE_CODE
 
 if TYPE_CHECKING:  # only the standard library is imported with this module
@@ -114,6 +116,11 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, what: str = "seed of the sampling") -> None:
     parser.add_argument("--seed", type=seed, default=0, help=f"{what} (default: 0)")
+
+
+def add_dtype(parser: argparse._ActionsContainer, what: str, name: str = "--dtype") -> None:
+    about = f"{what} (default: the run's, or fp32)"
+    parser.add_argument(name, type=short_dtype, choices=("fp32", "bf16"), help=about)
 
 
 def add_max_tokens(parser: argparse.ArgumentParser) -> None:
@@ -305,6 +312,51 @@ def _add_removal(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="runs or sweeps; patterns such as 'test-*'")
     parser.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def spelled(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the arguments with ``--max_tokens`` written as ``--max-tokens``, where that is a known option."""
+    words, end = list(arguments), len(arguments)
+    for at, word in enumerate(words[: words.index("--") if "--" in words else end]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name not in known and name.replace("_", "-") in known:
+            words[at] = f"{name.replace('_', '-')}{equals}{value}"
+    return words
+
+
+def refuse_command(command: str, known: Sequence[str]) -> None:
+    """Refuse what is no command, with the one that is meant: a name elsewhere, an action, a slip, or a recipe.
+
+    Raises:
+        UsageError: always.
+    """
+    if command in (meant := other_names.COMMANDS):
+        hint = f" Did you mean `posttrain {meant[command]}`?"
+    elif near := [name for name in known if name.endswith(f" {command}")]:
+        hint = f" Did you mean `posttrain {near[0]}`?"
+    else:
+        commands = [name for name in known if " " not in name]
+        hint = f" Did you mean {found}?" if (found := nearest(command, commands)) else ""
+    if not hint:
+        from posttrain.recipes.document import recipe_hint  # pydantic, for errors alone
+
+        hint = recipe_hint(command, "posttrain train ") or hint
+    listed = ", ".join(name for name in known if " " not in name)
+    raise UsageError(f"there is no command {shown(command)}.{hint} Commands: {listed}")
+
+
+def refuse_action(command: str, words: Sequence[str], actions: Sequence[str]) -> None:
+    """Refuse a word after a command with actions that is none of them.
+
+    Raises:
+        UsageError: with the action that is meant.
+    """
+    word = next(iter(words), "-")
+    if word.startswith("-") or word in actions:
+        return
+    meant = nearest(word, actions) or (f"show {word}" if "show" in actions else "")
+    hint = f" Did you mean `posttrain {command} {meant}`?" if meant else ""
+    raise UsageError(f"there is no action {shown(word)} of `posttrain {command}`.{hint} Actions: {', '.join(actions)}")
 
 
 def complete_action(arguments: Sequence[str]) -> list[str]:

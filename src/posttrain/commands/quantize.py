@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from posttrain.commands.options import add_max_tokens, add_model, add_seed, add_template, natural, new_place
+from posttrain.commands.options import add_dtype, add_max_tokens, add_model, add_seed, add_template, natural, new_place
 
 EPILOG = """\
 the folder that it writes is a model like any other:
   posttrain quantize runs/tiny-grpo --bits 4
   posttrain evaluate runs/tiny-grpo/checkpoints/best/quantized_int4
-  posttrain quantize runs/tiny-rm --bits 8 --n 1000
-  posttrain quantize Qwen/Qwen3-0.6B --bits 4 --dtype bfloat16 --task gsm8k --task.path gsm8k_test.jsonl.gz
+  posttrain quantize runs/tiny-rm --bits 8 --limit 1000
+  posttrain quantize Qwen/Qwen3-0.6B --bits 4 --dtype bf16 --task gsm8k --task.path gsm8k_test.jsonl.gz
 """
 
 
@@ -23,11 +23,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     bits = "8: LLM.int8's rows; 4: NF4 with double quantization"
     parser.add_argument("--bits", type=natural, choices=(8, 4), required=True, help=bits)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of all else (default: the run's, or float32)")
+    add_dtype(parser, "of all else")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
     parser.add_argument("--task", help="data on which the loss is measured (default for a run: its own)")
     add_template(parser)
-    parser.add_argument("--n", type=natural, default=200, help="examples to measure on; 0: none (default: 200)")
+    about = "rows to measure on; 0: none (default: 200)"
+    parser.add_argument("--limit", type=natural, default=200, metavar="N", help=about)
     add_max_tokens(parser)
     add_seed(parser)
     place = "default: quantized_int8 or quantized_int4 in the checkpoint"
@@ -51,7 +52,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         task=words.get("task"),
         template=words.get("template"),
-        n=arguments.n,
+        n=arguments.limit,
         max_tokens=arguments.max_tokens,
         seed=arguments.seed,
         out=Path(arguments.out) if arguments.out else None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from posttrain.commands.console import Text, open_console, plain_table
+from posttrain.commands.console import Text, open_console, plain_table, write_json
 from posttrain.errors import UsageError
 from posttrain.recipes.document import interpretation_names, parse_yaml, recipe_names, recipe_text
-from posttrain.recipes.recipe import load_recipe
+from posttrain.recipes.recipe import Recipe, load_recipe
 from posttrain.sweeps.file import sweep_names, training_recipe_names
 
+_SIZE = re.compile(r"(?i)\b(\d+(?:\.\d+)?)b\b")
 _END_OF_SENTENCE = re.compile(r"(?<!\bal)(?<!\bDr)\.\s+(?=[A-Z])")
 # What the folders of training recipes are for.
 FOLDERS = {
@@ -22,6 +25,9 @@ FOLDERS = {
 }
 
 
+COLUMNS = ("recipe", "task", "model", "size", "hardware", "what it does")
+
+
 def run_recipes(arguments: argparse.Namespace) -> int:
     """List the shipped recipes, or print one as it is written."""
     if arguments.action == "show":
@@ -29,38 +35,76 @@ def run_recipes(arguments: argparse.Namespace) -> int:
             raise UsageError(f"give the recipe's name: posttrain recipes show NAME. Known: {', '.join(recipe_names())}")
         print(recipe_text(arguments.name)[1].rstrip())
         return 0
-    console = open_console()
-    for title, rows in recipe_groups():
-        has_models = len({model for _, model, _ in rows}) > 1
-        table = plain_table(title=Text(title, style="bold"))
-        table.title_justify, table.title_style = "left", "none"
-        for label in ("recipe", "model", "what it does") if has_models else ("recipe", "what it does"):
+    console, groups = open_console(), recipe_groups()
+    if write_json([{"title": title, "rows": rows} for title, rows in groups]):
+        return 0
+    for title, rows in groups:
+        common = {label: rows[0][label] for label in COLUMNS[1:-1] if len({row[label] for row in rows}) == 1}
+        shown = [label for label in COLUMNS if label not in common]
+        head = Text.assemble((title, "bold"), ("\n" * bool(common) + ", ".join(common.values()), "dim"))
+        table = plain_table(title=head, title_justify="left", title_style="none")
+        for label in shown:
             table.add_column(label, no_wrap=True, overflow="ellipsis")
-        for name, model, what in rows:
-            cells = [Text(name, style="cyan"), *([Text(model, style="dim")] if has_models else []), Text(what)]
-            table.add_row(*cells)
+        for row in rows:
+            table.add_row(*(Text(row[label], style="cyan" if label == "recipe" else "") for label in shown))
         console.print(table, crop=False)
         console.print()
+    console.print(
+        "GB are those of weights, gradients and optimizer state; train NAME --dry-run --memory estimates all."
+    )
     console.print("read one: posttrain recipes show NAME")
     return 0
 
 
-def recipe_groups() -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """(name, model, first sentence) of every shipped recipe, under what it is for and the command that takes it."""
-    groups: dict[str, list[tuple[str, str, str]]] = {title: [] for title in FOLDERS.values()}
+def recipe_groups() -> list[tuple[str, list[dict[str, str]]]]:
+    """Return the rows (``COLUMNS``) of every shipped recipe, under what it is for and the command that takes it."""
+    groups: dict[str, list[dict[str, str]]] = {title: [] for title in FOLDERS.values()}
     for name in training_recipe_names():
-        recipe = load_recipe(name)
         folder = name.partition("/")[0] if "/" in name else ""
         title = FOLDERS.get(folder, f"{folder}: posttrain train NAME")
-        groups.setdefault(title, []).append((name, recipe.model.name, first_sentence(recipe.description)))
+        groups.setdefault(title, []).append(_training_row(name, load_recipe(name)))
     for title, names in (
         ("dictionaries of features: posttrain sae train NAME", interpretation_names("dictionary")),
         ("what training changed: posttrain sae diff NAME", interpretation_names("changes")),
         ("sweeps: posttrain sweep NAME", sweep_names()),
     ):
-        texts = {name: parse_yaml(recipe_text(name)[1], name)[0].get("description") for name in names}
-        groups[title] = [(name, "", first_sentence(text or "")) for name, text in texts.items()]
+        groups[title] = [_other_row(name, parse_yaml(recipe_text(name)[1], name)[0]) for name in names]
     return [(title, rows) for title, rows in groups.items() if rows]
+
+
+def _training_row(name: str, recipe: Recipe) -> dict[str, str]:
+    model, size = recipe.model, _billions(recipe.model.name)
+    each = model.load_bits / 8 if model.load_bits else 2 if model.dtype == "bf16" else 4
+    num_bytes = each if model.adapter else each + 12  # fp32 gradients, and two numbers of AdamW
+    return _row(name, recipe.task.name, model.name, size, num_bytes * (size or 0), recipe.description)
+
+
+def _other_row(name: str, content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row of a sweep, by the recipe that it starts from, or of a recipe of ``posttrain sae``."""
+    source = content.get("start") or content.get("base") or {}
+    begins = source if isinstance(source, str) else source.get("recipe")
+    below = _training_row(name, load_recipe(begins)) if begins else {}
+    activations = content.get("activations", {})
+    task = (content.get("task") or activations.get("task") or {}).get("name", below.get("task", "text"))
+    model = activations.get("model", {}).get("name", below.get("model", ""))
+    row = _row(name, task, model, _billions(model), 0.0, content.get("description", ""))
+    return row | {"hardware": below.get("hardware", row["hardware"])}
+
+
+def _row(name: str, task: str, model: str, size: float | None, gigabytes: float, description: str) -> dict[str, str]:
+    if size is None:
+        sized, hardware = "0.9M", "CPU"
+    else:
+        sized = f"{size:g}B" if size >= 0.5 else f"{1000 * size:.0f}M"
+        hardware = f"GPU, over {gigabytes:.0f} GB" if gigabytes else "GPU"
+    cells = (name, task, model.rpartition("/")[2], sized, hardware, first_sentence(description))
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _billions(model: str) -> float | None:
+    """Return the parameters that a model's name tells; None for those of the package, and for runs on them."""
+    found = _SIZE.search(model)
+    return float(found[1]) if found else 0.124 if "gpt2" in model else None
 
 
 def first_sentence(description: str) -> str:

@@ -40,12 +40,12 @@ from posttrain.evaluation.generation import (
 from posttrain.evaluation.items import default_ks, digest_of
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
+from posttrain.option_types import Dtype
 from posttrain.recipes.sections import TURN_DEFAULTS, Word
 from posttrain.sampling.base import SMALLEST_TEMPERATURE
 from posttrain.sampling.models import (
     NATIVE,
     Device,
-    Dtype,
     ModelSource,
     OpenedModel,
     check_rewards,

@@ -291,7 +291,7 @@ def pair_items(a: Sequence[Item], b: Sequence[Item]) -> list[tuple[Item, Item]]:
         named = ", ".join((only_a or only_b)[:3])
         raise UsageError(
             f"the two are not of the same items: {len(only_a)} are in A alone and {len(only_b)} in B alone, such as "
-            f"{named}. Evaluate both on the same task and split with the same --n"
+            f"{named}. Evaluate both on the same task and split with the same --limit"
         )
     pairs = [(item, right[item.id]) for item in a]
     changed = [x.id for x, y in pairs if (x.question, x.answer) != (y.question, y.answer)]

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from posttrain.errors import PosttrainError, UsageError, first_line
 from posttrain.models.config import check_folder, check_sizes
-from posttrain.models.forward.precision import keep_angles_exact
+from posttrain.models.forward.precision import DTYPES, keep_angles_exact
 from posttrain.models.sources import (
     EMBEDDED,
     SCORE,
@@ -68,13 +68,13 @@ def load_model(section: ModelSection, *, seed: int, texts: Iterator[str] | None 
     """
     if section.init is not None:
         model, tokenizer = _new_model(section.init, seed, texts or iter(()))
-        model = model.to(getattr(torch, section.dtype))
+        model = model.to(DTYPES[section.dtype])
         source = f"new {section.init.architecture}"
     else:
         source = resolve_model_name(section.name)
         model, tokenizer = _from_files(section, source)
     _switch_off_dropout(model)
-    for module in model.modules() if section.dtype == "float64" else ():
+    for module in model.modules() if section.dtype == "fp64" else ():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.__class__ = ExactRMSNorm
     if section.attention != "sdpa":
@@ -253,7 +253,7 @@ def _load_weights(source: str, section: ModelSection) -> Any:
     if stored is not None and section.load_bits not in (None, stored):
         raise UsageError(f"model.load_bits: {source} is quantized to {stored} bits already; leave load_bits out")
     options: dict[str, Any] = {
-        "dtype": getattr(torch, section.dtype),
+        "dtype": DTYPES[section.dtype],
         "trust_remote_code": section.runs_remote_code,
         "use_safetensors": True,  # the other format is a pickle
         "output_loading_info": True,

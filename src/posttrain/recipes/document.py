@@ -145,7 +145,7 @@ class Document(Generic[T]):
     def override(self, overrides: Sequence[tuple[str, str]]) -> Document[T]:
         """With dotted keys of the command line set; see ``apply_override``."""
         content = copy.deepcopy(self.content)
-        named = {key for key, _ in overrides}
+        named = {key.replace("-", "_") for key, _ in overrides}
         for key in sorted(named):
             other = f"{key.removesuffix('.num_epochs')}.steps"
             if key.endswith(".num_epochs") and other in named:
@@ -310,9 +310,25 @@ def recipe_text(name_or_path: str, shelf: str = "") -> tuple[str, str]:
         raise RecipeError(f"the recipe {name_or_path!r} was removed. Use {GONE[name_or_path]}.")
     if name_or_path not in known:
         near = [name.removeprefix(shelf) for name in known if shelf and name.startswith(shelf)]
-        hint = registry.suggest(name_or_path, near) or registry.suggest(name_or_path, known)
+        hint = registry.suggest(name_or_path, near) or recipe_hint(name_or_path)
         raise RecipeError(f"no recipe file or shipped recipe {name_or_path!r}.{hint} `posttrain recipes` lists them")
     return f"{name_or_path}.yaml", (_SHIPPED / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+
+
+def recipe_hint(name: str, before: str = "") -> str:
+    """Return `` Did you mean tiny/grpo or rl/grpo?`` for a recipe's name without its folder, or for a misspelt one.
+
+    ``before``: the command that goes before each name.
+    """
+    known, plain = [one for one in recipe_names() if not one.startswith("sweep/")], name.lower().replace("_", "-")
+    last = {one: one.rpartition("/")[2] for one in known}
+    found = [one for one in known if last[one] == plain or one.startswith(f"{plain}/")]
+    found = found or [one for one in known if one == nearest(name, recipe_names())]
+    found = found or [one for one in known if last[one] == nearest(name, last.values())]
+    found = sorted(found, key=lambda one: (not one.startswith("tiny/"), len(one)))[:4]
+    *others, final = [f"`{before}{one}`" if before else repr(one) for one in found] or [""]
+    meant = f"{', '.join(others)} or {final}" if others else final
+    return f" Did you mean {meant}?" if found else ""
 
 
 def _read_file(path: Path) -> str:
@@ -417,6 +433,8 @@ def numbered_key(data: Mapping[str, Any], key: str) -> list[str]:
             parts[i] = str(_index(target, part, ".".join(parts[: i + 1])))
             target = target[int(parts[i])]
         else:
+            if not isinstance(target, Mapping) or part not in target:  # train.ppo-epochs
+                parts[i] = part = part.replace("-", "_")
             target = target.get(part) if isinstance(target, Mapping) else None
     return parts
 

@@ -123,8 +123,8 @@ class Recipe(Content):
         for key in ("advantage", "kl_in_reward", "correction"):
             alone = f": {key!r} belongs to 'rollout'; a supervised recipe has none"
             yield data and getattr(self, key) is not None, key, alone
-        whole = ": products of weights in float64 stay in float64; use fp32, or model.dtype float32"
-        yield self.model.dtype == "float64" and train.precision != "fp32", "train.precision", whole
+        whole = ": products of weights in fp64 stay in fp64; use fp32, or model.dtype fp32"
+        yield self.model.dtype == "fp64" and train.precision != "fp32", "train.precision", whole
         played = self.environment is not None or bool(self.tools)
         for key in ("environment", "tools"):
             turns = (

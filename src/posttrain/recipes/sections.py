@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from posttrain import registry
 from posttrain.errors import RecipeError
-from posttrain.option_types import Few, Options, Seed, Tokens
+from posttrain.option_types import Dtype, Few, Options, Seed, Tokens
+from posttrain.other_names import short_dtype
 from posttrain.registry import explain_validation
 from posttrain.untrusted import trusts_remote_code
 
@@ -185,7 +186,7 @@ class ModelSection(Section):
     """``name``: ``tiny``, a directory, a run directory, or a hub name.
 
     ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with double
-    quantization); it needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` float64 is for
+    quantization); it needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` fp64 is for
     comparing computations on CPUs. ``device``: ``auto`` is an NVIDIA GPU where there is one, else the CPU; ``mps`` a
     Mac's. ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends;
     with another one they are padded, and a difference from ``sdpa`` on a small batch is refused.
@@ -194,7 +195,7 @@ class ModelSection(Section):
     name: str = "tiny"
     init: InitSection | None = None
     adapter: AdapterSection | None = None
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Annotated[Literal["fp32", "bf16", "fp64"], BeforeValidator(short_dtype)] = "fp32"
     load_bits: Literal[4, 8] | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     attention: Attention = "sdpa"
@@ -216,10 +217,10 @@ class ModelSection(Section):
     def _check_bits(self) -> Self:
         if self.load_bits is not None and self.init is not None:
             raise ValueError("'load_bits' quantizes what is loaded, and a new model ('init') is not; leave it out")
-        if self.load_bits is not None and self.dtype == "float64":
-            raise ValueError("'load_bits' goes with 'dtype' float32 or bfloat16, not with float64")
-        if self.device == "mps" and self.dtype == "float64":
-            raise ValueError("'device' mps has no float64; use device cpu, or 'dtype' float32")
+        if self.load_bits is not None and self.dtype == "fp64":
+            raise ValueError("'load_bits' goes with 'dtype' fp32 or bf16, not with fp64")
+        if self.device == "mps" and self.dtype == "fp64":
+            raise ValueError("'device' mps has no fp64; use device cpu, or 'dtype' fp32")
         return self
 
 
@@ -330,7 +331,7 @@ class TeacherSection(Section):
 
     name: str
     top_k: int = Field(default=64, ge=1)
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Dtype | None = None
     trust_remote_code: bool = False
 
 
@@ -371,7 +372,7 @@ class TrainSection(Section):
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     micro_batch_rows: int | None = Field(default=None, ge=1)
     gradient_checkpointing: bool = False
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    precision: Annotated[Literal["fp32", "tf32", "bf16"], BeforeValidator(short_dtype)] = "fp32"
     deterministic: bool = False
     ppo_epochs: int = Field(default=1, ge=1)
     num_minibatches: int = Field(default=1, ge=1)

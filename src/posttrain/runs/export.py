@@ -21,6 +21,7 @@ import yaml
 from posttrain.errors import CheckpointError, RunFailure, StorageError, UsageError
 from posttrain.models.config import read_object
 from posttrain.models.sources import ADAPTER_CONFIG, base_of, is_adapter
+from posttrain.other_names import short_dtype
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.listing import summarize_run
 from posttrain.store.checkpoint_files import (
@@ -145,7 +146,7 @@ def model_card(run: Path, step: int | None, weights: Path) -> str:
 def _copy_weights(run: Path, step: int, content: Path, merge: bool) -> list[str]:
     """Copy or merge the weights, and compare them with the trained model; returns notices."""
     source, model = step_folder(run / "checkpoints", step), RunDirectory(run).read_recipe().get("model")
-    dtype = str(model.get("dtype", "?")) if isinstance(model, Mapping) else "?"
+    dtype = short_dtype(str(model.get("dtype", "?"))) if isinstance(model, Mapping) else "?"
     digests = _verified(source)
     adapter = source / ADAPTER_CONFIG
     has_head = "heads.safetensors" in digests
@@ -237,11 +238,11 @@ def _compare_with_trained(dtype: str, source: Path, content: Path, what: str) ->
     given = read_object(source / ADAPTER_CONFIG).get("trainable_token_indices") or []
     tokens = [index for ids in (given.values() if isinstance(given, dict) else [given]) for index in ids]
     # The rounding of two ways to compute the same in fp32 may exceed the tolerance; that of the weights does not.
-    for last, chosen in [(True, dtype)] if dtype != "float32" else [(False, dtype), (True, "float64")]:
+    for last, chosen in [(True, dtype)] if dtype != "fp32" else [(False, dtype), (True, "fp64")]:
         folders = (_model_section(folder, chosen) for folder in (source, content))
         trained, exported = (read_probe(load_model(section, seed=0).model, tokens) for section in folders)
         try:
-            check_same(trained, exported, what, exact=dtype != "bfloat16")
+            check_same(trained, exported, what, exact=dtype != "bf16")
         except RunFailure:
             if last:
                 raise

@@ -12,6 +12,7 @@ from posttrain.errors import UsageError
 from posttrain.models.config import context_length
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model, load_tokenizer
 from posttrain.models.sources import resolve_model_name
+from posttrain.option_types import Dtype
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import ModelSection, RewardWord, Word
 from posttrain.sampling.rollout import Grader, Sampler, build_grader
@@ -22,7 +23,6 @@ DEFAULT_TEMPLATE = Word(name="r1_zero")
 TRAINED_TEMPLATES = {"tiny-sft": Word.model_validate({"name": "r1_zero", "preamble": ""})}
 NATIVE = Word(name="native")
 
-Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 

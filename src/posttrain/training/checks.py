@@ -308,5 +308,5 @@ def _of_scale(w: Words) -> Iterator[Rule]:
     yield optimizer not in SHARDED_OPTIMIZERS, "scale.sharding", known
     bits = ": weights in few bits (model.load_bits) cannot be sharded; leave one of the two out"
     yield model.load_bits, "scale.sharding", bits
-    types = ": an adapter in float32 on a base in bfloat16 cannot be sharded with it; use model.dtype float32, or none"
-    yield model.adapter and model.dtype == "bfloat16", "scale.sharding", types
+    types = ": an adapter in fp32 on a base in bf16 cannot be sharded with it; use model.dtype fp32, or none"
+    yield model.adapter and model.dtype == "bf16", "scale.sharding", types

@@ -45,7 +45,7 @@ SHARES_PROMPTS = ("qwen3", "qwen2", "llama")  # the sampler's fast path
 UNSTATED_PROMPT = 256  # tokens, where the recipe does not bound prompts
 FIRST_COLUMNS, COLUMNS_ALIGNED, GROWTH, STEPS_BETWEEN_LOOKS = 256, 16, 1.5, 8  # of the sampler
 BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,8 +196,8 @@ def build_optimizer(
     coarse = [name for name, p in named if p.dtype not in (torch.float32, torch.float64)]
     if coarse:
         raise RecipeError(
-            f"model.dtype: {len(coarse)} trained weights would be bfloat16, where small updates are rounded away; "
-            "use model.dtype float32, or train an adapter (model.adapter), whose weights are float32"
+            f"model.dtype: {len(coarse)} trained weights would be bf16, where small updates are rounded away; "
+            "use model.dtype fp32, or train an adapter (model.adapter), whose weights are fp32"
         )
     entry = registry.find("optimizer", recipe.optimizer.name, "optimizer")
     build = entry.bind(recipe.optimizer.options, "optimizer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from posttrain.commands.evaluate import DEFAULT_BATCH
-from posttrain.commands.options import names, new_place, nonnegative_float, positive, positives, seed, share
+from posttrain.commands.options import add_dtype, names, new_place, nonnegative_float, positive, positives, seed, share
 
 EPILOG = """\
 several models, tasks and templates make a table, one row for each combination:
@@ -44,8 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="prompt template (default: the run's, or r1_zero)",
     )
-    add("--n", type=positive, default=500, help="items of each task at most (default: 500)")
-    add = parser.add_argument_group("how answers are drawn").add_argument
+    add("--limit", type=positive, default=500, metavar="N", help="rows of each task at most (default: 500)")
+    group = parser.add_argument_group("how answers are drawn")
+    add = group.add_argument
     add("--samples", type=positive, default=1, metavar="N", help="answers to each item (default: 1)")
     add("--k", type=positives, metavar="1,4,8", help="the k of pass@k and majority@k (default: 1, 2, 4, ...)")
     add("--temperature", type=nonnegative_float, help="0 is greedy (default: 0 for one answer, 1 for several)")
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=positive, help="longest answer (default: the run's, else 256)")
     add("--seed", type=seed, default=0, help="seed of the sampling (default: 0)")
     add("--engine", default="native", help="what samples: native, vllm (default: native)")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the run's, or float32)")
+    add_dtype(group, "of the weights")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), help="default: the run's, or auto")
     add("--batch", type=positive, default=DEFAULT_BATCH, help=f"answers sampled at a time (default: {DEFAULT_BATCH})")
     add = parser.add_argument_group("compared with something else").add_argument

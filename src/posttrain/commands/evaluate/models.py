@@ -47,7 +47,7 @@ from posttrain.reports.reward_model import NOTES, difference_tables, score_table
 from posttrain.runs.models import find_source
 from posttrain.sampling.judging import SUFFIXES, read_pair_judge
 
-DRAWING = ("n", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
+DRAWING = ("limit", "samples", "k", "temperature", "top_k", "top_p", "max_tokens", "seed", "batch")
 # Options of sampling, which a reward model cannot use, with their defaults.
 SAMPLING = dict.fromkeys(("k", "temperature", "top_p", "top_k", "max_tokens", "best_of")) | {
     "samples": 1, "engine": "native", "seed": 0, "batch": DEFAULT_BATCH,
@@ -69,7 +69,7 @@ def request_of(
         UsageError: words or options that cannot be.
     """
     words = words_of(arguments, SECTIONS)
-    options = {name: getattr(arguments, name) for name in DRAWING}
+    options = {"n" if name == "limit" else name: getattr(arguments, name) for name in DRAWING}
     if options["temperature"] is None:
         options["temperature"] = temperature
     return EvaluationRequest(

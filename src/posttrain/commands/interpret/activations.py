@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.commands.options import naturals, new_place, nonnegative_float, positive
+from posttrain.commands.options import add_dtype, naturals, new_place, nonnegative_float, positive
 from posttrain.errors import UsageError
+from posttrain.other_names import short_dtype
 
 if TYPE_CHECKING:
     from posttrain.interpret.activations.shards import ActivationStore, Documents
@@ -33,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is recorded").add_argument
     add("--layer", type=naturals, action="extend", metavar="N", help="layers, such as 20 or 10,20")
     add("--paired", metavar="OTHER", help="a second model over the same tokens: base, then post")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
+    add("--dtype", type=short_dtype, choices=("bf16", "fp32"), default="bf16", help="of what is stored (default: bf16)")
     add = parser.add_argument_group("over which texts (default: the prompts of the run's task)").add_argument
     add("--task", metavar="NAME", help="the prompts of a task")
     add("--text", metavar="FILE", help="plain text, or .jsonl with texts under `text`")
@@ -43,10 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=positive, metavar="N", help="tokens to record at most (default: all)")
     outliers = "drop rows whose norm is above X times the median; 0 keeps them (default: 10)"
     add("--outliers", type=nonnegative_float, default=10.0, metavar="X", help=outliers)
-    add = parser.add_argument_group("how").add_argument
+    group = parser.add_argument_group("how")
+    add = group.add_argument
     add("--batch", type=positive, metavar="N", help="documents at a time (default: by their length)")
     add("--device", choices=("auto", "cpu", "cuda"), help="default: the run's, or auto")
-    add("--weights", choices=("float32", "bfloat16"), help="of the model (default: the run's, or float32)")
+    add_dtype(group, "of the model", "--weights")
     add("--out", type=new_place, metavar="FOLDER", help="where the shards go (default: activations/<model>)")
     add("--yes", action="store_true", help="record however much it is")
     add("--quiet", action="store_true", help="print nothing but errors")

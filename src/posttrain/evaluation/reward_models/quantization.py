@@ -27,9 +27,10 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.load import QUANTIZED_FOLDERS, LoadedModel, load_model, num_parameters, quantized_bits
 from posttrain.models.scorer import save_scorer
 from posttrain.models.sources import EMBEDDED, adapter_base, resolve_model_name
+from posttrain.option_types import Dtype
 from posttrain.recipes.sections import EMBEDDED_MODELS, AdapterSection, ModelSection, Word
 from posttrain.sampling.base import Sampling
-from posttrain.sampling.models import Device, Dtype, ModelSource, complete_template, grader_for
+from posttrain.sampling.models import Device, ModelSource, complete_template, grader_for
 from posttrain.sampling.rollout import Sampler
 from posttrain.store.checkpoint_files import remove_tree, rename_into_place, seal
 from posttrain.store.durable import aside_of, refuse_links, remove_asides, replace_file, storage_errors
@@ -199,7 +200,7 @@ def _write(asked: QuantizationRequest, section: ModelSection, scorer: RewardMode
             del quantized
             again = {"name": str(aside), "load_bits": None, "adapter": None}
             after = load_model(section.model_copy(update=again), seed=0)
-            is_exact = section.dtype != "bfloat16"
+            is_exact = section.dtype != "bf16"
             check_same(probe, read_probe(after.model), f"{out} in {asked.bits} bits", exact=is_exact)
             seal(aside, 0)
             rename_into_place(aside, out)

@@ -33,6 +33,7 @@ from posttrain.models.forward.forward import Forward
 from posttrain.models.forward.micro import split_padded
 from posttrain.models.load import QUANTIZED_FOLDERS, load_model
 from posttrain.models.trained_heads import forward_with_head, restore_heads
+from posttrain.other_names import short_dtype
 from posttrain.recipes.document import parse_yaml, recipe_text
 from posttrain.recipes.recipe import Recipe, stored_recipe
 from posttrain.recipes.sections import Word, map_tasks
@@ -220,7 +221,7 @@ def open_reward_model(source: ModelSource, *, dtype: str | None = None, device: 
             f"{source.name}: a reward model is named by its run, or by a checkpoint in its run, where its head and its "
             "template are; `posttrain runs` lists the runs"
         )
-    changes = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+    changes = {key: value for key, value in (("dtype", short_dtype(dtype)), ("device", device)) if value is not None}
     recipe = source.recipe.model_copy(update={"model": source.recipe.model.model_copy(update=changes)})
     path = Path(source.path)
     bits = next((bits for bits, folder in QUANTIZED_FOLDERS.items() if path.name == folder), None)

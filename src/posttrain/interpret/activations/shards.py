@@ -23,6 +23,8 @@ from torch import Tensor
 
 from posttrain.errors import DataError, UsageError, first_line
 from posttrain.interpret.activations.sites import hash_file, layer_of
+from posttrain.models.forward.precision import DTYPES
+from posttrain.option_types import Dtype
 from posttrain.registry import suggest
 from posttrain.store.durable import replace_file, storage_errors
 from posttrain.untrusted import first_fault
@@ -32,7 +34,6 @@ LAYER_CONVENTION = (
     "layer L (1 .. num_layers) is the output of block index L - 1, which transformers calls hidden_states[L] "
     "(the last one before the final norm)"
 )
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ROW_FACTS = ("tokens", "document", "position")
 ROWS_PER_FILE = 65536
 
@@ -68,7 +69,7 @@ class Source(BaseModel):
     name: str
     model: str
     weights_hash: str = ""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "fp32"
 
 
 class ShardEntry(BaseModel):

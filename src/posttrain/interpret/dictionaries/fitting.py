@@ -25,10 +25,10 @@ from posttrain.interpret.activations.shards import ActivationStore
 from posttrain.interpret.activations.sites import device_of, replaced
 from posttrain.interpret.dictionaries.dictionary import Dictionary, keep_largest
 from posttrain.interpret.dictionaries.recipe import DIFFERENCE, DictionaryTrainSection, DictionaryWord
+from posttrain.models.forward.precision import DTYPES
 from posttrain.randomness import generator, permutation
 
 SAMPLE_ROWS = 65_536
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StoreRows:
@@ -280,7 +280,7 @@ class Learner:
             progress=step / self.settings.steps,
             auxk=self.auxk,
             dead=dictionary.since_fired > self.dead_rows if self.auxk else None,
-            dtype=_DTYPES[self.settings.precision],
+            dtype=DTYPES[self.settings.precision],
         )
         dictionary.since_fired.add_(len(batch)).masked_fill_(self.measured.fired, 0)
         if self.measured.threshold is not None:

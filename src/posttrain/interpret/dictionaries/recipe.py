@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.errors import RecipeError
-from posttrain.option_types import Seed, Tokens
+from posttrain.option_types import Dtype, Seed, Tokens
 from posttrain.recipes.document import Content, Document, Rule, complete_word
 from posttrain.recipes.sections import ModelSection, Section, Word, Words, as_list
 
@@ -38,7 +38,7 @@ class ActivationsSection(Section):
     context_tokens: Tokens = Field(default=1024, ge=2)
     max_rows: int | None = Field(default=None, ge=1)
     batch: int | None = Field(default=None, ge=1)
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Dtype = "bf16"
     outliers: float = Field(default=10.0, ge=0)
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class DictionaryTrainSection(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     auxk: float | None = Field(default=None, ge=0)
     dead_after: float = Field(default=0.02, gt=0)
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Dtype = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Seed = 0
     log_every: int = Field(default=20, ge=1)

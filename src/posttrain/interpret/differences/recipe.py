@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from posttrain.errors import RecipeError
 from posttrain.interpret.dictionaries.recipe import DictionaryTrainSection, DictionaryWord
-from posttrain.option_types import Repetitions, Seed, Tokens
+from posttrain.option_types import Dtype, Repetitions, Seed, Tokens
 from posttrain.recipes.document import Content, Document, complete_word
 from posttrain.recipes.sections import Section, Word
 
@@ -82,7 +82,7 @@ class ChangesSection(Section):
     temperature: float = Field(default=1.0, ge=0)
     max_tokens: Tokens | None = None
     outliers: float = Field(default=10.0, ge=0)
-    dtype: Literal["bf16", "fp32"] = "fp32"
+    dtype: Dtype = "fp32"
     seeds: Repetitions = 3
     seed: Seed = 0
     dictionary: DictionaryWord = DictionaryWord.model_validate(_DICTIONARY)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# By the names of recipes.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
 
 @contextmanager
 def full_precision() -> Iterator[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from posttrain.option_types import ServerUrl
+from posttrain.option_types import Dtype, ServerUrl
 from posttrain.registry import register
 from posttrain.sampling.base import Engine
 
@@ -28,7 +28,7 @@ def vllm(
     tolerance: float | None = None,
     gpus: list[Annotated[int, Field(ge=0)]] | None = None,
     gpu_memory_utilization: float | None = None,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Dtype = "fp32",
     max_model_len: int | None = None,
     enforce_eager: bool = False,
 ) -> Engine:

@@ -36,6 +36,7 @@ NUM_BLOCKS, BLOCK_BYTES = 256, 4096
 MODULE = "vllm.entrypoints.openai.api_server"
 # The ranks that vLLM makes room for; a smaller adapter takes the next one.
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # by vLLM's names
 PYTHON_VARIABLE = "POSTTRAIN_VLLM"
 START_SECONDS = 1200.0  # large weights, and compiled kernels the first time
 LOOK_SECONDS = 0.2
@@ -70,7 +71,7 @@ def server_command(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    dtype: str = "float32",
+    dtype: str = "fp32",
     max_model_len: int | None = None,
     gpu_memory_utilization: float | None = None,
     gpus: tuple[int, ...] = (),
@@ -106,7 +107,7 @@ def server_command(
         "lora-modules": None if base is None else f"{name}={source}",
         "host": host,
         "port": port,
-        "dtype": dtype,
+        "dtype": DTYPES.get(dtype, dtype),
         "max-model-len": max_model_len or getattr(config_of(base or source), "max_position_embeddings", None),
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import EngineMismatch, RunFailure, UsageError
+from posttrain.models.forward.precision import DTYPES
 from posttrain.option_types import LOOPBACK
 from posttrain.randomness import generator
 from posttrain.sampling.base import UNLIMITED_CONTEXT, Engine, Groups, Sampling
@@ -72,9 +73,9 @@ class Trained(VllmEngine):
                 f"{self.where}.url: without a GPU here weights go by files of this machine, and {self.server.base} is "
                 "another; name a server of this machine, or train on a GPU"
             )
-        dtype = own.get("dtype", "float32")
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        is_half = dtype == "bfloat16" or next(model.parameters()).dtype == torch.bfloat16
+        dtype = own.get("dtype", "fp32")
+        self.dtype: torch.dtype = DTYPES[dtype]
+        is_half = dtype == "bf16" or next(model.parameters()).dtype == torch.bfloat16
         self.tolerance = tolerance if tolerance is not None else HALF_TOLERANCE if is_half else TOLERANCE
         self.version, self.label = -1, ""  # the server has no weights yet
         self.is_asleep = False
