@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from posttrain import registry
-from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.base import ExamplesOnDemand, Task, build_task, choose_task
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
 from posttrain.evaluation.files import (
     SUMMARY,
     Finished,
@@ -40,7 +40,7 @@ from posttrain.evaluation.generation import (
 from posttrain.evaluation.items import default_ks, digest_of
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
-from posttrain.recipes.sections import TURN_DEFAULTS, Word
+from posttrain.recipes.sections import TURN_DEFAULTS, Word, task_words
 from posttrain.sampling.base import SMALLEST_TEMPERATURE
 from posttrain.sampling.models import (
     NATIVE,
@@ -338,7 +338,10 @@ def _run_cells(
             other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
             progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
         drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
+        for line in cell.task.notices:
+            progress.tell(line)
         evaluation = measure(own, cell.task, drawing, scorer=scorer, progress=progress)
+        evaluation.results.update(count_trained(cell.source, cell.task, drawing.n))
         write_evaluation(cell.folder, settings, evaluation, write_page)
         finished[cell.folder] = read_finished(cell.folder)
     return finished
@@ -366,6 +369,26 @@ def measure(
         batch=drawing.batch,
     )
     return evaluate(model, asked, scorer=scorer, observe=progress.observe)
+
+
+def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
+    """Return the ``trained_rows`` of an evaluation: those whose prompt is in the training data of the model's run.
+
+    Nothing where it is no run, its data are no longer there, or the task is another one or makes up its examples, whose
+    splits share none.
+    """
+    word = None if source.recipe is None else source.recipe.task
+    names = set() if word is None else {one.name for one in task_words(word)} | {word.name}
+    if word is None or task.name not in names:
+        return {}
+    if isinstance(task.examples, ExamplesOnDemand) and word.options.get("split") not in (None, task.split):
+        return {}
+    try:
+        trained = {example.messages for example in build_task(word).examples}
+    except PosttrainError:
+        return {}
+    asked = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    return {"trained_rows": float(sum(example.messages in trained for example in asked))}
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:
