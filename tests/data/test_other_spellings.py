@@ -138,7 +138,7 @@ def test_parquet_column_twice_is_refused(tmp_path: Path) -> None:
     twice = table([array(["1+1?"]), array(["2+2?"]), array(["2"])], names=["prompt", "prompt", "answer"])
     parquet.write_table(twice, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="the column 'prompt' is there twice"):
-        jsonl(path=str(tmp_path / "rows.parquet"), split="test")
+        jsonl(path=str(tmp_path / "rows.parquet"), split="all")
 
 
 def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -148,5 +148,5 @@ def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     row["messages"][1]["tool_calls"] = [{"function": {"name": "add", "arguments": [("a", 1)]}}]
     columns = {"messages": array([row["messages"]], list_(message))}
     parquet.write_table(table(columns, schema=schema([("messages", list_(message))])), tmp_path / "rows.parquet")
-    (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="test").examples
+    (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="all").examples
     assert example.conversation[1].calls[0].stated == '{"a": 1}'

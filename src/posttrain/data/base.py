@@ -134,7 +134,8 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
     """The task to measure on: the named one, else the run's own, else stories for ``tiny``.
 
     The split is ``test`` unless named. Where a run was trained on a local file without a test part, or on test prompts
-    too, it is the part that was held out. Options of ``named`` without a name are for the run's own task, or each part of its mixture.
+    too, it is the part that was held out. Options of ``named`` without a name are for the run's own task, or each part
+    of its mixture.
 
     Raises:
         UsageError: a model that is no run, and no task named.

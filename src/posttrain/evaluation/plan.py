@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from posttrain import registry
-from posttrain.data.base import ExamplesOnDemand, Task, build_task, choose_task
+from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.reading import HUB
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
 from posttrain.errors import PosttrainError, UsageError
@@ -372,23 +373,29 @@ def measure(
 
 
 def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
-    """Return the ``trained_rows`` of an evaluation: those whose prompt is in the training data of the model's run.
+    """Return ``trained_rows``: the evaluated rows whose prompt is in the training data of the model's run.
 
-    Nothing where it is no run, its data are no longer there, or the task is another one or makes up its examples, whose
-    splits share none.
+    The same task is compared where the run read a local file, or the same split; other splits are files of their own.
+    Nothing is returned where there is nothing to compare, or the data are gone.
     """
-    word = None if source.recipe is None else source.recipe.task
-    names = set() if word is None else {one.name for one in task_words(word)} | {word.name}
-    if word is None or task.name not in names:
+    own = None if source.recipe is None else source.recipe.task
+    words = [] if own is None else task_words(own)
+    if own is None or task.name not in {own.name, *(word.name for word in words)}:
         return {}
-    if isinstance(task.examples, ExamplesOnDemand) and word.options.get("split") not in (None, task.split):
-        return {}
+    splits = task.split.split("+")
+    read = [w for w in words if _is_file(w) or w.options.get("split", "train") in splits]
     try:
-        trained = {example.messages for example in build_task(word).examples}
+        trained = {example.messages for word in read for example in build_task(word).examples}
     except PosttrainError:
         return {}
     asked = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
-    return {"trained_rows": float(sum(example.messages in trained for example in asked))}
+    return {"trained_rows": float(sum(example.messages in trained for example in asked))} if read else {}
+
+
+def _is_file(word: Word) -> bool:
+    """Return True if a task reads a file of this machine."""
+    path = word.options.get("path")
+    return path is not None and not str(path).startswith(HUB)
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:
