@@ -312,7 +312,7 @@ def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> N
     assert "36 examples; 6 rows of the data repeat an earlier one, and count again" in shown
     assert "6 rows of the data repeat an earlier one, and count again" in Path("runs/sft/log.txt").read_text()
     assert "6 examples repeat an earlier one" in command.works(
-        "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "test"
+        "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "all"
     )
 
 

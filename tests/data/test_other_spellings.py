@@ -24,12 +24,12 @@ USE = [ASK, CALL, RESULT]
 def read(folder: Path, *rows: Any, task: Any = jsonl, **options: Any) -> Any:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return task(path=str(path), split="test", **options)
+    return task(path=str(path), split="all", **options)
 
 
 def read_table(folder: Path, text: str, name: str = "rows.csv", task: Any = jsonl) -> list[Example]:
     (folder / name).write_text(text, encoding="utf-8")
-    return list(task(path=str(folder / name), split="test").examples)
+    return list(task(path=str(folder / name), split="all").examples)
 
 
 @pytest.mark.parametrize(

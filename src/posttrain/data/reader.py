@@ -380,9 +380,8 @@ def choose_split(
         raise DataError(place, f"nothing is held out for {split}; set task.{split}_share above 0")
     hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
     if len(set(hashes)) == 1:
-        raise DataError(
-            place, "only one distinct prompt: it cannot be parted into train and validation; set validation_share to 0"
-        )
+        options = "validation_share" if test_share is None else "validation_share and test_share"
+        raise DataError(place, f"only one distinct prompt: it cannot be parted; to train on it, set {options} to 0")
     first, second = _ends(sorted(set(hashes)), shares)
     begin, end = {"validation": (0.0, first), "test": (first, second), "train": (second, 1.0)}[split]
     chosen = [e for e, h in zip(examples, hashes, strict=True) if begin <= h < end]
