@@ -126,7 +126,7 @@ def test_dry_run_reads_the_file_that_the_task_names(tmp_path: Path, capsys: pyte
     assert "no such file" in notes[1]
     path.write_text('{"prompt": "1+1?", "answer": "\\\\sqrt3"}\n', encoding="utf-8")
     assert main(command) == 2  # one prompt cannot be parted
-    assert main([*command, "--task.validation_share", "0"]) == 0
+    assert main([*command, "--task.split", "all"]) == 0
     assert "note: task.grader: math, because 1 of 1 gold answers are formulas" in capsys.readouterr().err
     path.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?"}\n', encoding="utf-8")
     assert main(command) == 2

@@ -307,12 +307,12 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before_and_the_run_goes_on(fi
 
 def test_rows_that_stand_there_twice_are_counted_and_told(command: Command) -> None:
     write_rows([*GOOD_ROWS, *GOOD_ROWS[:5], GOOD_ROWS[0]])
-    task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}", "--train.steps", "1"]
+    task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}", "--train.steps", "1"]
     shown = command.works("train", "sft.yaml", *task)
     assert "36 examples; 6 rows of the data repeat an earlier one, and count again" in shown
     assert "6 rows of the data repeat an earlier one, and count again" in Path("runs/sft/log.txt").read_text()
     assert "6 examples repeat an earlier one" in command.works(
-        "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "test"
+        "data", "show", "jsonl", "--task.path", "rows.jsonl", "--task.split", "all"
     )
 
 

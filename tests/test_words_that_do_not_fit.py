@@ -105,6 +105,6 @@ def test_a_measure_that_no_evaluation_has_is_known_behind_the_first_one(command:
     ],
 )  # fmt: skip
 def test_what_given_data_cannot_do(arguments: str, message: str, command: Command) -> None:
-    task = ["--task", "{name: jsonl, path: rows.jsonl, validation_share: 0.0}"]
+    task = ["--task", "{name: jsonl, path: rows.jsonl, split: all}"]
     assert message in command.fails(2, "train", "sft.yaml", *task, *arguments.split())
     assert contents("runs") == {}

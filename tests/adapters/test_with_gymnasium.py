@@ -22,6 +22,7 @@ pytestmark = pytest.mark.adapters
 LAKE = {"name": "gymnasium_adapter:gymnasium", "id": "FrozenLake-v1", "options": {"is_slippery": False}}
 NAMES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "right", "down", "right"]
+EPISODES = Path(__file__).parents[2] / "contrib" / "episodes.yaml"
 
 
 def test_the_lake_is_crossed_in_six_turns() -> None:
@@ -60,7 +61,7 @@ def test_the_lake_is_crossed_in_six_turns() -> None:
 
 def test_a_model_is_trained_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "lake.yaml"
-    recipe.write_text(f"extends: tiny/grpo-number-guess\nenvironment: {LAKE}\n")
+    recipe.write_text(f"extends: {EPISODES}\nenvironment: {LAKE}\n")
     small = [
         "--rollout.num_prompts",
         "2",

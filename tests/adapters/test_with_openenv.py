@@ -25,6 +25,7 @@ from serving import free_port
 pytestmark = pytest.mark.adapters
 EXAMPLE = Example("row/1", (Message("user", "Question?"),), answer="7", meta={"level": 3})
 START_SECONDS = 120
+EPISODES = Path(__file__).parents[2] / "contrib" / "episodes.yaml"
 
 
 @contextmanager
@@ -187,7 +188,7 @@ def test_a_model_is_trained_in_it(guessing: str, tmp_path: Path, capsys: pytest.
     recipe = tmp_path / "guess.yaml"
     recipe.write_text(
         f"""
-extends: tiny/grpo-number-guess
+extends: {EPISODES}
 environment: {{name: "openenv_adapter:openenv", url: "{guessing}", show: [text]}}
 """
     )

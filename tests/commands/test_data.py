@@ -28,10 +28,10 @@ def test_show_tells_counts_and_prints_examples_in_full(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     picture = tmp_path / "p.png"
-    command = ["data", "show", "preferences", "--task.path", str(pairs), "--task.split", "test", "--plot", str(picture)]
+    command = ["data", "show", "preferences", "--task.path", str(pairs), "--task.split", "all", "--plot", str(picture)]
     assert main([*command, "--max-tokens", "40"]) == 0
     out = capsys.readouterr().out
-    assert "preferences/test: 3 examples" in out
+    assert "preferences/all: 3 examples" in out
     assert "left out: 1 × 'chosen' and 'rejected' are the same" in out
     assert "pairs: 3, of which 1 differ in white space at most" in out
     assert "the chosen answer is the longer one in 33.3% of the pairs" in out

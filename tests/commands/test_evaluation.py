@@ -32,7 +32,7 @@ def evaluate(problems: Path, tmp_path: Path) -> Callable[..., int]:
     """`posttrain evaluate tiny` on the six sums, answered from a script, into ``tmp_path / "out"``."""
 
     def run(*arguments: str, texts: Sequence[str] = ("The answer is 3.",), models: Sequence[str] = ("tiny",)) -> int:
-        task = ["--task", "jsonl", "--task.path", str(problems)]
+        task = ["--task", "jsonl", "--task.path", str(problems), "--task.split", "all"]
         engine = ["--engine", "scripted", "--engine.texts", json.dumps(list(texts))]
         out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
         return main(["evaluate", *models, *task, *engine, *out, *arguments])
@@ -49,12 +49,12 @@ def test_files_of_one_evaluation(
 ) -> None:
     assert evaluate("--template", "plain") == 0
     shown = capsys.readouterr().out
-    assert "jsonl/test, n = 6" in shown
+    assert "jsonl/all, n = 6" in shown
     assert "16.7%" in shown
     out = tmp_path / "out"
     assert f"summary, results and every answer: {out}" in shown
     content = read(out / "results.json")
-    assert content["evaluation"] == "jsonl/test"
+    assert content["evaluation"] == "jsonl/all"
     assert (content["results"]["n"], content["results"]["accuracy"]) == (6.0, pytest.approx(1 / 6))
     assert content["settings"]["template"]["name"] == "plain"
     assert content["settings"]["task"]["path"].endswith("test.jsonl")
@@ -67,7 +67,7 @@ def test_files_of_one_evaluation(
     assert items[2].question == "What is 2 + 1?"
     assert [sample["text"] for sample in _samples(out)] == ["The answer is 3."] * 6
     assert sorted(path.name for path in out.iterdir()) == ["items.jsonl", "results.json", "summary.md"]
-    assert "# jsonl/test: tiny" in (out / "summary.md").read_text()
+    assert "# jsonl/all: tiny" in (out / "summary.md").read_text()
 
 
 def _samples(out: Path) -> list[dict[str, Any]]:
@@ -112,17 +112,28 @@ def test_what_was_asked_otherwise_is_kept_beside_it(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["evaluate", "tiny", "--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+    command = [
+        "evaluate",
+        "tiny",
+        "--task",
+        "jsonl",
+        "--task.path",
+        str(problems),
+        "--task.split",
+        "all",
+        "--template",
+        "plain",
+    ]
     command += ["--engine", "scripted", "--engine.texts", '["3"]']
     for n in ("6", "4", "4", "6"):
         assert main([*command, "--limit", n]) == 0
     shown = [line.rsplit("/")[-1] for line in capsys.readouterr().out.splitlines() if "every answer: " in line]
-    first = "tiny-jsonl-test-plain"
+    first = "tiny-jsonl-all-plain"
     assert shown == [first, f"{first}-2", f"{first}-2", first]
     there = sorted((tmp_path / "evaluations").iterdir())
     assert [(folder.name, read_finished(folder).results["n"]) for folder in there] == [
-        ("tiny-jsonl-test-plain", 6.0),
-        ("tiny-jsonl-test-plain-2", 4.0),
+        ("tiny-jsonl-all-plain", 6.0),
+        ("tiny-jsonl-all-plain-2", 4.0),
     ]
     assert len(_samples(there[1])) == 4
 

@@ -31,7 +31,7 @@ def evaluate(problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, answer: str = "It is 3.") -> int:
-        task = ["--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+        task = ["--task", "jsonl", "--task.path", str(problems), "--task.split", "all", "--template", "plain"]
         engine = ["--engine", "scripted", "--engine.texts", json.dumps([answer]), "--quiet"]
         return main(["evaluate", *arguments, *task, *engine])
 
@@ -62,12 +62,12 @@ def test_two_models_are_measured_alike_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY, tmp_path / "copy")
-    task = ["--task", "jsonl", "--task.path", str(problems), "--template", "plain"]
+    task = ["--task", "jsonl", "--task.path", str(problems), "--task.split", "all", "--template", "plain"]
     assert main(["evaluate", "--compare", "tiny", "copy", *task, "--max-tokens", "6"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("│ tiny") == 1
     assert "copy and tiny are right equally often, [0.0, 0.0], p = 1, on 12 items" in shown
-    folder = tmp_path / "evaluations" / "tiny+copy-jsonl-test-plain"
+    folder = tmp_path / "evaluations" / "tiny+copy-jsonl-all-plain"
     assert (folder / "comparison.json").is_file()
     settings = [json.loads((folder / name / "results.json").read_text())["settings"] for name in ("tiny", "copy")]
     assert [s["max_tokens"] for s in settings] == [6, 6]

@@ -120,7 +120,7 @@ def test_the_data_are_those_that_are_asked(tmp_path: Path) -> None:
     marks = []
     for lines, n in ((rows, 5), (rows, 5), (rows, 4), ([*rows[:4], rows[4].replace('"5"', '"6"')], 5)):
         problems.write_text("".join(lines))
-        found = plan("tiny", "--task", "jsonl", "--task.path", str(problems), "--limit", str(n))
+        found = plan("tiny", "--task", "jsonl", "--task.path", str(problems), "--task.split", "all", "--limit", str(n))
         marks.append(found.settings(found.cells[0])["data"])
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3

@@ -57,7 +57,7 @@ def test_generation_asks_an_example_of_the_task_that_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sums.jsonl").write_text('{"prompt": "What is 2 + 5?", "answer": "7"}\n')
-    task = ["--task", "jsonl", "--task.path", "sums.jsonl"]
+    task = ["--task", "jsonl", "--task.path", "sums.jsonl", "--task.split", "all"]
     assert main(["generate", "tiny", *task, "--max-tokens", "4"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("What is 2 + 5?\n")

@@ -22,9 +22,9 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 def test_prompts_answers_and_solutions(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": "4", "solution": "2+2=4."}]
-    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="test").examples
+    first, second = jsonl(path=write_rows(tmp_path / "x.jsonl", rows), split="all").examples
     assert (first.id, first.messages, first.answer, first.solution) == (
-        "jsonl/test/1",
+        "jsonl/all/1",
         (Message("user", "1+1?"),),
         "2",
         None,
@@ -38,25 +38,25 @@ def test_responses_with_and_without_a_gold_answer(tmp_path: Path) -> None:
         {"prompt": "1+1?", "response": "Two."},
     ]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    examples = jsonl(path=path, split="test").examples
+    examples = jsonl(path=path, split="all").examples
     assert [(e.answer, e.solution, e.demonstration) for e in examples] == [
         ("2", None, "One and one: \\boxed{2}"),
         (None, None, "Two."),
     ]
     renamed = write_rows(tmp_path / "y.jsonl", [{"prompt": "1+1?", "completion": "Two."}])
-    (example,) = jsonl(path=renamed, split="test", response_key="completion").examples
+    (example,) = jsonl(path=renamed, split="all", response_key="completion").examples
     assert example.demonstration == "Two."
 
 
 def test_grader_and_further_keys(tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "answer": "B", "choices": ["1", "2"], "subject": "sums", "noise": 3}
     path = write_rows(tmp_path / "x.jsonl", [row])
-    (example,) = jsonl(path=path, split="test", grader="multiple_choice").examples
+    (example,) = jsonl(path=path, split="all", grader="multiple_choice").examples
     carried = {"choices": ["1", "2"], "subject": "sums", "noise": 3}
     assert (example.grader, example.meta) == ("multiple_choice", carried)
-    (plain,) = jsonl(path=path, split="test").examples
+    (plain,) = jsonl(path=path, split="all").examples
     assert (plain.grader, plain.meta) == ("numeric", carried)
-    (fewer,) = jsonl(path=path, split="test", ignore_keys=["noise", "choices"]).examples
+    (fewer,) = jsonl(path=path, split="all", ignore_keys=["noise", "choices"]).examples
     assert fewer.meta == {"subject": "sums"}
     with pytest.raises(UnknownWord, match=r"task.grader: there is no grader named 'exct'. Did you mean 'exact'"):
         jsonl(path=path, grader="exct")
@@ -90,15 +90,15 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         {"prompt": "f?", "answer": "2"},
     ]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    task = jsonl(path=path, split="test", grader="math", correct_only=True)
+    task = jsonl(path=path, split="all", grader="math", correct_only=True)
     assert [example.messages[0].content for example in task.examples] == ["a?", "c?"]
     assert task.dropped == {
         "correct_only: a wrong answer": 2,
         "correct_only: no response with a gold answer, so nothing to grade": 2,
     }
-    by_number = jsonl(path=path, split="test", correct_only=True).dropped
+    by_number = jsonl(path=path, split="all", correct_only=True).dropped
     assert by_number["correct_only: no answer in the response"] == 1, "numeric reads what the response marks, no more"
-    assert len(jsonl(path=path, split="test").examples) == 6
+    assert len(jsonl(path=path, split="all").examples) == 6
     with pytest.raises(DataError, match=r"no row can be used: 1 × correct_only: a wrong answer"):
         jsonl(path=write_rows(tmp_path / "y.jsonl", rows[1:2]), correct_only=True)
     with pytest.raises(UsageError, match=r"z.jsonl: task.correct_only compares responses with gold answers, and no"):
@@ -113,7 +113,7 @@ def test_only_correct_responses(tmp_path: Path) -> None:
         (
             ["7", "\\frac{\\sqrt3}{2}"],
             "math",
-            r"because 1 of 2 gold answers are formulas, such as .*sqrt3.* \(jsonl/test/2\)",
+            r"because 1 of 2 gold answers are formulas, such as .*sqrt3.* \(jsonl/all/2\)",
         ),
         (["x^2+1"], "math", "1 of 1"),
         (["(1, 2)"], "math", "1 of 1"),
@@ -123,12 +123,12 @@ def test_only_correct_responses(tmp_path: Path) -> None:
 )
 def test_grader_follows_the_gold_answers_and_says_why(tmp_path: Path, golds: list[Any], grader: str, why: str) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
-    task = jsonl(path=path, split="test")
+    task = jsonl(path=path, split="all")
     assert {example.grader for example in task.examples} == {grader}
     (line,) = task.notices
     assert line.startswith(f"task.grader: {grader}, because")
     assert re.search(why, line)
-    assert jsonl(path=path, split="test", grader="exact").notices == ()
+    assert jsonl(path=path, split="all", grader="exact").notices == ()
 
 
 def test_dry_run_of_conversations_without_a_trained_message_is_refused(tmp_path: Path, capsys: Any) -> None:
@@ -164,7 +164,7 @@ def told(content: str) -> dict[str, Any]:
 
 def read_messages(path: Path, *messages: dict[str, Any], **fields: Any) -> Any:
     file = write_rows(path / "rows.jsonl", [{"messages": list(messages), **fields}])
-    (example,) = jsonl(path=file, split="test").examples
+    (example,) = jsonl(path=file, split="all").examples
     return example
 
 

@@ -24,12 +24,12 @@ USE = [ASK, CALL, RESULT]
 def read(folder: Path, *rows: Any, task: Any = jsonl, **options: Any) -> Any:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return task(path=str(path), split="test", **options)
+    return task(path=str(path), split="all", **options)
 
 
 def read_table(folder: Path, text: str, name: str = "rows.csv", task: Any = jsonl) -> list[Example]:
     (folder / name).write_text(text, encoding="utf-8")
-    return list(task(path=str(folder / name), split="test").examples)
+    return list(task(path=str(folder / name), split="all").examples)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_parquet_column_twice_is_refused(tmp_path: Path) -> None:
     twice = table([array(["1+1?"]), array(["2+2?"]), array(["2"])], names=["prompt", "prompt", "answer"])
     parquet.write_table(twice, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="the column 'prompt' is there twice"):
-        jsonl(path=str(tmp_path / "rows.parquet"), split="test")
+        jsonl(path=str(tmp_path / "rows.parquet"), split="all")
 
 
 def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -148,5 +148,5 @@ def test_parquet_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     row["messages"][1]["tool_calls"] = [{"function": {"name": "add", "arguments": [("a", 1)]}}]
     columns = {"messages": array([row["messages"]], list_(message))}
     parquet.write_table(table(columns, schema=schema([("messages", list_(message))])), tmp_path / "rows.parquet")
-    (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="test").examples
+    (example,) = jsonl(path=str(tmp_path / "rows.parquet"), split="all").examples
     assert example.conversation[1].calls[0].stated == '{"a": 1}'

@@ -84,8 +84,8 @@ def test_answers_are_judged_by_the_graders_word(tmp_path: Path) -> None:
 
 
 def test_pairs_are_of_a_right_and_a_wrong_answer_to_one_question(tmp_path: Path) -> None:
-    task = preferences(path=items_file(tmp_path), split="test")
-    assert [e.id for e in task.examples] == ["preferences/test/1.1", "preferences/test/1.2"]
+    task = preferences(path=items_file(tmp_path), split="all")
+    assert [e.id for e in task.examples] == ["preferences/all/1.1", "preferences/all/1.2"]
     assert {e.messages for e in task.examples} == {(Message("user", "2+2?"),)}
     assert [[(r.text, r.score) for r in e.responses] for e in task.examples] == [
         [("4", 1.0), ("5", 0.0)],

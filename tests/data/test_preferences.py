@@ -35,7 +35,7 @@ def read(tmp_path: Path) -> Read:
     """``read(rows, **options)``: the task over a file of these rows, all of them unless a split is given."""
 
     def build(rows: Sequence[Any], **options: Any) -> Task:
-        return preferences(path=write_rows(tmp_path / "rows.jsonl", rows), **({"split": "test"} | options))
+        return preferences(path=write_rows(tmp_path / "rows.jsonl", rows), **({"split": "all"} | options))
 
     return build
 
@@ -51,7 +51,7 @@ ASKED = (Message("user", "1+1?"),)
 
 def test_a_pair_of_texts(read: Read) -> None:
     (example,) = read([PAIR]).examples
-    assert (example.id, example.messages) == ("preferences/test/1", ASKED)
+    assert (example.id, example.messages) == ("preferences/all/1", ASKED)
     assert (example.answer, example.solution) == (None, None)
     assert example.responses == (Response("2", 1.0), Response("3", 0.0))
 
@@ -333,9 +333,9 @@ def test_the_first_row_tells_the_layout(read: Read, row: dict[str, Any], message
 
 def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
     rows = [{"messages": turns(f"{i % 60}?", *("a", "b") * (i // 60), "c"), "label": True} for i in range(180)]
-    sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation")]
+    sides = [read(rows, split=split, validation_share=0.3).examples for split in ("train", "validation", "test")]
     asked = [{example.messages[0] for example in side} for side in sides]
-    assert not asked[0] & asked[1]
+    assert sum(map(len, asked)) == len(set.union(*asked)) == 60
     assert [len(side) for side in sides] == [3 * len(side) for side in asked]
     entry = registry.find("task", "preferences")
     assert entry.traits["held_out"] == "validation"
@@ -353,7 +353,7 @@ def test_conversations_that_begin_alike_are_on_one_side(read: Read) -> None:
     ],
 )
 def test_real_rows(name: str, size: int, turns: dict[int, int], last: list[float] | None) -> None:
-    task = preferences(path=real_file(f"preference/{name}"), split="test")
+    task = preferences(path=real_file(f"preference/{name}"), split="all")
     assert (len(task.examples), task.dropped) == (size, {})
     assert Counter(len(example.messages) for example in task.examples) == turns
     scores = [[response.score for response in example.responses] for example in task.examples]

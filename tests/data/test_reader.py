@@ -25,6 +25,7 @@ from posttrain.data.reader import (
 from posttrain.data.reading import Row
 from posttrain.data.verifiable.suites import gsm8k
 from posttrain.errors import DataError, DataNotThere, RecipeError
+from posttrain.evaluation.statistics import wilson_interval
 from posttrain.recipes.sections import Word
 from posttrain.types import Example, Message
 
@@ -48,7 +49,7 @@ def test_every_task_says_how_many_examples() -> None:
 
 def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
     def chosen(size: int, seed: int = 0) -> list[str]:
-        return [e.id for e in jsonl(path=path, split="test", size=size, seed=seed).examples]
+        return [e.id for e in jsonl(path=path, split="all", size=size, seed=seed).examples]
 
     first = chosen(100)
     assert first == chosen(100), "the same again"
@@ -56,7 +57,7 @@ def test_size_is_a_function_of_the_seed_and_nests(path: str) -> None:
     assert first == sorted(first, key=lambda name: int(name.rpartition("/")[2])), "in the order of the file"
     assert set(first) < set(chosen(300))
     assert len(set(first) & set(chosen(100, seed=1))) < 30, "about ten of a hundred"
-    assert first != [f"jsonl/test/{n}" for n in range(1, 101)]
+    assert first != [f"jsonl/all/{n}" for n in range(1, 101)]
     with pytest.raises(RecipeError, match=r"task.size: .*greater than or equal to 1; got 0"):
         build_task(Word(name="jsonl", path=path, size=0))
 
@@ -182,6 +183,53 @@ def test_shares_and_order() -> None:
     assert {e.id for e in train}.isdisjoint(e.id for e in validation)
     assert [e.id for e in validation] == sorted((e.id for e in validation), key=lambda i: int(i[2:]))
     assert choose_split(examples, "test", 0.05, "f") == examples
+
+
+def test_choose_split_of_one_file_parts_it_in_three() -> None:
+    examples = [ask(f"question {i}", i) for i in range(2000)]
+    parts = {
+        split: choose_split(examples, split, 0.05, "f", test_share=0.1) for split in ("train", "validation", "test")
+    }
+    assert sorted(e.id for part in parts.values() for e in part) == sorted(e.id for e in examples)
+    assert parts["validation"] == choose_split(examples, "validation", 0.05, "f")  # what it was without a test part
+    assert all(0.05 <= prompt_hash(e) < 0.15 for e in parts["test"])
+    assert 150 <= len(parts["test"]) <= 250
+    assert choose_split(examples, "all", 0.05, "f", test_share=0.1) == examples
+    fewer = choose_split(examples[::2], "test", 0.05, "f", test_share=0.1)
+    assert fewer == [e for e in parts["test"] if int(e.id[2:]) % 2 == 0]
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=12), st.sampled_from([(0.001, 0.001), (0.5, 0.6)]))
+def test_choose_split_small_file_fills_three_parts(prompts: list[str], shares: tuple[float, float]) -> None:
+    examples = [ask(text, i) for i, text in enumerate(prompts)]
+    if len(set(prompts)) < 3:
+        with pytest.raises(DataError, match="distinct prompt"):
+            choose_split(examples, "test", shares[0], "f", test_share=shares[1])
+        return
+    parts = [
+        choose_split(examples, split, shares[0], "f", test_share=shares[1]) for split in ("train", "validation", "test")
+    ]
+    assert all(parts)
+    assert sorted(e.id for part in parts for e in part) == sorted(e.id for e in examples)
+    asked = [{e.messages for e in part} for part in parts]
+    assert sum(map(len, asked)) == len(set.union(*asked))
+
+
+def test_jsonl_small_part_comes_with_the_width_of_its_interval(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i}", "answer": str(i)} for i in range(1000)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    few, many, train = (jsonl(path=path, split=split, grader="exact") for split in ("validation", "test", "train"))
+    n = len(few.examples)
+    assert few.notices == (
+        f"jsonl/validation: {n} of 1,000 rows, which split train leaves out; task.split all takes every row. A share "
+        f"of so few has a 95 % interval of up to ±{98 / (n + 3.84) ** 0.5:.0f} points: raise task.validation_share",
+    )
+    assert many.notices == (
+        f"jsonl/test: {len(many.examples)} of 1,000 rows, which split train leaves out; task.split all takes every row",
+    )
+    assert train.notices == ()
+    low, high = wilson_interval(n / 2, n)
+    assert 50 * (high - low) == pytest.approx(98 / (n + 3.84) ** 0.5, rel=1e-3)
 
 
 def test_a_prompt_keeps_its_side_when_rows_come_or_go() -> None:

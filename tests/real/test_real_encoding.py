@@ -60,7 +60,7 @@ def answer_in(row: dict[str, Any], shape: Shape, path: Path, name: str, template
     file = path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     read: Callable[..., Any] = preferences if "chosen" in row else jsonl
-    (example,) = read(path=str(file), split="test").examples
+    (example,) = read(path=str(file), split="all").examples
     unit, *_ = rows_of(tokenizer_of(name), template, example, shape)
     assert not isinstance(unit, str), unit
     assert unit[0].ids[: unit[0].prompt_length] == encode_prompt(tokenizer_of(name), template, PROMPT)

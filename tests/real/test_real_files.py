@@ -32,9 +32,9 @@ def asked(example: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("indent", [None, 2])
 def test_json_list_of_alpaca_rows_is_read(tmp_path: Path, indent: int | None) -> None:
     path = write(tmp_path, "alpaca.json", json.dumps(ALPACA, indent=indent))
-    first, second = jsonl(path=path, split="test").examples
-    assert (first.id, asked(first), first.demonstration) == ("jsonl/test/1", [("user", "Add.\n\n12 and 30")], "42")
-    assert second.id == "jsonl/test/2"
+    first, second = jsonl(path=path, split="all").examples
+    assert (first.id, asked(first), first.demonstration) == ("jsonl/all/1", [("user", "Add.\n\n12 and 30")], "42")
+    assert second.id == "jsonl/all/2"
     assert asked(second) == [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hi!"), ("user", "Greet.")]
     assert second.demonstration == "Hello!"
 
@@ -71,7 +71,7 @@ def test_csv_is_read_as_texts_without_empty_cells(tmp_path: Path) -> None:
         {"prompt": "Yes?", "answer": "yes", "solution": 'He said "yes".'},
     ]
     assert [row.line for row in rows] == [2, 5]
-    first, second = jsonl(path=str(tmp_path / "x.csv"), split="test").examples
+    first, second = jsonl(path=str(tmp_path / "x.csv"), split="all").examples
     assert (first.answer, first.solution, first.meta) == ("007", None, {"source": "web"})
     assert second.solution == 'He said "yes".'
     tabbed = list(read_file(write(tmp_path, "x.tsv", "prompt\tanswer\nq, r\t7\n")))
@@ -94,13 +94,13 @@ def test_csv_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str,
 
 def test_csv_of_pairs_labels_and_conversations_is_read(tmp_path: Path) -> None:
     pairs = write(tmp_path, "p.csv", "prompt,chosen,rejected,score_chosen,score_rejected\nq,[1],b,8.5,2\n")
-    assert preferences(path=pairs, split="test").examples[0].responses == (Response("[1]", 8.5), Response("b", 2.0))
+    assert preferences(path=pairs, split="all").examples[0].responses == (Response("[1]", 8.5), Response("b", 2.0))
     labels = write(tmp_path, "l.csv", "prompt,completion,label\nq,a,True\nq,b,0\n")
-    scores = [example.responses[0].score for example in preferences(path=labels, split="test").examples]
+    scores = [example.responses[0].score for example in preferences(path=labels, split="all").examples]
     assert scores == [1.0, 0.0]
     messages = json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
     chats = write(tmp_path, "c.csv", 'messages\n"' + messages.replace('"', '""') + '"\n')
-    (example,) = jsonl(path=chats, split="test").examples
+    (example,) = jsonl(path=chats, split="all").examples
     assert example.conversation == (Message("user", "Hi"), Message("assistant", "Ho"))
 
 
@@ -112,7 +112,7 @@ def test_sharegpt_conversations_are_read(tmp_path: Path) -> None:
         {"from": "human", "value": "12 + 30?"},
         {"from": "gpt", "value": "42", "weight": 1},
     ]
-    (example,) = jsonl(path=write(tmp_path, "s.json", json.dumps([{"conversations": said}])), split="test").examples
+    (example,) = jsonl(path=write(tmp_path, "s.json", json.dumps([{"conversations": said}])), split="all").examples
     assert [message.role for message in example.conversation] == ["system", "user", "assistant", "user", "assistant"]
     assert [message.is_trained for message in example.conversation if message.role == "assistant"] == [False, True]
     assert example.demonstration == "42"
@@ -138,10 +138,10 @@ def call(**arguments: Any) -> list[dict[str, Any]]:
 
 def test_nulls_of_a_table_are_no_arguments_and_nulls_of_a_json_file_are(tmp_path: Path) -> None:
     rows = [{"messages": call(a=1, deep={"x": "y"})}, {"messages": call(b="two", deep={"z": [1]})}]
-    examples = jsonl(path=arrow(tmp_path, rows), split="test").examples
+    examples = jsonl(path=arrow(tmp_path, rows), split="all").examples
     stated = [json.loads(example.conversation[1].calls[0].stated) for example in examples]
     assert stated == [{"a": 1, "deep": {"x": "y"}}, {"b": "two", "deep": {"z": [1]}}]
-    (example,) = jsonl(path=write(tmp_path, "n.json", json.dumps([{"messages": call(a=None)}])), split="test").examples
+    (example,) = jsonl(path=write(tmp_path, "n.json", json.dumps([{"messages": call(a=None)}])), split="all").examples
     assert json.loads(example.conversation[1].calls[0].stated) == {"a": None}
 
 
@@ -154,6 +154,6 @@ def test_nulls_of_a_table_are_no_keys_of_tools_meta_and_variables(tmp_path: Path
         {"prompt": "q", "response": "r", "tools": schemas[:1], "meta": {"a": 1}, "chat_template_kwargs": {"x": True}},
         {"prompt": "q", "response": "r", "tools": schemas[1:], "meta": {"b": 2}, "chat_template_kwargs": {"y": 1}},
     ]
-    first, second = jsonl(path=arrow(tmp_path, rows), split="test").examples
+    first, second = jsonl(path=arrow(tmp_path, rows), split="all").examples
     assert (first.variables, first.meta) == ({"tools": schemas[:1], "x": True}, {"a": 1})
     assert (second.variables, second.meta) == ({"tools": schemas[1:], "y": 1}, {"b": 2})

@@ -57,7 +57,7 @@ TOOL_TURNS = [
 def read(path: Path, row: dict[str, Any], **options: Any) -> Example:
     file = path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    (example,) = jsonl(path=str(file), split="test", **options).examples
+    (example,) = jsonl(path=str(file), split="all", **options).examples
     return example
 
 
@@ -219,9 +219,7 @@ def test_tools_go_into_the_template_or_are_refused(tmp_path: Path, name: str) ->
     row = {"messages": FOUR_TURNS, "tools": [WEATHER]}
     example, tokenizer = read(tmp_path, row), tokenizer_of(name)
     if name in ("gemma3", "chatml"):
-        with pytest.raises(
-            UsageError, match=r"example 'jsonl/test/1': .*does not read 'tools'.*ignore_keys: \[tools\]"
-        ):
+        with pytest.raises(UsageError, match=r"example 'jsonl/all/1': .*does not read 'tools'.*ignore_keys: \[tools\]"):
             rows(name, example)
         assert rows(name, read(tmp_path, row, ignore_keys=["tools"]))
         return
@@ -305,7 +303,7 @@ def test_variables_of_a_row_reach_the_template_or_are_refused(tmp_path: Path) ->
 
 
 def test_content_that_a_template_drops_beside_a_call_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"example 'jsonl/test/1': .*does not show the assistant message exactly once"):
+    with pytest.raises(UsageError, match=r"example 'jsonl/all/1': .*does not show the assistant message exactly once"):
         rows("llama3", read(tmp_path, {"messages": TOOL_TURNS}))
 
 
@@ -330,7 +328,7 @@ def test_run_says_which_share_of_the_tokens_is_trained(
     file.write_text("\n".join(json.dumps(row) for row in ({"messages": FOUR_TURNS}, silent)), encoding="utf-8")
     recipe = make_recipe("sft", data={"batch_size": 1, "train_on": train_on})
     chat = registry.find("template", "chat").bind({})()
-    source = SupervisedSource(recipe, jsonl(path=str(file), split="test"), chat, tokenizer_of(name), 1024)
+    source = SupervisedSource(recipe, jsonl(path=str(file), split="all"), chat, tokenizer_of(name), 1024)
     masks = [source.batch_of([i]).mask for i in range(source.num_examples)]
     trained, total = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     assert source.trained == f"{trained:,} of {total:,} tokens are trained, {trained / total:.1%} {share}"

@@ -33,7 +33,7 @@ TEXTS = (
 def read(path: Path, reader: str, row: Mapping[str, Any], **options: Any) -> Task:
     file = path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    return READERS[reader](path=str(file), split="test", **options)
+    return READERS[reader](path=str(file), split="all", **options)
 
 
 def texts_of(value: Any, key: str = "") -> Iterator[str]:
@@ -162,7 +162,7 @@ def test_keys_that_are_carried_along_are_in_meta_and_listed(tmp_path: Path, caps
         ("score", "carried along (meta)"): 1,
         ("source", "carried along (meta)"): 1,
     }
-    assert main(["data", "show", "jsonl", "--task.path", str(tmp_path / "rows.jsonl"), "--task.split", "test"]) == 0
+    assert main(["data", "show", "jsonl", "--task.path", str(tmp_path / "rows.jsonl"), "--task.split", "all"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["source", "carried", "along", "(meta)", "1"] in lines
     assert ["messages[].role", "read", "1"] in lines
@@ -179,12 +179,12 @@ def test_margin_is_needed_in_every_row_or_none(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in (pair | {"margin": 2}, pair)), encoding="utf-8")
-    task = preferences(path=str(file), split="test")
+    task = preferences(path=str(file), split="all")
     assert [example.margin for example in task.examples] == [2.0]
     assert task.dropped == {"'margin' is missing, and every row needs a score": 1}
     file.write_text("\n".join(json.dumps(row) for row in (pair, pair | {"margin": 2})), encoding="utf-8")
     with pytest.raises(DataError, match=r"rows\.jsonl:2: the key 'margin' is not read here"):
-        preferences(path=str(file), split="test")
+        preferences(path=str(file), split="all")
 
 
 def test_results_are_put_in_the_order_of_their_calls(tmp_path: Path) -> None:

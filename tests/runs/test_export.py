@@ -16,8 +16,11 @@ from fake_runs import WEIGHTS, make_run, snapshot
 from safetensors.torch import load_file, save_file
 
 from posttrain.errors import CheckpointError, RunFailure, UsageError
+from posttrain.models.sources import resolve_model_name
+from posttrain.recipes.sections import Word
 from posttrain.runs import export
 from posttrain.runs.export import export_run
+from posttrain.runs.models import find_source
 from posttrain.store.checkpoint_files import seal, step_folder
 
 
@@ -48,6 +51,15 @@ def test_a_folder_with_weights_recipe_and_results(root: Path, tmp_path: Path) ->
     (tmp_path / "secret").write_text("mine alone")
     (root / "a" / "report.html").symlink_to(tmp_path / "secret")
     assert "report.html" not in names_in(export_run(root, root / "a", tmp_path / "again").target)
+
+
+def test_exported_folder_keeps_the_template_of_its_training(root: Path, tmp_path: Path) -> None:
+    template = {"name": "r1_zero", "preamble": ""}
+    make_run(root, "b", recipe={"rollout": {"num_prompts": 2}, "prompt": {"template": template}})
+    export_run(root, root / "b", tmp_path / "out")
+    source = find_source(str(tmp_path / "out"), tmp_path / "none")
+    assert source.template == Word.model_validate(template)
+    assert resolve_model_name(source.path) == str(tmp_path / "out")
 
 
 def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:

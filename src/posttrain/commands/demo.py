@@ -45,6 +45,10 @@ NUM_HELD_OUT = 500
 NUM_TRANSCRIPTS = 6
 NUM_SHOWN = 2
 LABELS = ("base", "after SFT", "after GRPO")
+OTHER_PROBLEMS = (
+    "The evaluations during training are of the validation split, by which the best weights are chosen; of the same "
+    "model they may differ from these within the intervals."
+)
 
 Results = Mapping[str, float]
 
@@ -254,8 +258,8 @@ def _line(label: str, r: Results, story: Story) -> str:
     parts = [f"{r[key]:.0%} {said}" for key, said in story.shares.items() if key in r]
     worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
     return (
-        f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} held-out problems right (95 % interval {r['accuracy_low']:.1%} "
-        f"to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."
+        f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} problems of the test split right (95 % interval "
+        f"{r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."
     )
 
 
@@ -295,7 +299,7 @@ def write_story(
         title=story.title,
         lead=story.lead + outcome(story, stages),
         stages=[Stage(label, text, results[label]) for label, text in zip(LABELS, story.descriptions, strict=True)],
-        stages_note=f"{about}, the same for all; greedy decoding.",
+        stages_note=f"{about}, the same for all; greedy decoding. {OTHER_PROBLEMS}",
         transcripts=transcripts,
         transcripts_note="The first problems of the held-out set, as they came.",
         chapters=[
@@ -327,7 +331,7 @@ def _say(console: Console, title: str, text: str) -> None:
 def _show_end(
     console: Console, plan: Plan, stages: Mapping[str, Evaluation], transcripts: Sequence[Transcript]
 ) -> None:
-    what = f"The same problems{plan.problems}, none of which was trained on. Greedy decoding."
+    what = f"The same problems{plan.problems}, none of which was trained on. Greedy decoding. {OTHER_PROBLEMS}"
     _say(console, "4. The three, side by side", what)
     for transcript in transcripts[:NUM_SHOWN]:
         title = Text(f"{transcript.question}  (answer: {transcript.gold})")

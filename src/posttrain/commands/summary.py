@@ -21,6 +21,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
 from posttrain.store.headline import REWARD, Headline
+from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -52,9 +53,10 @@ def write_summary(folder: str | Path) -> Path:
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
     if not recipe.trains_scorer:
         commands.insert(0, ("ask the trained model", ["posttrain", "generate", folder]))
+    lead = recipe.description.strip() or f"{recipe.model.name}, trained with {recipe.objective.name}."
     report = Report(
         title=title,
-        lead=recipe.description or f"{recipe.model.name}, trained with {recipe.objective.name}.",
+        lead=" ".join([lead, *(f"Warning: {warning}." for warning in learning_warnings(rows).values())]),
         headline=headline,
         stages=_stages(points, headline),
         stages_note=note_on(points, headline),

@@ -105,9 +105,9 @@ def eval_words(recipe: Recipe) -> list[Word]:
         return list(recipe.eval.tasks)
     word = held_out_task(recipe.task)
     for held, trained in zip(task_words(word), task_words(recipe.task), strict=True):
-        if held.options["split"] == trained.options.get("split"):
+        if trained.options.get("split") in (held.options["split"], "all"):
             raise RecipeError(
-                f"task.split: training on {held.options['split']!r} leaves nothing of task {held.name!r} to "
+                f"task.split: training on {trained.options['split']!r} leaves nothing of task {held.name!r} to "
                 "evaluate on; train on another split, give eval.tasks, or switch evaluation off with eval.every: 0"
             )
     return [word]
@@ -133,8 +133,9 @@ def _without_size(word: Word) -> dict[str, Any]:
 def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
     """The task to measure on: the named one, else the run's own, else stories for ``tiny``.
 
-    The split is ``test`` unless named. Where a run was trained on a local file, or on test prompts too, it is the part
-    that was held out. Options of ``named`` without a name are for the run's own task, or each part of its mixture.
+    The split is ``test`` unless named. Where a run was trained on a local file without a test part, or on test prompts
+    too, it is the part that was held out. Options of ``named`` without a name are for the run's own task, or each part
+    of its mixture.
 
     Raises:
         UsageError: a model that is no run, and no task named.
@@ -154,9 +155,11 @@ def choose_task(named: Word | None, model: str, recipe: Recipe | None) -> Word:
 
 def _own_task(word: Word, options: Mapping[str, Any]) -> Word:
     own = {key: value for key, value in _without_size(word).items() if key != "split"}
-    learns_from_test = own.get(registry.find("task", word.name).traits.get("learns_from_test", ""))
+    traits = registry.find("task", word.name).traits
+    learns_from_test = own.get(traits.get("learns_from_test", ""))
+    is_of_training = own.get("path") is not None and "path" not in options and not traits.get("splits_file")
     split = "test"
-    if (own.get("path") is not None and "path" not in options) or learns_from_test:
+    if is_of_training or learns_from_test:
         split = _held_out(word).options["split"]
     return _with_split(Word(name=word.name, **{**own, **options}), split)
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from posttrain.data.base import Task
 from posttrain.data.messages import REASONING_KEYS, add_system, read_instruction, read_messages, read_variables
-from posttrain.data.reader import Collected, Share, Split, collect, reads_rows
+from posttrain.data.reader import Collected, FileSplit, Share, collect, reads_rows
 from posttrain.data.reading import Row, read_file
 from posttrain.data.render.rows import split_turns
 from posttrain.data.render.words import split_response
@@ -36,12 +36,12 @@ _FORMULA = re.compile(
 )
 
 
-@register("task", held_out="validation")
+@register("task", held_out="validation", splits_file=True)
 @reads_rows
 def jsonl(
     *,
     path: str,
-    split: Split = "train",
+    split: FileSplit = "train",
     prompt_key: str = "prompt",
     messages_key: str = "messages",
     answer_key: str = "answer",
@@ -50,6 +50,7 @@ def jsonl(
     ignore_keys: list[str] | None = None,
     grader: str | None = None,
     validation_share: Share = 0.05,
+    test_share: Share = 0.1,
     correct_only: bool = False,
 ) -> Task:
     """Rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, in the layouts of TRL, ShareGPT and Alpaca.
@@ -62,8 +63,8 @@ def jsonl(
     in ``meta``; one that would change what is trained is refused.
 
     Args:
-        split: ``validation`` is a part of the rows chosen by a hash of the prompt up to the user's first message;
-            ``test`` is the whole file.
+        split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
+            message, ``train`` is the rest, ``all`` the whole file.
         prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
         messages_key: of the conversation; else ``conversations``.
         answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
@@ -87,8 +88,8 @@ def jsonl(
     collected.examples = [replace(example, grader=chosen_grader) for example in collected.examples]
     if correct_only:
         _keep_correct(collected, chosen_grader, path)
-    task = collected.as_task("jsonl", path, split, validation_share, by_opening=True)
-    return replace(task, notices=notices)
+    task = collected.as_task("jsonl", path, split, validation_share, by_opening=True, test_share=test_share)
+    return replace(task, notices=(*notices, *task.notices))
 
 
 def _key_of(row: Row, part: str, keys: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from posttrain.data.base import Task
 from posttrain.data.messages import add_system, is_blank, read_instruction, read_messages, read_prompt, read_variables
-from posttrain.data.reader import Dropped, Share, Split, collect, reads_rows, row_task
+from posttrain.data.reader import Dropped, FileSplit, Share, collect, reads_rows, row_task
 from posttrain.data.reading import Row, read_file
 from posttrain.registry import register, suggest
 from posttrain.types import Example, Message, Response
@@ -118,13 +118,14 @@ NumClasses = Literal[2, 3]
 CLASSES: dict[int, dict[int, int]] = {2: {0: 0, 1: 1}, 3: {-1: 0, 0: 1, 1: 2}}
 
 
-@register("task", held_out="validation")
+@register("task", held_out="validation", splits_file=True)
 @reads_rows
 def preferences(
     *,
     path: str,
-    split: Split = "train",
+    split: FileSplit = "train",
     validation_share: Share = 0.05,
+    test_share: Share = 0.1,
     num_classes: NumClasses = 2,
     step_separator: str = "\n",
     ignore_keys: list[str] | None = None,
@@ -150,9 +151,9 @@ def preferences(
     in ``meta``. In an evaluation's ``items.jsonl`` the n-th right and the n-th wrong answer to a question are a pair.
 
     Args:
-        split: ``validation`` is a part of the prompts chosen by a hash of all up to the user's first message, so that
-            conversations that begin alike stand on one side; ``test`` is the whole file.
-        validation_share: share of these beginnings that is held out.
+        split: ``validation`` and ``test`` are parts of the prompts chosen by a hash of all up to the user's first
+            message, so that conversations that begin alike stand on one side; ``train`` is the rest, ``all`` the file.
+        validation_share, test_share: shares of these beginnings that are held out.
         num_classes: of steps; the same as that of the objective ``process``.
         step_separator: stands between two steps.
     """
@@ -171,7 +172,7 @@ def preferences(
 
     rows, name = paired_rows(read_file(path), dropped := Counter[str]()), f"preferences/{split}"
     collected = collect(rows, read, path, dropped, name=name, carries=True, ignored=ignore_keys or ())
-    return collected.as_task("preferences", path, split, validation_share, by_opening=True)
+    return collected.as_task("preferences", path, split, validation_share, by_opening=True, test_share=test_share)
 
 
 @register("task", held_out="validation")

@@ -30,8 +30,10 @@ from posttrain.untrusted import kind_of_file
 
 Reader = Callable[..., Task]
 Split = Literal["train", "validation", "test"]
+FileSplit = Literal["train", "validation", "test", "all"]  # of one file that holds all of them
 TestSplit = Literal["test"]
 Share = Annotated[float, Field(ge=0, lt=1)]
+MIN_HELD_OUT = 50  # rows; of fewer the width of the interval is noted
 # What the docstring of every task of rows says of these options, and of errors, where it does not say more itself.
 _ABOUT = {
     "split": (
@@ -43,6 +45,7 @@ _ABOUT = {
         "        ``hf:NAME:CONFIG@SPLIT``; ``#1000`` after it streams its first rows and downloads no more)."
     ),
     "validation_share": "share of the prompts that is held out.",
+    "test_share": "share of the prompts that is held out for the last measurement.",
     "ignore_keys": "keys of rows and messages that are left out.",
     "size": (
         "of the split, so many examples, drawn by ``seed``; the others are counted as left out. Without it, and where\n"
@@ -236,17 +239,36 @@ class Collected:
             raise DataError(place, f"no row can be used: {reasons}. `posttrain explain TASK` says what a row must have")
 
     def as_task(
-        self, name: str, place: str, split: Split = "test", share: float | None = None, *, by_opening: bool = False
+        self,
+        name: str,
+        place: str,
+        split: FileSplit = "test",
+        share: float | None = None,
+        *,
+        by_opening: bool = False,
+        test_share: float | None = None,
     ) -> Task:
-        """A split of it (``choose_split``); all of it where no ``share`` is given.
+        """A split of it (``choose_split``); all of it where no ``share`` is given. Small parts come with a notice.
 
         Raises:
             DataError: there is nothing, or nothing is left for the split.
         """
         self.require_examples(place)
-        part: Split = "test" if share is None else split
-        chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening)
-        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys))
+        part: FileSplit = "all" if share is None else split
+        chosen = choose_split(self.examples, part, share or 0, place, by_opening=by_opening, test_share=test_share)
+        notices = () if test_share is None else _describe_part(name, split, len(chosen), len(self.examples))
+        return Task(name, split, chosen, dict(self.dropped), keys=dict(self.keys), notices=notices)
+
+
+def _describe_part(name: str, split: FileSplit, size: int, total: int) -> tuple[str, ...]:
+    """Return a line about a part of a file that is measured on: its size, and its interval where it is small."""
+    if split not in ("validation", "test"):
+        return ()
+    line = f"{name}/{split}: {size:,} of {total:,} rows, which split train leaves out; task.split all takes every row"
+    if size >= MIN_HELD_OUT:
+        return (line,) if split == "test" else ()
+    half = 98.0 / math.sqrt(size + 3.84)  # of Wilson's interval at a share of one half, in points
+    return (f"{line}. A share of so few has a 95 % interval of up to ±{half:.0f} points: raise task.{split}_share",)
 
 
 LEFT_OUT = "left out (task.ignore_keys)"
@@ -331,33 +353,53 @@ def prompt_hash(example: Example, *, by_opening: bool = False) -> float:
 
 
 def choose_split(
-    examples: Sequence[Example], split: Split, share: float, place: str, *, by_opening: bool = False
+    examples: Sequence[Example],
+    split: FileSplit,
+    share: float,
+    place: str,
+    *,
+    by_opening: bool = False,
+    test_share: float | None = None,
 ) -> list[Example]:
     """Return the examples of one split, in order.
 
-    ``test`` is everything. Otherwise the prompts whose hash is below ``share`` are held out as validation, and
-    ``train`` is the rest; equal prompts stand on the same side, whatever else is in the file. Where a small file would
-    leave a side empty, its lowest (highest) prompt goes there. ``by_opening`` keeps dialogues that begin alike on one
-    side.
+    The prompts whose hash is below ``share`` are held out as validation, the next ``test_share`` as test, and ``train``
+    is the rest; equal prompts stand on the same side, whatever else is in the file. ``all`` is everything, as is
+    ``test`` of a file of its own (``test_share`` None). Where a small file would leave a part empty, its lowest
+    (highest) prompt goes there. ``by_opening`` keeps dialogues that begin alike on one side.
 
     Raises:
         DataError: nothing is left for the split.
     """
     if not examples:
         raise DataError(place, "no usable examples in it; give a file with rows")
-    if split == "test" or (split == "train" and share == 0):
+    shares = (share, test_share or 0.0)
+    if split == "all" or (split == "test" and test_share is None) or (split == "train" and not any(shares)):
         return list(examples)
-    if share == 0:
-        raise DataError(place, "nothing is held out for validation; set task.validation_share above 0")
+    if (split, 0) in (("validation", shares[0]), ("test", shares[1])):
+        raise DataError(place, f"nothing is held out for {split}; set task.{split}_share above 0")
     hashes = [prompt_hash(example, by_opening=by_opening) for example in examples]
-    lowest, highest = min(hashes), max(hashes)
-    if lowest == highest:
-        raise DataError(
-            place, "only one distinct prompt: it cannot be parted into train and validation; set validation_share to 0"
-        )
-    # Just above the lowest at least, and no further than the highest: neither side is ever empty.
-    limit = min(max(share, math.nextafter(lowest, 1.0)), highest)
-    return [e for e, h in zip(examples, hashes, strict=True) if (h < limit) == (split == "validation")]
+    if len(set(hashes)) == 1:
+        options = "validation_share" if test_share is None else "validation_share and test_share"
+        raise DataError(place, f"only one distinct prompt: it cannot be parted; to train on it, set {options} to 0")
+    first, second = _ends(sorted(set(hashes)), shares)
+    begin, end = {"validation": (0.0, first), "test": (first, second), "train": (second, 1.0)}[split]
+    chosen = [e for e, h in zip(examples, hashes, strict=True) if begin <= h < end]
+    if not chosen:
+        raise DataError(place, f"too few distinct prompts to hold some out for {split}; give more rows, or split all")
+    return chosen
+
+
+def _ends(hashes: Sequence[float], shares: tuple[float, float]) -> tuple[float, float]:
+    """Return where the two held-out parts end among distinct hashes: each with one at least, as far as there are."""
+    ends, total = [0.0], 0.0
+    for number, share in enumerate(shares):
+        total += share
+        left = [value for value in hashes if value >= ends[-1]]
+        kept = 2 if number == 0 and shares[1] and len(left) > 2 else 1  # for the parts that follow
+        is_parted = share and len(left) > 1
+        ends.append(min(max(total, math.nextafter(left[0], 1.0)), left[-kept]) if is_parted else ends[-1])
+    return ends[1], ends[2]
 
 
 def strip_calculations(text: str) -> str:

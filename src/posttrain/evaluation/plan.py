@@ -13,9 +13,10 @@ from typing import Any, Self
 
 from posttrain import registry
 from posttrain.data.base import Task, build_task, choose_task
+from posttrain.data.reading import HUB
 from posttrain.data.render import encode_prompt
 from posttrain.data.render.template import build_template
-from posttrain.errors import UsageError
+from posttrain.errors import PosttrainError, UsageError
 from posttrain.evaluation.files import (
     SUMMARY,
     Finished,
@@ -41,7 +42,7 @@ from posttrain.evaluation.items import default_ks, digest_of
 from posttrain.evaluation.tables import Row, notes_on
 from posttrain.models.sources import resolve_model_name
 from posttrain.option_types import Dtype
-from posttrain.recipes.sections import TURN_DEFAULTS, Word
+from posttrain.recipes.sections import TURN_DEFAULTS, Word, task_words
 from posttrain.sampling.base import SMALLEST_TEMPERATURE
 from posttrain.sampling.models import (
     NATIVE,
@@ -338,7 +339,10 @@ def _run_cells(
             other = ["data (other questions or gold answers)" if name == "data" else name for name in names]
             progress.tell(f"{cell.folder}: an earlier evaluation differs in {', '.join(other)}; it is replaced")
         drawing = replace(asked.drawing, max_tokens=cell.max_tokens)
+        for line in cell.task.notices:
+            progress.tell(line)
         evaluation = measure(own, cell.task, drawing, scorer=scorer, progress=progress)
+        evaluation.results.update(count_trained(cell.source, cell.task, drawing.n))
         write_evaluation(cell.folder, settings, evaluation, write_page)
         finished[cell.folder] = read_finished(cell.folder)
     return finished
@@ -366,6 +370,32 @@ def measure(
         batch=drawing.batch,
     )
     return evaluate(model, asked, scorer=scorer, observe=progress.observe)
+
+
+def count_trained(source: ModelSource, task: Task, n: int) -> dict[str, float]:
+    """Return ``trained_rows``: the evaluated rows whose prompt is in the training data of the model's run.
+
+    The same task is compared where the run read a local file, or the same split; other splits are files of their own.
+    Nothing is returned where there is nothing to compare, or the data are gone.
+    """
+    own = None if source.recipe is None else source.recipe.task
+    words = [] if own is None else task_words(own)
+    if own is None or task.name not in {own.name, *(word.name for word in words)}:
+        return {}
+    splits = task.split.split("+")
+    read = [w for w in words if _is_file(w) or w.options.get("split", "train") in splits]
+    try:
+        trained = {example.messages for word in read for example in build_task(word).examples}
+    except PosttrainError:
+        return {}
+    asked = [task.examples[i] for i in held_out_indices(len(task.examples), n)]
+    return {"trained_rows": float(sum(example.messages in trained for example in asked))} if read else {}
+
+
+def _is_file(word: Word) -> bool:
+    """Return True if a task reads a file of this machine."""
+    path = word.options.get("path")
+    return path is not None and not str(path).startswith(HUB)
 
 
 def rows_of(finished: Sequence[Finished]) -> list[Row]:

@@ -156,6 +156,8 @@ def notes_on(rows: Sequence[Row], dropped: Mapping[str, Mapping[str, int]]) -> l
             notes.append(
                 f"{name}: prompts that do not fit into the model's context: {too_long:.0f}; they count as wrong"
             )
+        if trained := results.get("trained_rows"):
+            notes.append(f"{name}: {trained:.0f} of {results['n']:.0f} rows were in the training data of this run")
         if results.get("grading_failures"):
             notes.append(f"{name}: {results['grading_failures']:.1%} of the gradings were stopped or crashed")
         of_turns, of_tools = results.get("out_of_turns", 0.0), results.get("tool_failed", 0.0)

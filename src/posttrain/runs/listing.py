@@ -15,6 +15,7 @@ from posttrain.runs.directory import RunDirectory, is_live, run_names
 from posttrain.runs.paths import every_run_name, fits, sweep_names, trial_names
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps
 from posttrain.store.headline import Headline
+from posttrain.store.learning_signal import learning_warnings
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
 from posttrain.store.rollouts import RolloutStore
 
@@ -162,7 +163,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
     """Return everything about one run as plain data.
 
     Keys: the fields of ``RunSummary``, ``message`` (the reason of a failure), ``checkpoints`` (step, disk_bytes, best),
-    ``evaluations`` (name, step, and results), ``rollouts`` (number by step).
+    ``warnings`` (why it cannot learn), ``evaluations`` (name, step, and results), ``rollouts`` (number by step).
     """
     directory, summary = RunDirectory(path), summarize_run(path)
     problems = [summary.problem] if summary.problem else []
@@ -180,6 +181,7 @@ def show_run(path: str | Path) -> dict[str, Any]:
         "problem": "; ".join(problems) or None,
         "message": status.message if status else None,
         "checkpoints": checkpoints,
+        "warnings": [*learning_warnings(rows).values()],
         "evaluations": evaluations(rows),
         "rollouts": rollouts,
     }

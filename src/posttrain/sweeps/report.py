@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.items import Item, read_items
 from posttrain.store.headline import ACCURACY
+from posttrain.store.learning_signal import learning_warnings
+from posttrain.store.metrics import is_evaluation
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
@@ -45,7 +47,7 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         parts=parts,
         file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
-        problems=[f"{name}: {message}" for name, message in failures.items()],
+        problems=[f"{name}: {message}" for name, message in failures.items()] + _describe_no_learning(plan),
     )
 
 
@@ -62,6 +64,22 @@ def _read_rows(plan: Plan, failures: Mapping[str, str]) -> Part:
         trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, headline))
     sources = {row.name: row.source for row in plan.rows}
     return rows_part(rank_rows(trials, list(sources), headline), plan.start_source, headline, sources)
+
+
+def _describe_no_learning(plan: Plan) -> list[str]:
+    """Return a line for each run that cannot learn, and one where the rows of each seed are equal but for the rate."""
+    lines: list[str] = []
+    by_seed: dict[int, list[list[dict[str, float]]]] = {}
+    for run in plan.trainings:
+        if run.state == "finished":
+            rows = run.metrics()
+            lines += [f"{run.name}: {warning}" for warning in learning_warnings(rows).values()]
+            steps = [row.metrics | {"lr": 0.0} for row in rows if not is_evaluation(row)]
+            by_seed.setdefault(run.seed, []).append(steps)
+    if by_seed and all(len(own) > 1 and own[0] and all(other == own[0] for other in own) for own in by_seed.values()):
+        what = "all rows have equal metrics for every seed, so what differs between them has no effect"
+        lines.insert(0, f"{what}. Check that this method reads the key, and that the runs learn at all")
+    return lines
 
 
 def _read_choices(plan: Plan, samples: int) -> dict[str, Part]:

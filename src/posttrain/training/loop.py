@@ -27,6 +27,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
 from posttrain.store.headline import choose_headline
+from posttrain.store.learning_signal import MOVED, NUM_STEPS, learning_warnings
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.build import Parts, check_origins, prepare
@@ -35,7 +36,14 @@ from posttrain.training.files import NoRecords, Observer, RunFiles
 from posttrain.training.mismatch import CLAMPED, MAX_KL, check_mismatch
 from posttrain.training.optimizer import optimizer_tensors, restore_optimizer
 from posttrain.training.sources import TrainBatch
-from posttrain.training.step import accumulate, add_gradients, apply_update, learning_rate, same_weights
+from posttrain.training.step import (
+    accumulate,
+    add_gradients,
+    apply_update,
+    learning_rate,
+    same_weights,
+    sample_weights,
+)
 from posttrain.training.streams import has_other_prompts
 from posttrain.types import Batch
 from posttrain.world import ONE, World, peak_resident_bytes
@@ -221,8 +229,8 @@ class Loop:
         self.observer("step", {"step": step, "metrics": metrics, "timing": timing})
 
     def _warn(self, batch: Batch | None, metrics: Mapping[str, float]) -> None:
-        """Warn once where the loss of this step is not that of the formula."""
-        warnings = {}
+        """Warn once where the loss of this step is not that of the formula, or the run cannot learn."""
+        warnings: dict[str, str] = {}
         if share := metrics.get(CLAMPED, 0.0):
             warnings[CLAMPED] = (
                 f"{share:.2%} of the trained tokens of step {self.step} have a log-ratio beyond ±20 to the sampler, "
@@ -234,6 +242,8 @@ class Loop:
                 f"all answers of step {self.step} have the same prompt, so the KL baseline, which takes answers to "
                 "other prompts, is 0. Set data.batch_size (or rollout.num_prompts) so that a batch has several prompts"
             )
+        if self.world.is_main and self.step <= 4 * NUM_STEPS:
+            warnings |= learning_warnings(self.metrics.read())
         for name in warnings.keys() - self.warned:
             self.warned.add(name)
             self.observer("notice", {"message": f"{name}: {warnings[name]}"})
@@ -253,6 +263,7 @@ class Loop:
             add_gradients([p for _, p in self.parts.parameters], self.world)
         try:
             own, apart = self.parts.split_parameters()
+            before = sample_weights([*own, *apart]) if step <= NUM_STEPS else None
             self.consistent = False
             norm = apply_update(self.parts.optimizer, own, lr, options.max_grad_norm, loss, step, apart)
             if self.parts.shards is not None:
@@ -260,6 +271,8 @@ class Loop:
         except NonFiniteLoss as error:
             self.consistent = True
             raise NonFiniteLoss(f"{error}. {self._save_batch(batch, step)}") from None
+        if before is not None:
+            metrics[MOVED] = float(not sample_weights([*own, *apart]).equal(before))
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:

@@ -20,7 +20,7 @@ from posttrain.models.forward.micro import even_pieces, split_rows
 from posttrain.recipes.sections import TrainSection
 from posttrain.training.mismatch import derive_sample_size, measure_ratios
 from posttrain.types import Batch, Loss, Outputs, with_float64
-from posttrain.world import ONE, World, whole
+from posttrain.world import ONE, World, own_part, whole
 
 Objective = Callable[[Outputs, Batch], Loss]
 Derive = Callable[[dict[str, float]], dict[str, float]]
@@ -159,6 +159,12 @@ def same_digest(digest: list[int], world: World, when: str) -> None:
             f"{when}: rank {other} of {world.size} holds other weights than rank 0, so their sums would mean nothing. "
             "All processes must load the same files and run on the same kind of machine"
         )
+
+
+def sample_weights(parameters: Sequence[Tensor], num_each: int = 256) -> Tensor:
+    """Return evenly spaced values of every parameter, on the CPU in float64; of sharded ones those held here."""
+    flat = (own_part(p.detach()).reshape(-1) for p in parameters)
+    return torch.cat([one[:: max(1, one.numel() // num_each)].cpu().double() for one in flat])
 
 
 def weights_digest(parameters: Sequence[Tensor]) -> list[int]:

@@ -197,6 +197,11 @@ def run_scores(arguments: argparse.Namespace) -> int:
         for label, one in rows
         if one.dropped
     ]
+    notes += [
+        f"{one.name} · {label}: {trained:.0f} of the rows were in the training data of this run"
+        for label, one in rows
+        if (trained := one.results.get("trained_rows"))
+    ]
     notes += dict.fromkeys(NOTES[one.view] for _, one in rows)
     places = "\n".join(f"summary, results and every score: {scored.folder}" for scored in done)
     _print([*score_tables(rows), *difference_tables(rows)], notes, places, arguments.quiet)

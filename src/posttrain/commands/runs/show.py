@@ -156,6 +156,8 @@ def _print_run(console: Console, folder: Path, facts: Mapping[str, Any], links: 
         if value:
             table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
+    for warning in facts["warnings"]:
+        say(console, f"warning: {warning}", "yellow")
     is_damaged = bool(facts["problem"])
     rows = [] if is_damaged else MetricsLog(folder / "metrics.jsonl").read()
     for metric in CURVES:

@@ -17,7 +17,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.files import folder_of_its_own, refuse_other, weights_mark, write_records
 from posttrain.evaluation.generation import held_out_indices, task_label
 from posttrain.evaluation.items import Kinds, by_kind, meta_of
-from posttrain.evaluation.plan import EvaluationRequest, place_of, slug, tell_apart
+from posttrain.evaluation.plan import EvaluationRequest, count_trained, place_of, slug, tell_apart
 from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_model
 from posttrain.evaluation.statistics import (
     area_under_curve,
@@ -334,6 +334,7 @@ def run_scoring(asked: EvaluationRequest) -> Iterator[Scored]:
         if model is None or cells[place - 1][0] != source:
             model = open_reward_model(source, dtype=asked.dtype, device=asked.device)
         evaluation = evaluate_reward_model(model, task, n=asked.drawing.n)
+        evaluation.results.update(count_trained(source, task, asked.drawing.n))
         settings = {
             "model": source.name,
             "label": source.label,
