@@ -23,7 +23,7 @@ from posttrain.reports.sweeps import write_sweep
 from posttrain.runs import directory
 from posttrain.runs.children import Child, thread_settings, threads_per_child
 from posttrain.runs.directory import RunDirectory, lock_run
-from posttrain.store.headline import REWARD
+from posttrain.store.metric_names import REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.plan import Plan, load_sweep
 from posttrain.sweeps.report import collect_sweep
@@ -204,21 +204,21 @@ def test_the_command_is_posttrain_train(make_plan: MakePlan) -> None:
     assert trial_command(trial, False) == command[:-1]
 
 
-@pytest.mark.parametrize("headline", ["accuracy", "reward"])
-def test_a_reward_of_its_own_is_not_compared_with_the_others(headline: str, make_plan: MakePlan) -> None:
+@pytest.mark.parametrize("primary_metric", ["accuracy", "reward"])
+def test_a_reward_of_its_own_is_not_compared_with_the_others(primary: str, make_plan: MakePlan) -> None:
     """Where the primary metric is the reward, such a row has nothing to be ranked by, and no curve."""
     text = TEXT.replace("other: {objective: reinforce}", "other: {objective: reinforce, rewards: [is_number]}")
     plan = make_plan(text=text)
     outcome = FakeRunner().run(plan)
-    for trial in plan.trainings if headline == "reward" else ():
+    for trial in plan.trainings if primary == "reward" else ():
         assert trial.status is not None
-        RunDirectory(trial.folder).write_status(replace(trial.status, headline=REWARD, held_out={"reward": 0.5}))
+        RunDirectory(trial.folder).write_status(replace(trial.status, primary_metric=REWARD, held_out={"reward": 0.5}))
     part = collect_sweep(plan, outcome, "posttrain sweep").parts["rows"]
-    assert part.data["headline"]["metric"] == headline
+    assert part.data["primary_metric"]["metric"] == primary
     rows = part.data["rows"]
     assert rows["good"]["summaries"]["reward"]["mean"] == 0.5
     assert {"reward", "start_reward", "mean_reward"} & rows["other"]["summaries"].keys() == set()
-    if headline == "accuracy":
+    if primary == "accuracy":
         assert rows["other"]["summaries"]["accuracy"]["mean"] == 0.5
     else:
         assert rows["good"]["summaries"]["gain"]["mean"] == 0.4

@@ -18,7 +18,9 @@ from posttrain.sampling.rollout import Grader, Sampler, build_grader
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TEMPLATE = Word(name="r1_zero")
-TRAINED_TEMPLATES = {"tiny-sft": Word.model_validate({"name": "r1_zero", "preamble": ""})}  # of embedded models that learned a format
+TRAINED_TEMPLATES = {
+    "tiny-sft": Word.model_validate({"name": "r1_zero", "preamble": ""})
+}  # of embedded models that learned a format
 NATIVE = Word(name="native")
 
 Dtype = Literal["float32", "bfloat16"]

@@ -122,7 +122,7 @@ def test_judged_answers_by_hand() -> None:
     assert (results["n"], results["num_problems"], found.dropped) == (8.0, 3.0, {"too long": 1})
     right, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
     assert results["auc"] == pytest.approx(area_under_curve(right, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
-    assert results["right_share"] == pytest.approx(3 / 8)
+    assert results["correct_share"] == pytest.approx(3 / 8)
     # by the sign of the score: right, wrong, right; wrong, right, wrong; right, a tie
     assert [item["right"] for item in found.items] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, None]
     assert results["accuracy"] == pytest.approx(4.5 / 8)

@@ -73,7 +73,7 @@ def at_the_end(parts: Parts, ids: list[int], position: int = -1) -> torch.Tensor
     [
         ("pair", {"accuracy": "pair_accuracy", "margin": "margin", "chosen_score": "chosen_score"}),
         ("adapter", {"accuracy": "pair_accuracy", "margin": "margin", "rejected_score": "rejected_score"}),
-        ("judged", {"accuracy": "final_accuracy"}),
+        ("judged", {"accuracy": "answer_accuracy"}),
         ("steps", {"step_accuracy": "step_accuracy", "positive_share": "positive_share"}),
     ],
 )
