@@ -68,6 +68,7 @@ check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
 	$(BIN)/mypy
 	$(BIN)/python tools/write_methods.py --check
+	$(BIN)/python tools/write_metrics.py --check
 	$(BIN)/python tools/write_reference.py --check
 	$(BIN)/python tools/size_budget.py
 
@@ -86,8 +87,9 @@ bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU 
 bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (10 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh measure
 
-docs: $(DEV)     ## write docs/methods.md from the registry, docs/reference.md from benchmarks/results
+docs: $(DEV)     ## write docs/methods.md and docs/metrics.md from the registries, docs/reference.md from benchmarks/results
 	$(BIN)/python tools/write_methods.py
+	$(BIN)/python tools/write_metrics.py
 	$(BIN)/python tools/write_reference.py
 
 clean:           ## remove the virtual environment and the caches; runs stay

@@ -14,6 +14,7 @@ import posttrain
 from posttrain.recipes.document import interpretation_names, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.runs.launch import launch
+from posttrain.store.metric_names import find_metric
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.sweeps.file import sweep_names, training_recipe_names
@@ -244,7 +245,10 @@ def with_coin(recipe: Recipe, judge: Path) -> Recipe:
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
-    rows = [row for row in MetricsLog(folder / "metrics.jsonl").read() if "loss" in row.metrics]
+    every = MetricsLog(folder / "metrics.jsonl").read()
+    names = {name for row in every for name in (*row.metrics, *row.timing)}
+    assert [name for name in names if find_metric(name) is None] == [], "add them to posttrain.store.metric_names"
+    rows = [row for row in every if "loss" in row.metrics]
     assert [row.step for row in rows] == [1, 2]
     return [row.metrics for row in rows]
 

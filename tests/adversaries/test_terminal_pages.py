@@ -39,7 +39,7 @@ def make_pages(text: str) -> dict[str, str]:
     facts = [(text, text)]
     where = {text: {text: text}}
     part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
-    primary = Metric("accuracy", unit="share", label=text, of=text)
+    primary = Metric("accuracy", "share", "higher", text, text, of=text)
     sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, facts)

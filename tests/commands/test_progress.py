@@ -65,12 +65,12 @@ REWARDED = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862,
 
 
 @pytest.mark.parametrize(
-    ("primary_metric", "results", "line"),
+    ("primary", "results", "line"),
     [
-        (ACCURACY, INTERVAL, "50.0% right [43.9%, 56.1%] · format 100% (n = 256)"),
-        (REWARD, REWARDED, "reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"),
-        (None, {"completion_length": 9.0}, "length 9"),
-        (ACCURACY, {"accuracy": 0.5, "loss": 1.25}, "50.0% right · loss 1.250"),
+        (ACCURACY, INTERVAL, "accuracy 50.0% [43.9%, 56.1%] · format 100.0% (n = 256)"),
+        (REWARD, REWARDED, "reward 0.731 [0.600, 0.862] · KL from initial model 2.310 · format 100.0% (n = 64)"),
+        (None, {"completion_length": 9.0}, "completion length 9.0"),
+        (ACCURACY, {"accuracy": 0.5, "loss": 1.25}, "accuracy 50.0% · loss 1.250"),
     ],
 )
 def test_evaluation_line_has_the_primary_metric(primary: Any, results: dict[str, float], line: str) -> None:

@@ -194,7 +194,7 @@ def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
     assert found["kl_initial"] == 0.0  # whatever the engine says about its tokens
     assert found["sampled_completion_length"] == sum(lengths[:4]) / 4
     assert found["sampled_accuracy"] == 0.75
-    assert found[f"sampled_{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
+    assert found[f"sampled_reward/{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
     assert found["sampled_reward"] == 2 * (1 + 1 + 1 + 2) / 4
-    assert found["sampled_xml_format"] == 1.0
-    assert "sampled_correct" not in found  # it is sampled_accuracy
+    assert found["sampled_reward/xml_format"] == 1.0
+    assert "sampled_reward/correct" not in found  # it is sampled_accuracy

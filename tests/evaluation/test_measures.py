@@ -114,8 +114,8 @@ def test_lengths_outcomes_and_facts() -> None:
         40.0,
     )
     assert results["completion_length"] == 8.5
-    assert results["strict"] == pytest.approx(8.5 / 40)
-    assert (results["n"], results["part_n"]) == (10.0, 5.0)  # a fact may not take a result's name
+    assert results["reward/strict"] == pytest.approx(8.5 / 40)
+    assert (results["n"], results["reward/n"]) == (10.0, 5.0)  # a fact may not take a result's name
     assert "xml" not in results
     assert "correct" not in results
     assert results["shows_reasoning"] == 1.0

@@ -20,7 +20,7 @@ def test_one_line_for_each_template() -> None:
     table = results_table([Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", BETTER)])
     assert table.title == "math/test, n = 50"
     assert table.header == [
-        "model", "template", "right", "95 % interval", "format", "no answer", "cut off", "tokens"
+        "model", "template", "accuracy", "95 % interval", "format", "no answer", "truncated", "completion length"
     ]  # fmt: skip
     assert table.lines == [
         ["m", "plain", "21.0%", "10.0% – 33.3%", "50.0%", "25.0%", "4.0%", "18"],
@@ -32,7 +32,7 @@ def test_what_one_row_lacks_is_a_dash_and_what_all_lack_no_column() -> None:
     several = RESULTS | {"samples": 4.0, "shows_reasoning": 0.1, "pass@1": 0.3, "pass@4": 0.6, "majority@4": 0.25}
     table = results_table([Row("a", None, "x", several), Row("b", None, "x", RESULTS)])
     assert table.title == "x, n = 50, 4 answers to each"
-    assert table.header[:6] == ["model", "right", "95 % interval", "pass@4", "majority@4", "format"]
+    assert table.header[:6] == ["model", "accuracy", "95 % interval", "pass@4", "majority@4", "format"]
     assert table.lines[0][3:5] == ["60.0%", "25.0%"]
     assert table.lines[1][3:5] == ["–", "–"]
 
@@ -101,7 +101,7 @@ def test_markdown_keeps_its_columns() -> None:
     assert to_markdown(table).splitlines() == [
         r"## By sub\|ject",
         "",
-        "| sub\\|ject | n | right | 95 % interval |",
+        "| sub\\|ject | n | accuracy | 95 % interval |",
         "| --- | ---: | ---: | ---: |",
         "| a b | 2 | 50.0% | 10.0% – 90.0% |",
     ]

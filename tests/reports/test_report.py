@@ -114,7 +114,7 @@ def test_report_is_replaced_at_once(tmp_path: Path) -> None:
 
 def test_panels_are_those_with_numbers() -> None:
     panels = {panel.title: panel for panel in choose_panels(rows())}
-    assert list(panels) == ["Accuracy", "Reward", "Worked answers", "Entropy"]
+    assert list(panels) == ["Accuracy", "Reward", "Shows reasoning", "Entropy"]
     training, held_out = panels["Accuracy"].series
     assert training.xs == [1.0, 2.0, 3.0, 4.0]
     assert training.ys == pytest.approx([0.05, 0.10, 0.15, 0.20])
@@ -145,7 +145,7 @@ def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
     report = Report(
         "HH",
         "lead",
-        primary_metric=REWARD,
+        primary=REWARD,
         stages=[Stage("after", "hh/validation, n = 8", results), Stage("before", "", {"reward": -0.1})],
         transcripts=[Transcript(dialogue, None, answers, turns_of(dialogue))],
     )
@@ -158,7 +158,7 @@ def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
     words = Page(text).words
     assert "reward, with 95 % interval" in words
     assert "0.700 [0.600, 0.800]" in words
-    assert "KL from start" in words
+    assert "KL from initial model" in words
     assert "2.310" in words
     assert "How they do on prompts" in words
     assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
@@ -170,11 +170,11 @@ def test_turns_of_a_recorded_dialogue() -> None:
     assert turns_of("How many?\n\nuser: no turn of a single message") == []
 
 
-def test_the_reward_and_the_kl_come_first_where_they_are_the_headline() -> None:
+def test_the_reward_and_the_kl_come_first_where_they_are_the_primary_metric() -> None:
     steps = [MetricsRow(k, {"reward": 0.1 * k, "format": 1.0, "uniform_groups": 0.0, "loss": 0.1}) for k in (1, 2)]
     measured = [evaluated(k, reward=0.2 * k, reward_low=0.0, reward_high=1.0, kl_initial=1.0 * k) for k in (0, 2)]
     panels = choose_panels([*steps, *measured], REWARD)
-    assert [panel.title for panel in panels] == ["Reward", "KL from the start", "Format", "Uniform groups"]
+    assert [panel.title for panel in panels] == ["Reward", "KL from initial model", "Format", "Uniform groups"]
     held_out = panels[0].series[1]
     assert (held_out.label, held_out.ys, held_out.low) == ("held-out", [0.0, 0.4], [0.0, 0.0])
     assert panels[1].series[0].ys == [0.0, 2.0]
@@ -193,7 +193,7 @@ def test_a_reward_model_has_a_loss_curve() -> None:
     primary = choose_primary_metric({"hh": {"pair_accuracy": 0.5, "loss": 0.69}}, named=None, samples=False)
     assert primary is not None
     panels = {panel.title: panel for panel in choose_panels([*steps, *measured], primary)}
-    assert list(panels) == ["Pairs in the right order", "Loss", "Margin", "Scores of the answers of a pair"]
+    assert list(panels) == ["Pair accuracy", "Loss", "Margin", "Chosen score"]
     assert [(s.label, s.ys) for s in panels["Loss"].series] == [("training", [0.7, 0.35]), ("held-out", [0.69, 0.69])]
 
 

@@ -109,7 +109,7 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert events == ["start", *["step"] * 10, "checkpoint", "evaluation", "finish"]
     status = status_of(result.folder)
     assert (status.state, status.step, status.steps) == ("finished", 10, 10)
-    assert (status.primary_metric, status.held_out) == (ACCURACY, {"accuracy": 0.5})
+    assert (status.primary_metric, status.held_out) == ("accuracy", {"accuracy": 0.5})
     assert (status.evaluation, status.pid) == ("held out", os.getpid())
     directory = RunDirectory(result.folder)
     assert directory.changed_keys(make_recipe()) == {}

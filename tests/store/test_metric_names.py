@@ -107,7 +107,7 @@ def test_show_writes_a_value_in_its_unit(name: str, value: float, text: str) -> 
         ("eval/gsm8k/test/accuracy_low", "accuracy low", "share"),
         ("eval/gsm8k/test/sampled_reward/mine:brief", "sampled_reward/mine:brief", "number"),
         ("reward/correct_low", "reward/correct_low", "number"),
-        ("gsm8k:num_calls", "gsm8k: num calls", "number"),
+        ("gsm8k:num_calls", "gsm8k: calls", "number"),
         ("pass@4", "pass@4", "share"),
         ("completion_length_p90", "completion length p90", "tokens"),
         ("start_kl_initial", "start KL from initial model", "nats"),

@@ -73,13 +73,13 @@ def test_the_table_by_hand() -> None:
     sweep = two_rows()
     table = sweep.tables[0]
     assert table.header == [
-        *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
-        *("KL from start", "entropy", "length", "margin"),
+        *("method", "seeds", "accuracy", "over the run", "gain, points", "reward", "train seconds", "sampled tokens"),
+        *("trained tokens", "KL from initial model", "entropy", "completion length", "margin last"),
     ]
     assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
-        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0 s", "400", "320"),
+        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0", "400", "320"),
         *("0.100", "0.800", "30.0", "0.400"),
     ]
     low, high = wilson_interval(2, 20)
@@ -130,7 +130,7 @@ def by_reward() -> SweepResults:
         return [start, *steps, told(2, reward=last, kl_initial=kl)]
 
     trials = [
-        read_trial(rows(*at), name, 0, "finished", primary_metric=REWARD)
+        read_trial(rows(*at), name, 0, "finished", primary=REWARD)
         for name, at in (("a", (0.4, 2.0)), ("b", (0.9, 8.0)))
     ]
     return make_sweep(trials, REWARD, "sft")
@@ -140,7 +140,7 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     sweep = by_reward()
     table = sweep.tables[0]
     assert table.header[:8] == [
-        *("method", "seeds", "reward", "over the run", "gain", "training", "sampled", "trained on"),
+        *("method", "seeds", "reward", "over the run", "gain", "train seconds", "sampled tokens", "trained tokens"),
     ]
     assert table.header.count("reward") == 1
     assert [line[:5] for line in table.lines] == [
@@ -150,7 +150,7 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     ]
     assert "with the 95 % interval for 20 prompts" in "\n".join(sweep.notes)
     data = json.loads(sweep.to_json())
-    assert (data["primary_metric"]["metric"], data["rows"]["b"]["summaries"]["reward"]["mean"]) == ("reward", 0.9)
+    assert (data["primary_metric"], data["rows"]["b"]["summaries"]["reward"]["mean"]) == ("reward", 0.9)
 
 
 def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> None:
@@ -159,7 +159,7 @@ def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> Non
 
     def trial(name: str, last: float) -> TrialResult:
         told = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
-        return read_trial(told, name, 0, "finished", primary_metric=loss)
+        return read_trial(told, name, 0, "finished", primary=loss)
 
     rows = rank_rows([trial("a", 2.5), trial("b", 2.0)], ["a", "b"], loss)
     assert [row.name for row in rows] == ["b", "a"]

@@ -186,7 +186,7 @@ def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_pa
     assert (tmp_path / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
     state = json.loads((tmp_path / "checkpoints" / "best" / "state.json").read_text())
     assert state["best"] == {"step": float(best), metric: max(accuracies)}
-    assert {facts["primary_metric"].metric for facts in evaluations} == {metric}
+    assert {facts["primary_metric"].name for facts in evaluations} == {metric}
 
 
 def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def broken(outputs: Outputs, batch: Batch) -> Loss:
 @pytest.mark.parametrize(
     ("objective", "error", "message"),
     [
-        (silent, UsageError, "the objective reports none of pair_accuracy, answer_accuracy, answer_accuracy"),
+        (silent, UsageError, "the objective reports none of pair_accuracy, answer_accuracy"),
         (broken, NonFiniteLoss, "held-out stories/validation: loss nan"),
     ],
 )

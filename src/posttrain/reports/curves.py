@@ -13,17 +13,17 @@ from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_poin
 
 MAX_BARS = 12
 NUM_BINS = 40
-
-
 _TRAINING, _HELD_OUT = "training", "held-out"
 # Metrics that share a panel, which the first of them names; a line of each is drawn, and of its evaluations.
 _PANELS: tuple[tuple[str, ...], ...] = (
     ("accuracy",), ("reward",), ("completion_length", "completion_length_correct", "completion_length_wrong"),
     ("shows_reasoning",), ("format", "truncated"), ("entropy",), ("loss",), ("margin",), ("pair_accuracy",),
     ("chosen_score", "rejected_score"), ("answer_accuracy",), ("step_accuracy",),
-    ("chosen_logprob", "rejected_logprob"), ("divergence",), ("value_explained_variance",), ("kl_initial", "kl_in_reward"), ("kl_ref",),
-    ("kl_sampler",), ("effective_sample_size",), ("clip_fraction",), ("uniform_groups",), ("grad_norm",),
+    ("chosen_logprob", "rejected_logprob"), ("divergence",), ("value_explained_variance",),
+    ("kl_initial", "kl_in_reward"), ("kl_ref",), ("kl_sampler",), ("effective_sample_size",),
+    ("clip_fraction",), ("uniform_groups",), ("grad_norm",),
 )  # fmt: skip
+_IN_TRAINING = ("reward", "completion_length", "entropy", "truncated")  # no line of evaluations, but of the primary
 # Metrics of each part of a mixture (``PART:NAME``) that are drawn with a line for each.
 _BY_PART = ("accuracy", "reward", "num_calls", "completion_length", "pair_accuracy", "loss")
 
@@ -32,26 +32,31 @@ def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> lis
     """The panels for which a run has numbers, that of the primary metric first. Non-finite values are in no line."""
     evaluations, recorded = evaluation_points(rows), dict.fromkeys(name for row in rows for name in row.metrics)
     groups = [*_PANELS, *([] if any(primary.name in names for names in _PANELS) else [(primary.name,)])]
+    # the loss of samples or to a teacher has no level that means something; that of imitation has (``nll``)
+    without = {"loss"} if {"uniform_groups", "divergence"} & {*recorded} and "nll" not in recorded else set()
     panels: list[tuple[int, Panel]] = []
     for names in groups:
-        series = []
+        series: dict[Metric, list[Series]] = {}
         for metric in map(metric_of, names):
-            in_training = _TRAINING if len(names) == 1 else metric.label
-            held_out = _HELD_OUT if len(names) == 1 else f"{metric.label}, {_HELD_OUT}"
-            # a loss whose level means nothing, as its minimum moves
-            if metric.name != "loss" or not {"uniform_groups", "divergence"} & {*recorded}:
-                series += _metric_series(rows, metric.name, in_training)
-            series += _evaluation_series(evaluations, metric.name, held_out)
-        rank = 0 if primary.name in names else 1 if {*names} & {*primary.further} else 2
-        first = metric_of(names[0])
-        panels.append((rank, Panel(_title(first.label), first.meaning, series, first.is_share)))
+            kinds = (_TRAINING, _HELD_OUT) if len(names) == 1 else (metric.label, f"{metric.label}, {_HELD_OUT}")
+            lines = [] if metric.name in without else _metric_series(rows, metric.name, kinds[0])
+            if metric.name not in _IN_TRAINING or metric.name == primary.name:
+                lines += _evaluation_series(evaluations, metric.name, kinds[1])
+            if lines:
+                series[metric] = lines
+        if series:
+            first, *_ = series
+            rank = 0 if primary in series else 1 if {*names} & {*primary.further} else 2
+            lines = [one for own in series.values() for one in own]
+            panels.append((rank, Panel(_title(first.label), first.meaning, lines, first.is_share)))
     for metric in map(METRICS.__getitem__, _BY_PART):
-        series = []
-        for key in (key for key in recorded if "/" not in key and key.endswith(f":{metric.name}")):
-            part = key.rpartition(":")[0]
-            series += [*_metric_series(rows, key, part), *_evaluation_series(evaluations, key, f"{part}, {_HELD_OUT}")]
-        panels.append((2, Panel(f"{_title(metric.label)} by part", metric.meaning, series, metric.is_share)))
-    return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0]) if panel.series]
+        keys = [key for key in recorded if "/" not in key and key.endswith(f":{metric.name}")]
+        lines = [one for key in keys for one in _metric_series(rows, key, key.rpartition(":")[0])]
+        for key in keys:
+            lines += _evaluation_series(evaluations, key, f"{key.rpartition(':')[0]}, {_HELD_OUT}")
+        if lines:
+            panels.append((2, Panel(f"{_title(metric.label)} by part", metric.meaning, lines, metric.is_share)))
+    return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
 
 
 def _title(label: str) -> str:

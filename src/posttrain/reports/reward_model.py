@@ -66,10 +66,10 @@ PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] 
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
     "pairs": "pair accuracy: the chosen answer has the higher score; a tie counts half.",
-    "judged answers": "answer accuracy: the score is on the right side of one half. Top 1: the highest-scored answer to "
-    "a problem is right; for comparison any one of them, and the best there is (some answer is right).",
-    "labelled steps": "solution accuracy: the first step with P(good) < 1/2 is the first that is labelled bad, or there "
-    "is neither. F1: the harmonic mean of that over solutions with an error and without.",
+    "judged answers": "answer accuracy: the score is on the right side of one half. Top 1: the highest-scored answer "
+    "to a problem is right; for comparison any one of them, and the best there is (some answer is right).",
+    "labelled steps": "solution accuracy: the first step with P(good) < 1/2 is the first that is labelled bad, or "
+    "there is neither. F1: the harmonic mean of that over solutions with an error and without.",
 }
 
 

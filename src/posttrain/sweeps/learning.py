@@ -23,8 +23,8 @@ NOTES = (
     "learning curve, so that who learns faster stands higher.",
     "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed there is none. It covers "
     "sampling and training, not the choice of the problems, which are the same in every evaluation.",
-    "Training time is that of the updates, sampling included and evaluation excluded. KL from the initial model is in nats "
-    f"per answer, entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
+    "Training time is that of the updates, sampling included and evaluation excluded. KL from the initial model is in "
+    f"nats per answer, entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
 )
 
 

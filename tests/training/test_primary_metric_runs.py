@@ -90,7 +90,7 @@ def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: 
     events = Events()
     watched(tmp_path / "run", imitation(pairs), events)
     evaluations = events.of("evaluation")
-    assert {facts["primary_metric"].metric for facts in evaluations} == {"loss"}
+    assert {facts["primary_metric"].name for facts in evaluations} == {"loss"}
     losses = {facts["step"]: facts["results"]["loss"] for facts in evaluations}
     assert losses[4] < losses[0]
     lowest = min(range(1, 5), key=lambda step: (losses[step], -step))
