@@ -41,7 +41,7 @@ def methods_text() -> str:
         parts += [entry_text(entry, users.get((kind, name), [])) for name, entry in group.items()]
     parts.append("## Sections of a recipe\n")
     for name, section in words.sections().items():
-        doc = inspect.getdoc(section) or ""
+        doc = words.without_arguments(inspect.getdoc(section) or "")
         parts.append(f"### `{name}`\n\n{doc}\n\n{options_text(words.section_options(section))}")
     return "\n".join(parts)
 
@@ -49,7 +49,7 @@ def methods_text() -> str:
 def entry_text(entry: Entry, users: list[str]) -> str:
     """One word: docstring, options, recipes."""
     used_by = ", ".join(f"`{name}`" for name in users) or "no recipe that ships"
-    doc = f"```text\n{entry.doc}\n```" if entry.doc else ""
+    doc = f"```text\n{words.without_arguments(entry.doc)}\n```" if entry.doc else ""
     return f"### {entry.name}\n\n{doc}\n\n{options_text(words.word_options(entry))}\nUsed by {used_by}.\n"
 
 
@@ -57,8 +57,12 @@ def options_text(options: list[words.Option]) -> str:
     """A Markdown table of options."""
     if not options:
         return "No options.\n"
-    rows = [f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` |" for o in options]
-    return "\n".join(["| option | type | default |", "|---|---|---|", *rows, ""])
+    rows = [f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_cell(o.meaning)} |" for o in options]
+    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

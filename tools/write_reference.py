@@ -60,10 +60,10 @@ def comparison_text(name: str) -> str:
     before = f"The start, {results['start']['label']}: {100 * start['accuracy']:.1f} % right."
     head = [
         "recipe",
-        "right at the end",
-        "right over the run",
-        "KL from the start, nats",
-        "tokens",
+        "accuracy at the end",
+        "accuracy over the run",
+        "KL from the initial model, nats",
+        "completion length",
         "seconds of training",
     ]
     notes = "\n\\* with settings of its own, which the comparison's file tells.\n"

@@ -18,7 +18,7 @@ from posttrain.sweeps.overoptimization import MethodCurve
 from posttrain.sweeps.results import SweepResults
 from posttrain.untrusted import harmless
 
-DISTANCE = "√KL from the start (KL in nats per answer)"
+DISTANCE = "√KL from the initial model (KL in nats per answer)"
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> Path:
@@ -67,7 +67,7 @@ def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], prima
     panels = [
         Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates", levels=level,
               size="wide"),
-        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the start, nats per answer"),
+        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the initial model, nats per answer"),
     ]  # fmt: skip
     return [panel for panel in panels if any(series.xs for series in panel.series)]
 
