@@ -160,6 +160,7 @@ print(len(plan.trainings), sorted({{run.recipe.objective.name for run in plan.tr
     ("tool", "said"),
     [
         ("write_methods.py", "docs/methods.md matches the code\n"),
+        ("write_metrics.py", "docs/metrics.md matches the code\n"),
         ("write_reference.py", "docs/reference.md matches benchmarks/results\n"),
     ],
 )

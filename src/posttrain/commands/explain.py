@@ -61,6 +61,12 @@ class Option:
     meaning: str = ""
     example: str = ""
 
+    @property
+    def line(self) -> str:
+        """``float (at least 0), default 0.2: ε``."""
+        default = self.default if self.default == "required" else f"default {self.default}"
+        return f"{self.type}, {default}" + (f": {self.meaning}" if self.meaning else "")
+
 
 _ARGUMENTS = re.compile(r"\n*^Args:\n((?:    .*(?:\n|\Z)|\n(?=    ))*)", re.MULTILINE)
 
@@ -86,11 +92,10 @@ def example_of(annotation: Any, default: Any) -> str:
         return json.dumps(not default)
     if choices:
         return str(choices[0])
-    if default is None or default == [] or default is inspect.Parameter.empty:
-        kinds = {int: "8", float: "0.5"}
-        inner = (annotation, *typing.get_args(annotation))
-        return next((value for kind, value in kinds.items() if kind in inner), "NAME")
-    return show_default(default)
+    if default:
+        return show_default(default)
+    kinds = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
+    return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
 
 def show_type(annotation: Any) -> str:
@@ -293,10 +298,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
         say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("word", "kind", "type", "default", "meaning")
+        table = plain_table("word", "kind", "type, default and meaning")
         for entry, option in having:
-            cells = (entry.kind, Text(option.type), Text(option.default), Text(option.meaning))
-            table.add_row(Text(entry.name, style="cyan"), *cells)
+            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
         console.print(table)
         console.print(Text("posttrain explain WORD says what it is\n", style="dim"))
     if metric is not None:
@@ -354,9 +358,9 @@ def _print_options(console: Console, options: list[Option], key: str) -> None:
     if not options:
         console.print("it has no options")
         return
-    table = plain_table("option", "type", "default", "meaning")
+    table = plain_table("option", "type, default and meaning")
     for option in options:
-        table.add_row(Text(option.name, style="cyan"), Text(option.type), Text(option.default), Text(option.meaning))
+        table.add_row(Text(option.name, style="cyan"), Text(option.line))
     console.print(table)
     if key and key != "rewards":
         console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))
