@@ -58,8 +58,8 @@ class Option:
     name: str
     type: str
     default: str
-    meaning: str = ""
-    example: str = ""
+    meaning: str
+    example: str
 
     @property
     def line(self) -> str:
@@ -104,7 +104,7 @@ def show_type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if annotation is type(None):
         return "none"
-    if annotation is inspect.Parameter.empty or annotation is Any:
+    if annotation is Any:
         return "anything"
     if isinstance(annotation, type) and issubclass(annotation, Section | Word):
         return "a section" if issubclass(annotation, Section) else "a word"
@@ -137,21 +137,17 @@ def show_default(value: Any) -> str:
 
 def word_options(entry: Entry) -> list[Option]:
     """Return the keyword-only parameters of a component's function: its YAML keys."""
-    options = []
-    about = meanings(entry.doc)
-    for parameter in inspect.signature(entry.function, eval_str=True).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            required = parameter.default is inspect.Parameter.empty
-            default = "required" if required else show_default(parameter.default)
-            meaning = about.get(parameter.name, "")
-            options.append(Option(parameter.name, show_type(parameter.annotation), default, meaning))
-    return options
+    return _options(entry.options_model, entry.doc)
 
 
 def section_options(section: type[BaseModel]) -> list[Option]:
     """Return the keys of a section of the recipe."""
-    options, about = [], meanings(inspect.getdoc(section) or "")
-    for name, field in section.model_fields.items():
+    return _options(section, inspect.getdoc(section) or "")
+
+
+def _options(model: type[BaseModel], doc: str) -> list[Option]:
+    options, about = [], meanings(doc)
+    for name, field in model.model_fields.items():
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else show_default(value)
         kind, example = show_type(field.annotation) + _show_bounds(field.metadata), example_of(field.annotation, value)

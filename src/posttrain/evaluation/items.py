@@ -234,14 +234,12 @@ def summarize(
     ks: Sequence[int] = (),
     format_part: str | None = None,
 ) -> dict[str, float]:
-    """Compute the results of an evaluation by name. Shares are in 0..1, lengths in tokens.
+    """Compute the results of an evaluation by name (``store/metric_names.py``).
 
-    ``num_graded``: items with a gold answer, over which ``accuracy`` is the mean share of right samples; without any
-    the mean reward has the interval. With several samples also the clustered ``standard_error``, ``pass@k``,
-    ``majority@k`` and, of scored samples, ``best_of@k`` (``unscored``: without a score, chosen last). Shares of all
-    samples: ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit),
-    ``shows_reasoning``. Means over samples: ``completion_length``, ``reward``, and ``reward/NAME`` for every further
-    reward and fact of the grader. ``Task.shares`` have intervals, and ``NAME_n``.
+    Accuracy is over items with a gold answer; without any the mean reward has the interval. With several samples there
+    are also the clustered ``standard_error``, ``pass@k``, ``majority@k`` and, of scored samples, ``best_of@k``. Shares
+    and means are over all samples, with ``reward/NAME`` for every further reward and fact of the grader.
+    ``Task.shares`` have intervals, and ``NAME_n``.
 
     Args:
         items: with as many samples each as ``samples``, or none.

@@ -35,17 +35,14 @@ def vllm(
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
     In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
-    serve-command`` prints, and one of other weights is refused. With ``top_k`` or ``top_p`` vLLM
-    has no log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
+    serve-command`` prints, and one of other weights is refused. With ``top_k`` or ``top_p`` vLLM has no
+    log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
 
-    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else by a
-    folder in the memory of this machine. Then both sides score a fixed batch, and a difference above ``tolerance`` nats
-    (0.001 by default, 0.2 in bf16) ends the run. Without ``url`` the run starts the server itself, with the Python that
-    the environment variable POSTTRAIN_VLLM names. On the trainer's own GPU it sleeps while the trainer computes.
-
-    A server's key comes from the environment variable VLLM_API_KEY. A completion's random numbers follow from its own
-    key. They are vLLM's, so tokens differ from the native engine's, and rounding that depends on the batch may change a
-    token.
+    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else
+    by a folder in the memory of this machine. Then both sides score a fixed batch, which ends the run if they
+    differ. A server that the run starts has the Python of the environment variable POSTTRAIN_VLLM; on the trainer's
+    own GPU it sleeps while the trainer computes. A server's key comes from VLLM_API_KEY. Random numbers follow from
+    the completion's key; tokens differ from the native engine's, and rounding by the batch may change one.
 
     Args:
         url: address of a server; without it the run starts one.
