@@ -34,9 +34,8 @@ def vllm(
 ) -> Engine:
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
-    In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
-    serve-command`` prints, and one of other weights is refused. With ``top_k`` or ``top_p`` vLLM has no
-    log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
+    In an evaluation the server keeps the weights that it was started with (``posttrain serve-command``); one of others
+    is refused. With ``top_k`` or ``top_p`` it has no log-probabilities (NaN), and training is refused.
 
     In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else
     by a folder in the memory of this machine. Then both sides score a fixed batch, which ends the run if they
