@@ -62,7 +62,7 @@ def options_text(options: list[words.Option]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 if __name__ == "__main__":

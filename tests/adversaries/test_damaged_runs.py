@@ -16,7 +16,6 @@ from posttrain.cli import main
 from posttrain.commands.summary import write_summary
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus
-from posttrain.store.metric_names import ACCURACY
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -31,7 +30,7 @@ def make_run(folder: Path) -> Path:
     content = {"recipe": "tiny/grpo", "created": "2026-01-01T00:00:00+00:00", "starts": [start]}
     (folder / "env.json").write_text(json.dumps(content))
     RunDirectory(folder).write_status(
-        RunStatus("finished", 4, 4, 1, "here", 5.0, None, ACCURACY, {"accuracy": 0.5}, "stories/validation")
+        RunStatus("finished", 4, 4, 1, "here", 5.0, None, "accuracy", {"accuracy": 0.5}, "stories/validation")
     )
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(1, {"loss": 0.5})

@@ -66,7 +66,7 @@ def test_examples_are_values_of_their_keys() -> None:
     ("name", "answers"),
     [
         ("train.lr", ["train.lr  key of a recipe", "default: 0.0001", "example: --train.lr 0.0001"]),
-        ("--train.schedule", ["one of constant, linear, cosine", "example: --train.schedule linear"]),
+        ("train.schedule", ["one of constant, linear, cosine", "example: --train.schedule linear"]),
         ("PPO", ["ppo  objective", "clip_low", "the plain squared error"]),
         ("learning_rate", ["This is called train.lr here.", "train.lr  key of a recipe"]),
         ("dynamic sampling", ["rollout.drop_uniform_groups  key of a recipe", "example: --rollout"]),
