@@ -82,6 +82,7 @@ check: $(DEV)    ## lint, format, types, generated documents, size budget
 	$(BIN)/mypy
 	$(BIN)/python tools/write_methods.py --check
 	$(BIN)/python tools/write_notebooks.py --check
+	$(BIN)/python tools/write_metrics.py --check
 	$(BIN)/python tools/write_reference.py --check
 	$(BIN)/python tools/size_budget.py
 
@@ -100,9 +101,10 @@ bench-cpu: $(DEV) ## one table of speed beside the peers, on this machine's CPU 
 bench-gpu: $(DEV) ## tokens per second, model FLOPs use and memory on this machine's GPU (10 minutes)
 	PYTHON=$(BIN)/python tools/gpu/run.sh measure
 
-docs: $(DEV)     ## write docs/reference from the registry, docs/reference/results.md from benchmarks/results
+docs: $(DEV)     ## write the generated pages of docs/reference, and the notebooks
 	$(BIN)/python tools/write_methods.py
 	$(BIN)/python tools/write_notebooks.py
+	$(BIN)/python tools/write_metrics.py
 	$(BIN)/python tools/write_reference.py
 
 clean:           ## remove the virtual environment and the caches; runs stay

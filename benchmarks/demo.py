@@ -22,7 +22,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = {"reasoning": "demo", "tools": "demo-tools"}
-TOLD = ("worked", "small:accuracy", "small:called", "large:accuracy", "large:called")
+TOLD = ("shows_reasoning", "small:accuracy", "small:called", "large:accuracy", "large:called")
 COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 
 

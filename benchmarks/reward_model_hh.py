@@ -41,7 +41,7 @@ def train(recipe: str, run: str, runs_dir: Path, overrides: list[str]) -> None:
 def measure(run: str, runs_dir: Path, task: Task) -> Any:
     found = evaluate_reward_model(open_reward_model(find_source(run, runs_dir)), task, n=len(task.examples))
     r = found.results
-    accuracy = f"{r['accuracy']:.1%} [{r['accuracy_low']:.1%}, {r['accuracy_high']:.1%}]"
+    accuracy = f"{r['pair_accuracy']:.1%} [{r['pair_accuracy_low']:.1%}, {r['pair_accuracy_high']:.1%}]"
     print(f"{run}: {accuracy}, n {r['n']:.0f}", flush=True)
     return found
 
@@ -58,14 +58,14 @@ def summarize(seeds: list[Any]) -> dict[str, float]:
     gain = paired_bootstrap(baseline, mean)
     low, high = item_interval(mean)
     return {
-        "accuracy": statistics.fmean(mean),
-        "accuracy_low": low,
-        "accuracy_high": high,
+        "pair_accuracy": statistics.fmean(mean),
+        "pair_accuracy_low": low,
+        "pair_accuracy_high": high,
         "length_baseline": statistics.fmean(baseline),
         "gain_over_length": gain.difference,
         "gain_over_length_low": gain.low,
         "gain_over_length_high": gain.high,
-        "stdev_over_seeds": statistics.stdev(f.results["accuracy"] for f in seeds) if len(seeds) > 1 else 0.0,
+        "stdev_over_seeds": statistics.stdev(f.results["pair_accuracy"] for f in seeds) if len(seeds) > 1 else 0.0,
         "n": float(len(shared)),
     }
 

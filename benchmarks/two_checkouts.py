@@ -31,7 +31,8 @@ COMMAND = "import sys; from posttrain.cli import main; sys.exit(main())"
 RENAMED: dict[str, str] = {
     "clip_share": "clip_fraction",
     "value_clip_share": "value_clip_fraction",
-    "kl_sampler": "mismatch_kl",
+    "mismatch_kl": "kl_sampler",
+    "kl_from_start": "kl_initial",
 }
 # Options of a command before -> after.
 RENAMED_OPTIONS: dict[str, str] = {}

@@ -218,10 +218,10 @@ def test_explain_knows_words_sections_kinds_keys_and_everything(capsys: pytest.C
     section = explained("regularize")
     assert "one of k1, k2, k3" in section
     assert "--regularize.kl_coef VALUE" in section
-    for name, section in (("lora", "model.adapter"), ("kl_coef", "regularize"), ("regularize.kl_coef", "regularize")):
-        assert explained(name).startswith(f"{section}  section of a recipe")
+    for name, key in (("lora", "model.adapter.kind"), ("kl_coef", "regularize.kl_coef")):
+        assert explained(name).startswith(f"{key}  key of a recipe")
     # a default that is a line's end is one word of the table
-    assert 'step_separator    str                              "\\n"' in explained("preferences")
+    assert 'step_separator    str, default "\\n": ' in explained("preferences")
     assert "xml_format" in explained("rewards")
     everything = explained()
     assert all(word in everything for word in ("grpo", "correct", "r1_zero", "stories", "muon", "native", "rollout"))

@@ -169,6 +169,7 @@ print(len(plan.trainings), sorted({{run.recipe.objective.name for run in plan.tr
     ("tool", "said"),
     [
         ("write_methods.py", "docs/reference matches the code\n"),
+        ("write_metrics.py", "docs/reference/metrics.md matches the code\n"),
         ("write_reference.py", "docs/reference/results.md matches benchmarks/results\n"),
     ],
 )

@@ -14,6 +14,7 @@ import posttrain
 from posttrain.recipes.document import interpretation_names, recipe_names
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
 from posttrain.runs.launch import launch
+from posttrain.store.metric_names import find_metric
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.sweeps.file import sweep_names, training_recipe_names
@@ -244,7 +245,10 @@ def with_coin(recipe: Recipe, judge: Path) -> Recipe:
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
-    rows = [row for row in MetricsLog(folder / "metrics.jsonl").read() if "loss" in row.metrics]
+    every = MetricsLog(folder / "metrics.jsonl").read()
+    names = {name for row in every for name in (*row.metrics, *row.timing)}
+    assert [name for name in names if find_metric(name) is None] == [], "add them to posttrain.store.metric_names"
+    rows = [row for row in every if "loss" in row.metrics]
     assert [row.step for row in rows] == [1, 2]
     return [row.metrics for row in rows]
 
@@ -258,7 +262,7 @@ def test_every_recipe_trains_two_steps(
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     steps = steps_of(result.folder)
     assert all(math.isfinite(value) for metrics in steps for value in metrics.values())
-    assert all(metrics["grad_norm"] > 0 and metrics["tokens"] > 0 for metrics in steps)
+    assert all(metrics["grad_norm"] > 0 and metrics["trained_tokens"] > 0 for metrics in steps)
     assert [r["n"] for r in result.evaluations.values()] == [3.0]
     store = RolloutStore(result.folder / "rollouts.db", read_only=True)
     if recipe.rollout is None:
@@ -279,7 +283,7 @@ def test_every_recipe_trains_two_steps(
 
 def check_first_step(name: str, recipe: Recipe, metrics: dict[str, float]) -> None:
     """What must hold before any weight has moved."""
-    assert abs(metrics["mismatch_kl"]) < 1e-8  # the trainer scores what the sampler sampled
+    assert abs(metrics["kl_sampler"]) < 1e-8  # the trainer scores what the sampler sampled
     assert metrics.get("effective_sample_size", 1.0) == pytest.approx(1.0, abs=1e-6)
     assert metrics.get("ratio", 1.0) == pytest.approx(1.0, abs=1e-4)
     assert metrics.get("clip_fraction", 0.0) == 0.0
@@ -307,7 +311,7 @@ def test_where_nothing_is_right_nothing_is_updated(
     result = launch(recipe, root=tmp_path, name="run")
     assert (result.step, result.reason) == (NUM_STEPS, "finished")
     for metrics in steps_of(result.folder):
-        assert (metrics["loss"], metrics["grad_norm"], metrics["tokens"]) == (0.0, 0.0, 0.0)
+        assert (metrics["loss"], metrics["grad_norm"], metrics["trained_tokens"]) == (0.0, 0.0, 0.0)
     assert steps_of(result.folder)[0]["selected"] == 0.0
     before = load_file(Path(recipe.model.name) / "model.safetensors")
     after = load_file(result.folder / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model.safetensors")

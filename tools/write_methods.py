@@ -100,15 +100,20 @@ def split_description(text: str) -> tuple[str, str]:
 
 def prose(doc: str) -> str:
     """Return a docstring as Markdown, without its list of arguments."""
-    return re.sub(r"\n\n(?:Args|Metrics|Shapes):?.*", "", doc, flags=re.DOTALL).replace("``", "`").strip()
+    shown = re.sub(r"\n\n(?:Metrics|Shapes):?.*", "", explain.without_arguments(doc), flags=re.DOTALL)
+    return shown.replace("``", "`").strip()
 
 
 def options_table(options: list[explain.Option]) -> str:
     """Return a Markdown table of options."""
     if not options:
         return "No options.\n"
-    rows = [f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` |" for o in options]
-    return "\n".join(["| option | type | default |", "|---|---|---|", *rows, ""])
+    rows = [f"| `{o.name}` | {o.type.replace('|', ' or ')} | `{o.default}` | {_cell(o.meaning)} |" for o in options]
+    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 def method_page(name: str, problem: str, result: Result | None) -> str:
@@ -165,7 +170,7 @@ def component_page(kind: str, group: dict[str, Entry], users: dict[tuple[str, st
     parts = [f"# {kind}\n", GENERATED, f"Key `{key}`: {purpose}.\n"]
     for name, entry in group.items():
         used = ", ".join(f"`{user}`" for user in users.get((kind, name), [])[:6]) or "no shipped recipe"
-        parts += [f"## {name}\n", f"```text\n{entry.doc}\n```\n" if entry.doc else ""]
+        parts += [f"## {name}\n", f"```text\n{explain.without_arguments(entry.doc)}\n```\n" if entry.doc else ""]
         parts += [options_table(explain.word_options(entry)), f"Used by {used}.\n"]
     return "\n".join(parts)
 
@@ -185,7 +190,8 @@ def pages() -> Iterator[tuple[str, str]]:
     for kind, group in explain.all_words().items():
         yield f"components/{kind}.md", component_page(kind, group, users)
     for name, section in explain.sections().items():
-        text = f"{inspect.getdoc(section) or ''}\n\n{options_table(explain.section_options(section))}"
+        doc = explain.without_arguments(inspect.getdoc(section) or "")
+        text = f"{doc}\n\n{options_table(explain.section_options(section))}"
         yield f"keys/{name}.md", f"# {escape(name)}\n\n{GENERATED}\n{text}"
 
 

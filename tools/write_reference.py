@@ -47,12 +47,12 @@ def comparison_text(name: str) -> str:
     rows = []
     for about in (results.get("rows") or results["methods"]).values():
         got = about["summaries"]
-        kl, seconds = got.get("kl_from_start"), f"{got['train_seconds']['mean']:.0f}"
+        kl, seconds = got.get("kl_initial"), f"{got['train_seconds']['mean']:.0f}"
         cells = [
             percent(got["accuracy"]),
             percent(got["mean_accuracy"]),
             number(kl),
-            number(got["num_tokens"]),
+            number(got["completion_length"]),
             seconds,
         ]
         rows.append([f"`{about['source'].partition(' ')[0]}`" + ("*" if " " in about["source"] else ""), *cells])
@@ -60,10 +60,10 @@ def comparison_text(name: str) -> str:
     before = f"The start, {results['start']['label']}: {100 * start['accuracy']:.1f} % right."
     head = [
         "recipe",
-        "right at the end",
-        "right over the run",
-        "KL from the start, nats",
-        "tokens",
+        "accuracy at the end",
+        "accuracy over the run",
+        "KL from the initial model, nats",
+        "completion length",
         "seconds of training",
     ]
     notes = "\n\\* with settings of its own, which the comparison's file tells.\n"
@@ -162,7 +162,7 @@ def reward_model_text() -> str:
     rows = []
     for label in ("all", *runs[0]["kinds"]["subset"]):
         of_kind = [run["results"] if label == "all" else run["kinds"]["subset"][label] for run in runs]
-        shares = [one["accuracy"] for one in of_kind]
+        shares = [one["pair_accuracy"] for one in of_kind]
         over_seeds = {"mean": statistics.fmean(shares), "half_width": half_width(shares)}
         rows.append([label, f"{of_kind[0]['n']:.0f}", percent(over_seeds)])
     about = f"`tiny/rm-hh` on HH-RLHF (`benchmarks/reward_model_hh.py`), {len(runs)} seeds, held-out pairs."

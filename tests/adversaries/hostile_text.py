@@ -81,7 +81,9 @@ def poison_database(path: Path) -> None:
 def poison_run(honest: Path, target: Path) -> Path:
     """A copy of a run that a stranger could have made: it reads well, and every text in it is hostile."""
     shutil.copytree(honest, target, symlinks=True)
-    poison_json(target / "status.json", keep=("state", "host", "headline", "held_out"), message=HOSTILE, state="failed")
+    poison_json(
+        target / "status.json", keep=("state", "host", "primary_metric", "held_out"), message=HOSTILE, state="failed"
+    )
     poison_json(target / "env.json", keep=("created", "started"))
     poison_json(target / "results.json", keep=("state", "host", "objective"))
     recipe = yaml.safe_load((target / "recipe.yaml").read_text(encoding="utf-8"))

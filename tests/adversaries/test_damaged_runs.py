@@ -6,7 +6,6 @@ import json
 import os
 import sqlite3
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from posttrain.cli import main
 from posttrain.commands.summary import write_summary
 from posttrain.errors import DataError
 from posttrain.runs.directory import RunDirectory, RunStatus
-from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -32,7 +30,7 @@ def make_run(folder: Path) -> Path:
     content = {"recipe": "tiny/grpo", "created": "2026-01-01T00:00:00+00:00", "starts": [start]}
     (folder / "env.json").write_text(json.dumps(content))
     RunDirectory(folder).write_status(
-        RunStatus("finished", 4, 4, 1, "here", 5.0, None, ACCURACY, {"accuracy": 0.5}, "stories/validation")
+        RunStatus("finished", 4, 4, 1, "here", 5.0, None, "accuracy", {"accuracy": 0.5}, "stories/validation")
     )
     log = MetricsLog(folder / "metrics.jsonl")
     log.append(1, {"loss": 0.5})
@@ -57,7 +55,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def status(**changes: object) -> bytes:
     good = {"state": "finished", "step": 4, "steps": 4, "pid": 1, "host": "h", "updated": 5.0}
-    good |= {"headline": asdict(ACCURACY), "held_out": {"accuracy": 0.5}}
+    good |= {"primary_metric": "accuracy", "held_out": {"accuracy": 0.5}}
     return json.dumps(good | changes).encode()
 
 
@@ -74,7 +72,11 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("status.json", status(step="four"), "step is 'four'"),
     ("status.json", status(state="splendid"), "state is 'splendid'"),
     ("status.json", status(held_out={"accuracy": float("nan")}), "nan where a number is expected"),
-    ("status.json", status(headline=asdict(ACCURACY) | {"beside": ["nothing"]}), "headline.beside.0 is 'nothing'"),
+    (
+        "status.json",
+        status(primary_metric=["nothing"]),
+        "primary_metric is",
+    ),
     ("status.json", status(step=10**400), "a whole number above"),
     ("status.json", b'{"step": ' + b"1" * 5000 + b"}", "4300 digits"),
     ("recipe.yaml", b"train: {steps: 1}\ntrain: {}\n", "recipe.yaml:2: train: this key stands twice"),
@@ -93,7 +95,7 @@ CONTENTS: list[tuple[str, bytes, str]] = [
     ("metrics.jsonl", b'{"step": 1, "metrics": {}, "timing": {"a": 1e300}}\n', "timing: a is 1e+300"),
     ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": 1}}\n', "surrogates not allowed"),
 ]
-COMMANDS = [["runs", "--sort", "headline"], ["runs", "show", "good"], ["runs", "prune", "--all", "--yes"]]
+COMMANDS = [["runs", "--sort", "metric"], ["runs", "show", "good"], ["runs", "prune", "--all", "--yes"]]
 
 
 def check_listed(root: Path, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,8 +292,8 @@ def test_results_that_no_evaluation_has(
     """Pages, lists and the card of a run whose evaluations say other things than ours do."""
     bad = root / "bad"
     (bad / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe()))
-    told = ACCURACY if "loss" in results else Headline("accuracy", label="<script>\u202e")
-    RunDirectory(bad).write_status(RunStatus("finished", 1, 1, 1, "h", 5.0, headline=told))
+    told = "accuracy" if "loss" in results else "<script>\u202e"
+    RunDirectory(bad).write_status(RunStatus("finished", 1, 1, 1, "h", 5.0, primary_metric=told))
     metrics = {f"eval/stories/validation/{name}": value for name, value in results.items()}
     (bad / "metrics.jsonl").write_text(json.dumps({"step": 0, "metrics": metrics}) + "\n")
     page = write_summary(bad).read_text()

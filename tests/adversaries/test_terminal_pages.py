@@ -14,7 +14,7 @@ from posttrain.reports.charts import Panel, Series
 from posttrain.reports.page import render
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report
 from posttrain.reports.sweeps import render_sweep
-from posttrain.store.headline import Headline
+from posttrain.store.metric_names import Metric
 from posttrain.sweeps.results import Part, SweepResults
 
 EVIL = "\"><img src=x onerror=alert(1)><script>alert(1)</script>' onload='x"
@@ -39,7 +39,7 @@ def make_pages(text: str) -> dict[str, str]:
     facts = [(text, text)]
     where = {text: {text: text}}
     part = Part([TextTable(text, [text], [[text]])], [text], [text], {text: text})
-    headline = Headline("accuracy", unit="share", label=text, of=text)
+    primary = Metric("accuracy", "share", "higher", text, text, of=text)
     sweep = SweepResults(text, text, text, {"rows": part}, text, [text], [text])
     panel = Panel(text, text, [Series(text, [0.0], [1.0], mark=text)], x_label=text, y_label=text)
     chapter = Chapter(text, text, [panel], text, facts)
@@ -47,7 +47,7 @@ def make_pages(text: str) -> dict[str, str]:
     stage = Stage(text, text, {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6})
     free = Answer(text, text, None, text, 1, reward=0.5)
     transcripts = [Transcript(text, text, [answer]), Transcript(text, None, [free], [(text, text)])]
-    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts, headline)
+    report = Report(text, text, [stage], text, [chapter], transcripts, text, where, facts, primary)
     return {
         "sweep": render_sweep(sweep, [panel]),
         "report": render_report(report),

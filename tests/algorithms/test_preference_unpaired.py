@@ -27,7 +27,7 @@ def random_case(seed: int, outside: float = 0.0) -> tuple[Outputs, Batch]:
 def test_a_tie_is_one_in_log_probabilities(nats: float, accuracy: float):
     """An answer of 2,500 nats: a millionth is 0.0025, whatever β makes of it."""
     outputs, batch = make_rows([[-2500.0 + nats]], [[-2500.0]], labels=[1.0], kl_baseline=[0.0])
-    assert kto(outputs, batch, beta=0.1).metrics["row_accuracy"].tolist() == [accuracy]
+    assert kto(outputs, batch, beta=0.1).metrics["answer_accuracy"].tolist() == [accuracy]
 
 
 @pytest.mark.parametrize(("label", "weight"), [(1.0, 2.0), (0.0, 3.0)])
@@ -38,7 +38,7 @@ def test_limits(label: float, weight: float):
         outputs, batch = one_row(ratio, label, baseline=0.5)
         loss = kto(outputs, batch, desirable_weight=2.0, undesirable_weight=3.0)
         assert loss.values.item() == pytest.approx(expected, abs=1e-12)
-    assert loss.metrics["row_accuracy"].item() == 0.5
+    assert loss.metrics["answer_accuracy"].item() == 0.5
 
 
 def test_by_hand():
@@ -67,7 +67,7 @@ def test_against_plain_python(seed: int):
         assert loss.values[b].item() == pytest.approx(value, abs=1e-12)
         assert got["reward"] == pytest.approx(reward, abs=1e-12)
         assert got["logprob"] == pytest.approx(sum(policy[b]), abs=1e-12)
-        assert got["row_accuracy"] == float((gain > 0) == (label == 1.0))
+        assert got["answer_accuracy"] == float((gain > 0) == (label == 1.0))
         assert got["kl_baseline"] == 0.7
         assert got["desirable"] == label
     assert all(m.shape == (6,) and not m.requires_grad for m in loss.metrics.values())
@@ -80,10 +80,10 @@ def test_parts_give_the_mean_reward_of_each_kind():
     mean = {name: float(metric.mean()) for name, metric in metrics.items()}
     is_desirable = batch.stream("labels") == 1.0
     assert mean["desirable_reward_part"] / mean["desirable"] == pytest.approx(
-        float(metrics["reward"][is_desirable].mean()), abs=1e-14
+        float(metrics["implicit_reward"][is_desirable].mean()), abs=1e-14
     )
     assert mean["undesirable_reward_part"] / (1 - mean["desirable"]) == pytest.approx(
-        float(metrics["reward"][~is_desirable].mean()), abs=1e-14
+        float(metrics["implicit_reward"][~is_desirable].mean()), abs=1e-14
     )
 
 

@@ -80,7 +80,7 @@ def test_the_story_is_told_and_written_down(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_outcome_follows_the_figures() -> None:
     def figures(accuracy: float, low: float, high: float, worked: float) -> dict[str, float]:
-        return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "worked": worked}
+        return {"accuracy": accuracy, "accuracy_low": low, "accuracy_high": high, "shows_reasoning": worked}
 
     before = figures(0.10, 0.08, 0.13, 0.1)
     assert REASONING.outcome(before, figures(0.97, 0.95, 0.98, 0.99)) == (

@@ -20,7 +20,7 @@ def test_grpo_turns_a_guesser_into_a_worker(seed: int, tmp_path: Path) -> None:
     assert results["after SFT"]["accuracy"] <= 0.45
     assert results["after GRPO"]["accuracy"] >= 0.95
     assert results["after GRPO"]["format"] >= 0.99
-    assert results["after GRPO"]["worked"] > results["after SFT"]["worked"] + 0.5
+    assert results["after GRPO"]["shows_reasoning"] > results["after SFT"]["shows_reasoning"] + 0.5
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import UsageError
+from posttrain.evaluation.reward_models.measures import ACCURACIES
 from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
 
@@ -42,9 +43,9 @@ def read(folder: Path) -> tuple[dict, list[dict]]:
 @pytest.mark.parametrize(
     ("name", "view", "n", "measured"),
     [
-        ("rm", "pairs", 8, {"accuracy", "margin"}),
-        ("orm", "judged answers", 16, {"accuracy", "auc", "top_one", "random_one", "oracle"}),
-        ("prm", "labelled steps", 16, {"accuracy", "error_f1", "step_auc"}),
+        ("rm", "pairs", 8, {"pair_accuracy", "margin"}),
+        ("orm", "judged answers", 16, {"answer_accuracy", "auc", "top_one", "random_one", "oracle"}),
+        ("prm", "labelled steps", 16, {"solution_accuracy", "error_f1", "step_auc"}),
     ],
 )
 def test_a_reward_model_is_measured_on_its_own_task(
@@ -62,8 +63,9 @@ def test_a_reward_model_is_measured_on_its_own_task(
     assert measured <= results.keys()
     assert all(math.isfinite(value) for value in results.values())
     rights = [item["right"] for item in items]
-    assert results["accuracy"] == pytest.approx(sum(rights) / n)
-    assert results["accuracy_low"] <= results["accuracy"] <= results["accuracy_high"]
+    (name_of,) = measured & {*ACCURACIES.values()}
+    assert results[name_of] == pytest.approx(sum(rights) / n)
+    assert results[f"{name_of}_low"] <= results[name_of] <= results[f"{name_of}_high"]
     assert content["settings"]["task"]["split"] == "test"
     assert content["settings"]["step"] == 2
     page = (folder / "summary.md").read_text()

@@ -1,4 +1,4 @@
-"""A project of ``posttrain new``: its rows are right, its recipes resolve, and docs/how-to/your-own-project.md can be followed."""
+"""A project of ``posttrain new``: its rows are right, its recipes resolve, and its page can be followed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from posttrain.commands.progress import (
     show_evaluation,
     sparkline,
 )
-from posttrain.store.headline import ACCURACY, REWARD
+from posttrain.store.metric_names import ACCURACY, REWARD
 
 
 class Clock:
@@ -61,20 +61,20 @@ def test_sparkline_scales_means_of_stretches(values: list[float], width: int, dr
 
 
 INTERVAL = {"n": 256.0, "accuracy": 0.5, "accuracy_low": 0.439, "accuracy_high": 0.561, "format": 1.0}
-REWARDED = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862, "kl_from_start": 2.31, "format": 1.0}
+REWARDED = {"n": 64.0, "reward": 0.731, "reward_low": 0.6, "reward_high": 0.862, "kl_initial": 2.31, "format": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("headline", "results", "line"),
+    ("primary", "results", "line"),
     [
-        (ACCURACY, INTERVAL, "50.0% right [43.9%, 56.1%] · format 100% (n = 256)"),
-        (REWARD, REWARDED, "reward 0.731 [0.600, 0.862] · KL from start 2.310 · format 100% (n = 64)"),
-        (None, {"num_tokens": 9.0}, "length 9"),
-        (ACCURACY, {"accuracy": 0.5, "loss": 1.25}, "50.0% right · loss 1.250"),
+        (ACCURACY, INTERVAL, "accuracy 50.0% [43.9%, 56.1%] · format 100.0% (n = 256)"),
+        (REWARD, REWARDED, "reward 0.731 [0.600, 0.862] · KL from initial model 2.310 · format 100.0% (n = 64)"),
+        (None, {"completion_length": 9.0}, "completion length 9.0"),
+        (ACCURACY, {"accuracy": 0.5, "loss": 1.25}, "accuracy 50.0% · loss 1.250"),
     ],
 )
-def test_evaluation_line_has_the_primary_metric(headline: Any, results: dict[str, float], line: str) -> None:
-    payload = {"step": 20, "name": "x/test", "headline": headline, "results": results}
+def test_evaluation_line_has_the_primary_metric(primary: Any, results: dict[str, float], line: str) -> None:
+    payload = {"step": 20, "name": "x/test", "primary_metric": primary, "results": results}
     assert show_evaluation(payload) == f"held-out x/test after 20 steps: {line}"
 
 

@@ -102,7 +102,7 @@ def test_a_reward_model(capsys: Any) -> None:
     # evaluated as any reward model, it is the one that was measured
     assert main(["evaluate", str(folder), "--limit", "20", "--out", "found", "--quiet"]) == 0
     (found,) = (json.loads(path.read_text()) for path in Path("found").rglob("results.json"))
-    assert found["results"]["accuracy"] == pytest.approx(results["accuracy_after"])
+    assert found["results"]["pair_accuracy"] == pytest.approx(results["accuracy_after"])
     # the head, and the layout that other programs load
     assert (folder / "heads.safetensors").read_bytes() == (checkpoint / "heads.safetensors").read_bytes()
     (head,) = load_file(folder / "heads.safetensors").values()

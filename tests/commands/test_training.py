@@ -12,7 +12,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.commands.summary import chapter_of, note_on, write_summary
 from posttrain.recipes.recipe import load_recipe
-from posttrain.store.headline import ACCURACY
+from posttrain.store.metric_names import ACCURACY
 from posttrain.store.metrics import EvaluationPoint
 
 RECIPE = """\

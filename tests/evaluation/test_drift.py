@@ -115,9 +115,9 @@ def test_drift_against_a_slow_reference_whatever_the_split(tokenizer, grader) ->
     kl, entropy = slow_drift(engine.rows, model, tiny())
     assert kl > 0.01
     # fp32 against float64
-    assert found["kl_from_start"] == pytest.approx(kl, rel=1e-3)
+    assert found["kl_initial"] == pytest.approx(kl, rel=1e-3)
     assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
-    assert found["sampled_num_tokens"] == sum(len(c.ids) for _, c in engine.rows) / 8
+    assert found["sampled_completion_length"] == sum(len(c.ids) for _, c in engine.rows) / 8
     items = [task.examples[i] for i in held_out_indices(40, 8)]
     prompts = [tuple(encode_prompt(tokenizer, grader.template, item.messages)) for item in items]
     assert [p for p, _ in engine.rows] == prompts
@@ -133,14 +133,14 @@ def test_an_adapter_is_on_where_the_policy_speaks_and_off_at_the_start(tokenizer
     model = apply_adapter(tiny(), AdapterSection(rank=4), 0).eval()
     start = Reference(Forward(model, TEMPERATURE))
     engine = Recorder(native(model, tokenizer))
-    assert measure(engine, tokenizer, grader, sums(40), model, start)["kl_from_start"] == 0.0
+    assert measure(engine, tokenizer, grader, sums(40), model, start)["kl_initial"] == 0.0
     before = [c.ids for _, c in engine.rows]
     perturb(model, 0.5)
     engine = Recorder(native(model, tokenizer))
     found = measure(engine, tokenizer, grader, sums(40), model, start)
     kl, entropy = slow_drift(engine.rows, model, tiny())
     assert kl > 0.01
-    assert found["kl_from_start"] == pytest.approx(kl, rel=1e-3)
+    assert found["kl_initial"] == pytest.approx(kl, rel=1e-3)
     assert found["entropy"] == pytest.approx(entropy, rel=1e-4)
     assert [c.ids for _, c in engine.rows] != before  # the policy's answers, not the base's
 
@@ -165,9 +165,9 @@ def test_of_one_token_it_is_the_exact_divergence(tokenizer, grader, monkeypatch,
         coarse = float((p[likely].exp() * (p - q)[likely]).sum()) + rest[0] * math.log(rest[0] / rest[1])
         assert 0 < coarse < exact  # merging tokens hides differences
         exact = coarse
-    assert found["kl_from_start"] == pytest.approx(exact, rel=1e-3)
+    assert found["kl_initial"] == pytest.approx(exact, rel=1e-3)
     assert found["entropy"] == pytest.approx(-float((p.exp() * p).sum()), rel=1e-4)
-    assert found["sampled_num_tokens"] == 1.0
+    assert found["sampled_completion_length"] == 1.0
 
 
 def digits(text: str) -> float:
@@ -191,10 +191,10 @@ def test_parts_of_the_reward_are_means_over_the_same_answers(tokenizer) -> None:
         lengths.append(len(ids))
     start = Reference(Forward(model, TEMPERATURE))
     found = measure(ScriptedEngine(scripts, logprob=-1.0), tokenizer, own, task, model, start, n=5, max_tokens=40)
-    assert found["kl_from_start"] == 0.0  # whatever the engine says about its tokens
-    assert found["sampled_num_tokens"] == sum(lengths[:4]) / 4
+    assert found["kl_initial"] == 0.0  # whatever the engine says about its tokens
+    assert found["sampled_completion_length"] == sum(lengths[:4]) / 4
     assert found["sampled_accuracy"] == 0.75
-    assert found[f"sampled_{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
+    assert found[f"sampled_reward/{__name__}:digits"] == (1 + 1 + 1 + 2) / 4
     assert found["sampled_reward"] == 2 * (1 + 1 + 1 + 2) / 4
-    assert found["sampled_xml_format"] == 1.0
-    assert "sampled_correct" not in found  # it is sampled_accuracy
+    assert found["sampled_reward/xml_format"] == 1.0
+    assert "sampled_reward/correct" not in found  # it is sampled_accuracy

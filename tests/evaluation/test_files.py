@@ -27,7 +27,7 @@ SETTINGS = {"model": "tiny", "samples": 2, "ks": (1, 2)}
 
 
 def write(folder: Path, items: list[Item], settings: dict[str, Any] = SETTINGS) -> None:
-    evaluation = Evaluation("sums/test", {"n": 2.0}, [], items, {"level": {}}, {"sampling_seconds": 0.5})
+    evaluation = Evaluation("sums/test", {"n": 2.0}, [], items, {"level": {}}, {"generate_seconds": 0.5})
     write_evaluation(folder, settings, evaluation, lambda one, settings, environment: f"{one.name} {settings['ks']}")
 
 
@@ -38,7 +38,7 @@ def test_a_finished_evaluation_leaves_three_files(tmp_path: Path) -> None:
     assert (tmp_path / "summary.md").read_text() == "sums/test (1, 2)"
     finished = read_finished(tmp_path)
     assert (finished.evaluation, finished.results, finished.items()) == ("sums/test", {"n": 2.0}, items)
-    assert (finished.label, finished.kinds, finished.timing) == ("tiny", {"level": {}}, {"sampling_seconds": 0.5})
+    assert (finished.label, finished.kinds, finished.timing) == ("tiny", {"level": {}}, {"generate_seconds": 0.5})
 
 
 def test_a_cell_counts_as_finished_with_the_same_settings_alone(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_shares_by_hand(tokenizer, grader) -> None:
     assert results["format"] == 0.7  # the wrong answer has it too
     assert results["parse_failures"] == pytest.approx(0.3)
     assert results["truncated"] == 0.1
-    assert results["worked"] == 0.7
+    assert results["shows_reasoning"] == 0.7
     assert results["reward"] == pytest.approx((6 * 1.5 + 0.5) / 10)
     assert results["prompts_too_long"] == 0.0
     lengths = [len(r.completion.ids) for r in evaluation.rollouts]
-    assert results["num_tokens"] == sum(lengths) / 10
+    assert results["completion_length"] == sum(lengths) / 10
     assert lengths[4] == 40
     assert len(engine.calls) == 1  # one batch
     assert [(r.step, r.prompt_index, r.rollout_index) for r in evaluation.rollouts] == [(3, i, 0) for i in range(10)]
@@ -170,4 +170,4 @@ def test_a_scorer_is_asked_about_every_answer(tokenizer, grader) -> None:
     assert unscored > 0
     assert evaluation.results["unscored"] == unscored / 12
     assert {"best_of@1", "best_of@3", "best_of@3_low"} <= set(evaluation.results)
-    assert "scoring_seconds" in evaluation.timing
+    assert "reward_model_seconds" in evaluation.timing

@@ -67,7 +67,7 @@ def test_items_without_answers_count_as_wrong_everywhere() -> None:
     assert results["pass@2"] == 0.5
     assert results["majority@2"] == pytest.approx((1 + 0.5) / 4)
     assert results["format"] == 0.5
-    assert results["num_tokens"] == 10.0  # of the answers that there are
+    assert results["completion_length"] == 10.0  # of the answers that there are
 
 
 def test_items_without_gold_do_not_count_in_accuracy() -> None:
@@ -108,13 +108,17 @@ def test_lengths_outcomes_and_facts() -> None:
     items = [Item(f"made/{i}", i, "?", "1", {}, (s,)) for i, s in enumerate(samples)]
     results = summarize(items, Task("made", "test", (), worked=lambda text: text == ""), format_part="xml")
     assert (results["truncated"], results["grading_failures"], results["accuracy"]) == (0.1, 0.1, 0.9)
-    assert (results["num_tokens_p50"], results["num_tokens_p90"], results["num_tokens_max"]) == (5.0, 9.0, 40.0)
-    assert results["num_tokens"] == 8.5
-    assert results["strict"] == pytest.approx(8.5 / 40)
-    assert (results["n"], results["part_n"]) == (10.0, 5.0)  # a fact may not take a result's name
+    assert (results["completion_length_p50"], results["completion_length_p90"], results["completion_length_max"]) == (
+        5.0,
+        9.0,
+        40.0,
+    )
+    assert results["completion_length"] == 8.5
+    assert results["reward/strict"] == pytest.approx(8.5 / 40)
+    assert (results["n"], results["reward/n"]) == (10.0, 5.0)  # a fact may not take a result's name
     assert "xml" not in results
     assert "correct" not in results
-    assert results["worked"] == 1.0
+    assert results["shows_reasoning"] == 1.0
 
 
 def test_every_way_to_end_has_its_share() -> None:

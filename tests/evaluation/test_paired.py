@@ -24,7 +24,7 @@ def test_ten_items_by_hand() -> None:
     assert found.table == {"both": 4, "only_a": 1, "only_b": 3, "neither": 2}
     assert found.mcnemar == pytest.approx(2 * (1 + 4) / 16)
     assert found.differences["format"].difference == pytest.approx(0.2)
-    assert found.differences["num_tokens"].difference == 0.0
+    assert found.differences["completion_length"].difference == 0.0
     assert found.gained == ["made/5", "made/6", "made/7"]
     assert found.lost == ["made/4"]
     assert "pass@1" not in found.differences
@@ -120,8 +120,8 @@ def test_lengths_are_compared_where_both_answered() -> None:
     a = [*make_items(["r", "w"]), Item("made/2", 2, "What is 2?", "1")]
     b = make_items(["r", "r", "r"])
     found = compare_items(a, b, labels=LABELS, samples=1)
-    tokens = found.differences["num_tokens"]
+    tokens = found.differences["completion_length"]
     assert (tokens.a, tokens.b, tokens.n, found.n) == (10.0, 10.0, 2, 3)
     assert found.differences["format"].a == pytest.approx(2 / 3)  # a rate counts every item
     none = compare_items(a[1:], [Item("made/1", 1, "What is 1?", "1"), b[2]], labels=LABELS, samples=1)
-    assert "num_tokens" not in none.differences
+    assert "completion_length" not in none.differences

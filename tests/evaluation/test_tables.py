@@ -10,7 +10,7 @@ from posttrain.reports.evaluation import write_page
 
 RESULTS = {
     "n": 50.0, "num_graded": 50.0, "samples": 1.0, "accuracy": 0.21, "accuracy_low": 0.1, "accuracy_high": 0.333,
-    "format": 0.5, "parse_failures": 0.25, "truncated": 0.04, "num_tokens": 17.6,
+    "format": 0.5, "parse_failures": 0.25, "truncated": 0.04, "completion_length": 17.6,
 }  # fmt: skip
 BETTER = RESULTS | {"accuracy": 0.62, "accuracy_low": 0.5, "accuracy_high": 0.71}
 UNGRADED = RESULTS | {"num_graded": 0.0, "accuracy": 0.0, "accuracy_low": 0.0, "accuracy_high": 1.0}
@@ -20,7 +20,7 @@ def test_one_line_for_each_template() -> None:
     table = results_table([Row("m", "plain", "math/test", RESULTS), Row("m", "boxed", "math/test", BETTER)])
     assert table.title == "math/test, n = 50"
     assert table.header == [
-        "model", "template", "right", "95 % interval", "format", "no answer", "cut off", "tokens"
+        "model", "template", "accuracy", "95 % interval", "format", "no answer", "truncated", "completion length"
     ]  # fmt: skip
     assert table.lines == [
         ["m", "plain", "21.0%", "10.0% – 33.3%", "50.0%", "25.0%", "4.0%", "18"],
@@ -29,10 +29,10 @@ def test_one_line_for_each_template() -> None:
 
 
 def test_what_one_row_lacks_is_a_dash_and_what_all_lack_no_column() -> None:
-    several = RESULTS | {"samples": 4.0, "worked": 0.1, "pass@1": 0.3, "pass@4": 0.6, "majority@4": 0.25}
+    several = RESULTS | {"samples": 4.0, "shows_reasoning": 0.1, "pass@1": 0.3, "pass@4": 0.6, "majority@4": 0.25}
     table = results_table([Row("a", None, "x", several), Row("b", None, "x", RESULTS)])
     assert table.title == "x, n = 50, 4 answers to each"
-    assert table.header[:6] == ["model", "right", "95 % interval", "pass@4", "majority@4", "format"]
+    assert table.header[:6] == ["model", "accuracy", "95 % interval", "pass@4", "majority@4", "format"]
     assert table.lines[0][3:5] == ["60.0%", "25.0%"]
     assert table.lines[1][3:5] == ["–", "–"]
 
@@ -73,7 +73,7 @@ def make_evaluation() -> Evaluation:
         item.meta["level"] = index % 2
     items.append(Item("made/4", 4, "Long | one\nwith ``` in it", "9", {"level": 0}))
     results = summarize(items) | {"prompts_too_long": 1.0, "seconds": 2.0}
-    timing = {"sampling_seconds": 2.0, "grading_seconds": 0.5, "generated_tokens": 40.0}
+    timing = {"generate_seconds": 2.0, "score_seconds": 0.5, "generated_tokens": 40.0}
     return Evaluation("made/test", results, [], items[2:], break_down(items), timing)
 
 
@@ -88,7 +88,7 @@ def test_the_page_of_one_evaluation() -> None:
     assert "| 1 | 2 | 50.0% |" in page
     assert "- template: name boxed, preamble x" in page
     assert "ks:" not in page
-    assert "- timing: sampling_seconds 2.0" in page
+    assert "- timing: generate_seconds 2.0" in page
     assert "- versions: python 3.11" in page
     assert "````\nLong | one\nwith ``` in it\n````" in page  # no text of the data ends its block
     assert "The prompt does not fit" in page
@@ -101,7 +101,7 @@ def test_markdown_keeps_its_columns() -> None:
     assert to_markdown(table).splitlines() == [
         r"## By sub\|ject",
         "",
-        "| sub\\|ject | n | right | 95 % interval |",
+        "| sub\\|ject | n | accuracy | 95 % interval |",
         "| --- | ---: | ---: | ---: |",
         "| a b | 2 | 50.0% | 10.0% – 90.0% |",
     ]

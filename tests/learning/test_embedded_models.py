@@ -37,4 +37,4 @@ def test_grpo_from_tiny_sft_learns(tmp_path: Path) -> None:
     first, *_, last = (point.results for point in evaluation_points(MetricsLog(run / "metrics.jsonl").read()))
     assert first["format"] == 1.0
     assert last["accuracy"] > first["accuracy"] + 0.5
-    assert last["num_tokens"] > 2 * first["num_tokens"]
+    assert last["completion_length"] > 2 * first["completion_length"]

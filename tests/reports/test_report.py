@@ -11,14 +11,14 @@ from posttrain.reports.charts import Panel, Series, axis_range
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import flatten, render, write_html
 from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, render_report, turns_of
-from posttrain.store.headline import REWARD, choose_headline
+from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <img src=x onerror=y>"
 
 
 def rows() -> list[MetricsRow]:
-    facts = {"n": 50.0, "accuracy": 0.5, "accuracy_low": 0.37, "accuracy_high": 0.63, "worked": 0.2}
+    facts = {"n": 50.0, "accuracy": 0.5, "accuracy_low": 0.37, "accuracy_high": 0.63, "shows_reasoning": 0.2}
     evaluation = MetricsRow(0, {f"eval/stories/validation/{name}": value for name, value in facts.items()})
     steps = [
         MetricsRow(k, {"reward": 0.1 * k, "accuracy": 0.05 * k, "entropy": float("nan") if k == 3 else 1.0})
@@ -65,7 +65,7 @@ def full_report() -> Report:
         "accuracy_low": 0.21,
         "accuracy_high": 0.29,
         "format": 0.99,
-        "num_tokens": 41.6,
+        "completion_length": 41.6,
     }
     answers = [
         Answer("base", NASTY, False, None, 40, is_cut=True),
@@ -114,7 +114,7 @@ def test_report_is_replaced_at_once(tmp_path: Path) -> None:
 
 def test_panels_are_those_with_numbers() -> None:
     panels = {panel.title: panel for panel in choose_panels(rows())}
-    assert list(panels) == ["Accuracy", "Reward", "Worked answers", "Entropy"]
+    assert list(panels) == ["Accuracy", "Reward", "Shows reasoning", "Entropy"]
     training, held_out = panels["Accuracy"].series
     assert training.xs == [1.0, 2.0, 3.0, 4.0]
     assert training.ys == pytest.approx([0.05, 0.10, 0.15, 0.20])
@@ -141,11 +141,11 @@ def evaluated(step: int, **results: float) -> MetricsRow:
 def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
     answers = [Answer("before", "No.", None, "No.", 2, reward=-0.25), Answer("after", "Yes.", None, None, 2)]
     dialogue = "user: Hello <b>.\n\nassistant: Good day.\n\nuser: user: is no turn"
-    results = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "kl_from_start": 2.31}
+    results = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "kl_initial": 2.31}
     report = Report(
         "HH",
         "lead",
-        headline=REWARD,
+        primary=REWARD,
         stages=[Stage("after", "hh/validation, n = 8", results), Stage("before", "", {"reward": -0.1})],
         transcripts=[Transcript(dialogue, None, answers, turns_of(dialogue))],
     )
@@ -158,7 +158,7 @@ def test_what_has_no_gold_answer_is_neither_right_nor_wrong() -> None:
     words = Page(text).words
     assert "reward, with 95 % interval" in words
     assert "0.700 [0.600, 0.800]" in words
-    assert "KL from start" in words
+    assert "KL from initial model" in words
     assert "2.310" in words
     assert "How they do on prompts" in words
     assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
@@ -170,11 +170,11 @@ def test_turns_of_a_recorded_dialogue() -> None:
     assert turns_of("How many?\n\nuser: no turn of a single message") == []
 
 
-def test_the_reward_and_the_kl_come_first_where_they_are_the_headline() -> None:
+def test_the_reward_and_the_kl_come_first_where_they_are_the_primary_metric() -> None:
     steps = [MetricsRow(k, {"reward": 0.1 * k, "format": 1.0, "uniform_groups": 0.0, "loss": 0.1}) for k in (1, 2)]
-    measured = [evaluated(k, reward=0.2 * k, reward_low=0.0, reward_high=1.0, kl_from_start=1.0 * k) for k in (0, 2)]
+    measured = [evaluated(k, reward=0.2 * k, reward_low=0.0, reward_high=1.0, kl_initial=1.0 * k) for k in (0, 2)]
     panels = choose_panels([*steps, *measured], REWARD)
-    assert [panel.title for panel in panels] == ["Reward", "KL from the start", "Format", "Uniform groups"]
+    assert [panel.title for panel in panels] == ["Reward", "KL from initial model", "Format", "Uniform groups"]
     held_out = panels[0].series[1]
     assert (held_out.label, held_out.ys, held_out.low) == ("held-out", [0.0, 0.4], [0.0, 0.0])
     assert panels[1].series[0].ys == [0.0, 2.0]
@@ -190,10 +190,10 @@ def test_a_reward_model_has_a_loss_curve() -> None:
         for k in (1, 2)
     ]
     measured = [evaluated(k, pair_accuracy=0.5, loss=0.69, margin=0.0) for k in (0, 2)]
-    headline = choose_headline({"hh": {"pair_accuracy": 0.5, "loss": 0.69}}, named=None, samples=False)
-    assert headline is not None
-    panels = {panel.title: panel for panel in choose_panels([*steps, *measured], headline)}
-    assert list(panels) == ["Pairs in the right order", "Loss", "Margin", "Scores of the answers of a pair"]
+    primary = choose_primary_metric({"hh": {"pair_accuracy": 0.5, "loss": 0.69}}, named=None, samples=False)
+    assert primary is not None
+    panels = {panel.title: panel for panel in choose_panels([*steps, *measured], primary)}
+    assert list(panels) == ["Pair accuracy", "Loss", "Margin", "Chosen score"]
     assert [(s.label, s.ys) for s in panels["Loss"].series] == [("training", [0.7, 0.35]), ("held-out", [0.69, 0.69])]
 
 

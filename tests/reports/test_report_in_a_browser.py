@@ -22,8 +22,8 @@ ARABIC = "\u0643\u0645 \u062a\u0641\u0627\u062d\u0629\u061f " * 30
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[object]:
     """A report of hostile texts; it asks the network for nothing and reports no problem."""
-    results = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "format": 1.0, "worked": 0.5}
-    results |= {"num_tokens": 96.0, "truncated": 0.1}
+    results = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "format": 1.0, "shows_reasoning": 0.5}
+    results |= {"completion_length": 96.0, "truncated": 0.1}
     answers = [Answer("before", ARABIC, False, ARABIC, 900, True), Answer("after", EVIL, True, "3", 1)]
     panel = Panel("Reward", "mean", [Series("training", [1.0, 2.0], [1e-13, 2e-13])])
     report = Report(

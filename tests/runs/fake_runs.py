@@ -13,7 +13,6 @@ import yaml
 
 from posttrain.runs.directory import RunDirectory, RunStatus
 from posttrain.store.checkpoint_files import seal, step_folder
-from posttrain.store.headline import ACCURACY
 from posttrain.store.metrics import MetricsLog
 
 RECIPE: dict[str, Any] = {
@@ -52,7 +51,9 @@ def make_run(
     at = max(steps, default=0)
     status = RunStatus(state, at, 10, 1, "here", 5.0)
     if last is not None:
-        status = replace(status, headline=ACCURACY, held_out={"accuracy": last}, evaluation="stories/validation")
+        status = replace(
+            status, primary_metric="accuracy", held_out={"accuracy": last}, evaluation="stories/validation"
+        )
     run.write_status(status)
     log = MetricsLog(folder / "metrics.jsonl")
     for step in range(at + 1):

@@ -18,7 +18,6 @@ from posttrain.runs.directory import (
     name_of_recipe,
     new_status,
 )
-from posttrain.store.headline import REWARD
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -28,7 +27,7 @@ def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert directory.read_status() is None
     status = RunStatus("failed", 3, 10, 4711, "here", 12.5, "NonFiniteLoss: at step 4")
     status = replace(
-        status, headline=REWARD, held_out={"reward": 0.75, "kl_from_start": 2.0}, evaluation="hh/validation"
+        status, primary_metric="reward", held_out={"reward": 0.75, "kl_initial": 2.0}, evaluation="hh/validation"
     )
     directory.write_status(RunStatus("running", 2, 10, 4711, "here", 11.5))
     directory.write_status(status)
@@ -36,7 +35,7 @@ def test_status_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["status.json"]
     again = new_status(20, status)
     assert (again.state, again.step, again.steps, again.message) == ("running", 3, 20, None)
-    assert (again.headline, again.held_out, again.pid) == (REWARD, status.held_out, os.getpid())
+    assert (again.primary_metric, again.held_out, again.pid) == ("reward", status.held_out, os.getpid())
 
 
 def test_changed_keys_are_dotted_with_both_values(tmp_path: Path, make_recipe: MakeRecipe) -> None:

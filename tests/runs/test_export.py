@@ -66,7 +66,7 @@ def test_the_card_says_what_it_is(root: Path, tmp_path: Path) -> None:
     card = (export_run(root, root / "a", tmp_path / "out").target / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- posttrain\n---\n")
     assert "- weights: after step 2 of 10\n" in card
-    assert "- last held-out evaluation: 50.0% right\n" in card
+    assert "- last held-out evaluation: accuracy 50.0%\n" in card
     assert "posttrain 0.1.0, recipe `tiny/grpo`" in card
 
 

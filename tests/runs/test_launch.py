@@ -17,7 +17,7 @@ from posttrain.recipes.recipe import Recipe
 from posttrain.runs.children import stop_on_signals
 from posttrain.runs.directory import RunDirectory, RunStatus, lock_run
 from posttrain.runs.launch import launch
-from posttrain.store.headline import ACCURACY
+from posttrain.store.metric_names import ACCURACY
 from posttrain.training.files import Observer, RunFiles
 from posttrain.world import ONE, World
 
@@ -72,7 +72,9 @@ class FakeLoop:
                 raise self.fail
         (files.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
         observer("checkpoint", {"step": step, "path": "there", "best": False})
-        observer("evaluation", {"step": step, "name": "held out", "headline": ACCURACY, "results": {"accuracy": 0.5}})
+        observer(
+            "evaluation", {"step": step, "name": "held out", "primary_metric": ACCURACY, "results": {"accuracy": 0.5}}
+        )
         reason = "finished" if step == recipe.train.steps else "interrupted"
         observer("finish", {"step": step, "reason": reason})
         return Result(step, reason)
@@ -107,7 +109,7 @@ def test_a_run_that_finishes(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert events == ["start", *["step"] * 10, "checkpoint", "evaluation", "finish"]
     status = status_of(result.folder)
     assert (status.state, status.step, status.steps) == ("finished", 10, 10)
-    assert (status.headline, status.held_out) == (ACCURACY, {"accuracy": 0.5})
+    assert (status.primary_metric, status.held_out) == ("accuracy", {"accuracy": 0.5})
     assert (status.evaluation, status.pid) == ("held out", os.getpid())
     directory = RunDirectory(result.folder)
     assert directory.changed_keys(make_recipe()) == {}

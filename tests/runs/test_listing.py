@@ -18,7 +18,6 @@ from posttrain.runs.listing import (
     show_run,
     summarize_run,
 )
-from posttrain.store.headline import ACCURACY, REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Completion, Example, Message, Rollout
@@ -74,7 +73,7 @@ def test_everything_about_one_run(root: Path) -> None:
     [
         ({}, "bca"),
         ({"sort": "name"}, "abc"),
-        ({"sort": "headline"}, "acb"),
+        ({"sort": "metric"}, "acb"),
         ({"states": ["failed", "finished"]}, "bca"),
         ({"patterns": ["a", "[bx]"]}, "ba"),
     ],
@@ -101,18 +100,18 @@ def test_runs_are_shown_and_sorted_by_their_primary_metric(tmp_path: Path) -> No
         run = RunDirectory(make_run(tmp_path, name))
         status = run.read_status()
         assert status is not None
-        numbers = {"reward": reward, "kl_from_start": 2.0}
-        run.write_status(replace(status, headline=REWARD, held_out=numbers, evaluation="hh/test"))
+        numbers = {"reward": reward, "kl_initial": 2.0}
+        run.write_status(replace(status, primary_metric="reward", held_out=numbers, evaluation="hh/test"))
         log = MetricsLog(run.folder / "metrics.jsonl")
-        log.append(2, {"eval/hh/test/reward": reward, "eval/hh/test/kl_from_start": 4.0})
+        log.append(2, {"eval/hh/test/reward": reward, "eval/hh/test/kl_initial": 4.0})
         log.close()
     make_run(tmp_path, "sums", accuracies={1: 0.25})
-    runs = list_runs(tmp_path, sort="headline")
+    runs = list_runs(tmp_path, sort="metric")
     assert [(run.name, run.result) for run in runs] == [
-        ("high", "reward 0.900 · KL from start 2.000"),
-        ("low", "reward 0.200 · KL from start 2.000"),
-        ("sums", "25.0% right"),
+        ("high", "reward 0.900 · KL from initial model 2.000"),
+        ("low", "reward 0.200 · KL from initial model 2.000"),
+        ("sums", "accuracy 25.0%"),
     ]
     found = put_side_by_side([tmp_path / "high", tmp_path / "sums"])
-    assert [run.headline for run in found.runs] == [REWARD, ACCURACY]
+    assert [run.primary_metric for run in found.runs] == ["reward", "accuracy"]
     assert [item and (item["step"], item["reward"]) for item in found.last["hh/test"]] == [(2, 0.9), None]

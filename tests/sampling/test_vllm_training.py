@@ -189,7 +189,7 @@ def test_run_with_a_server_has_the_versions_of_the_schedule(server: FakeFollower
     rows, evaluations = recorded(tmp_path / "run")
     assert [row.version for row in rows] == [row.step - 1 for row in rows]
     assert {(row.step, row.version) for row in evaluations} == {(0, 0), (2, 2)}
-    assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps_of(tmp_path / "run"))
+    assert all(abs(step["kl_sampler"]) < 1e-5 for step in steps_of(tmp_path / "run"))
 
 
 @pytest.mark.slow

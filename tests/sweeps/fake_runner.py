@@ -22,8 +22,7 @@ with open(folder.parent / "order.txt", "a") as file:
 
 def status(state, step, message=None):
     facts = {"state": state, "step": step, "steps": 2, "pid": 1, "host": "here", "updated": 0}
-    headline = {"metric": "accuracy", "higher_is_better": True, "unit": "share", "label": "right"}
-    facts |= {"headline": headline | {"of": "problems", "beside": []}, "held_out": {"accuracy": 0.5}}
+    facts |= {"primary_metric": "accuracy", "held_out": {"accuracy": 0.5}}
     (folder / "status.new").write_text(json.dumps(facts | {"message": message}))
     os.replace(folder / "status.new", folder / "status.json")  # as a run does: its reader never sees a part
 
@@ -66,7 +65,7 @@ else:
 # (step, results) of the evaluations of a run: of rows that are compared, and of a policy whose gold reward turns over.
 COMPARED = [(step, {"n": 20, "accuracy": value, "reward": value}) for step, value in ((0, 0.1), (2, 0.5))]
 STUDIED = [
-    (step, {"accuracy": 0.5, "kl_from_start": step**2, "sampled_accuracy": gold, "sampled_reward": step + 1.0})
+    (step, {"accuracy": 0.5, "kl_initial": step**2, "sampled_accuracy": gold, "sampled_reward": step + 1.0})
     for step, gold in ((0, 0.1), (1, 0.8), (2, 0.3))
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from made_up_trials import evaluation, make_sweep, make_trial, trial_rows, two_rows
 from posttrain.evaluation.statistics import wilson_interval
-from posttrain.store.headline import REWARD, choose_headline
+from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.learning import TrialResult, rank_rows, read_trial, rows_part
 from posttrain.sweeps.results import SweepResults
@@ -27,18 +27,18 @@ def test_facts_of_a_trial_by_hand() -> None:
     assert facts["train_seconds"] == 8.0  # four updates of two seconds
     assert facts["sampled_tokens"] == 400.0  # 200 a second for half a second, four times
     assert facts["trained_tokens"] == 320.0
-    assert (facts["kl_from_start"], facts["entropy"], facts["margin_last"]) == (0.1, 0.8, 0.4)
+    assert (facts["kl_initial"], facts["entropy"], facts["margin_last"]) == (0.1, 0.8, 0.4)
     assert [(p.step, p.results["accuracy"]) for p in trial.points] == [(0, 0.1), (2, 0.3), (4, 0.4)]
 
 
 def test_what_was_not_recorded_is_not_there() -> None:
-    row = MetricsRow(1, {"loss": 1.0, "tokens": 7.0}, {"step_seconds": 1.0})  # supervised: nothing is sampled
+    row = MetricsRow(1, {"loss": 1.0, "trained_tokens": 7.0}, {"step_seconds": 1.0})  # supervised: nothing is sampled
     trial = read_trial([row], "sft", 0, "finished")
     assert trial.facts == {"train_seconds": 1.0, "trained_tokens": 7.0}
     assert (trial.start, trial.points) == ({}, [])
     late = read_trial([evaluation(2, 0.5, entropy=math.nan)], "a", 0, "finished")
     assert late.start == {}
-    assert {"gain", "start_accuracy", "entropy", "kl_from_start"} & set(late.facts) == set()
+    assert {"gain", "start_accuracy", "entropy", "kl_initial"} & set(late.facts) == set()
 
 
 def test_a_step_evaluated_twice_counts_once_with_its_last_results() -> None:
@@ -73,13 +73,13 @@ def test_the_table_by_hand() -> None:
     sweep = two_rows()
     table = sweep.tables[0]
     assert table.header == [
-        *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
-        *("KL from start", "entropy", "length", "margin"),
+        *("method", "seeds", "accuracy", "over the run", "gain, points", "reward", "train seconds", "sampled tokens"),
+        *("trained tokens", "KL from initial model", "entropy", "completion length", "margin last"),
     ]
     assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
-        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0 s", "400", "320"),
+        *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0", "400", "320"),
         *("0.100", "0.800", "30.0", "0.400"),
     ]
     low, high = wilson_interval(2, 20)
@@ -122,15 +122,15 @@ def by_reward() -> SweepResults:
 
     def rows(last: float, kl: float) -> list[MetricsRow]:
         def told(step: int, **results: float) -> MetricsRow:
-            facts = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "num_tokens": 9.0} | results
+            facts = {"n": 20.0, "num_graded": 0.0, "format": 1.0, "completion_length": 9.0} | results
             return MetricsRow(step, {f"eval/hh/test/{name}": value for name, value in facts.items()})
 
-        steps = [MetricsRow(k, {"loss": 0.5, "tokens": 80.0}, {"step_seconds": 2.0}) for k in (1, 2)]
-        start = told(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_from_start=0.0)
-        return [start, *steps, told(2, reward=last, kl_from_start=kl)]
+        steps = [MetricsRow(k, {"loss": 0.5, "trained_tokens": 80.0}, {"step_seconds": 2.0}) for k in (1, 2)]
+        start = told(0, reward=-0.1, reward_low=-0.2, reward_high=0.0, kl_initial=0.0)
+        return [start, *steps, told(2, reward=last, kl_initial=kl)]
 
     trials = [
-        read_trial(rows(*at), name, 0, "finished", headline=REWARD)
+        read_trial(rows(*at), name, 0, "finished", primary=REWARD)
         for name, at in (("a", (0.4, 2.0)), ("b", (0.9, 8.0)))
     ]
     return make_sweep(trials, REWARD, "sft")
@@ -140,7 +140,7 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     sweep = by_reward()
     table = sweep.tables[0]
     assert table.header[:8] == [
-        *("method", "seeds", "reward", "over the run", "gain", "training", "sampled", "trained on"),
+        *("method", "seeds", "reward", "over the run", "gain", "train seconds", "sampled tokens", "trained tokens"),
     ]
     assert table.header.count("reward") == 1
     assert [line[:5] for line in table.lines] == [
@@ -150,16 +150,16 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     ]
     assert "with the 95 % interval for 20 prompts" in "\n".join(sweep.notes)
     data = json.loads(sweep.to_json())
-    assert (data["headline"]["metric"], data["rows"]["b"]["summaries"]["reward"]["mean"]) == ("reward", 0.9)
+    assert (data["primary_metric"], data["rows"]["b"]["summaries"]["reward"]["mean"]) == ("reward", 0.9)
 
 
 def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> None:
-    loss = choose_headline({"x": {"loss": 2.0}}, named=None, samples=False)
+    loss = choose_primary_metric({"x": {"loss": 2.0}}, named=None, samples=False)
     assert loss is not None
 
     def trial(name: str, last: float) -> TrialResult:
         told = [MetricsRow(step, {"eval/x/loss": value, "eval/x/n": 5.0}) for step, value in ((0, 3.0), (2, last))]
-        return read_trial(told, name, 0, "finished", headline=loss)
+        return read_trial(told, name, 0, "finished", primary=loss)
 
     rows = rank_rows([trial("a", 2.5), trial("b", 2.0)], ["a", "b"], loss)
     assert [row.name for row in rows] == ["b", "a"]

@@ -138,7 +138,13 @@ def evaluated(step: int, task: str = "stories/validation", **results: float) -> 
 
 def measured(step: int, kl: float, gold: float, proxy: float, task: str = "stories/validation") -> MetricsRow:
     return evaluated(
-        step, task, accuracy=0.5, kl_from_start=kl, sampled_accuracy=gold, sampled_reward=proxy, sampled_num_tokens=9.0
+        step,
+        task,
+        accuracy=0.5,
+        kl_initial=kl,
+        sampled_accuracy=gold,
+        sampled_reward=proxy,
+        sampled_completion_length=9.0,
     )
 
 

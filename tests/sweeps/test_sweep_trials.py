@@ -23,7 +23,6 @@ from posttrain.reports.sweeps import write_sweep
 from posttrain.runs import directory
 from posttrain.runs.children import Child, thread_settings, threads_per_child
 from posttrain.runs.directory import RunDirectory, lock_run
-from posttrain.store.headline import REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.sweeps.plan import Plan, load_sweep
 from posttrain.sweeps.report import collect_sweep
@@ -79,7 +78,7 @@ def test_run_trials_one_job_every_trial_in_order(make_plan: MakePlan) -> None:
     assert fake.lines[0] == f"4 trials, 1 at a time, threads of each: {threads}"
     assert fake.events == [(trial.name, word) for trial in plan.trials for word in ("started", "finished")]
     assert [starts(plan, trial.name) for trial in plan.trials] == [[f"finish {threads}"]] * 4
-    assert fake.lines[-1].endswith("50.0% right (0 left)")
+    assert fake.lines[-1].endswith("accuracy 50.0% (0 left)")
     assert (plan.folder / "sweep.yaml").read_text() == plan.to_yaml()
 
 
@@ -204,21 +203,23 @@ def test_the_command_is_posttrain_train(make_plan: MakePlan) -> None:
     assert trial_command(trial, False) == command[:-1]
 
 
-@pytest.mark.parametrize("headline", ["accuracy", "reward"])
-def test_a_reward_of_its_own_is_not_compared_with_the_others(headline: str, make_plan: MakePlan) -> None:
+@pytest.mark.parametrize("primary", ["accuracy", "reward"])
+def test_a_reward_of_its_own_is_not_compared_with_the_others(primary: str, make_plan: MakePlan) -> None:
     """Where the primary metric is the reward, such a row has nothing to be ranked by, and no curve."""
     text = TEXT.replace("other: {objective: reinforce}", "other: {objective: reinforce, rewards: [is_number]}")
     plan = make_plan(text=text)
     outcome = FakeRunner().run(plan)
-    for trial in plan.trainings if headline == "reward" else ():
+    for trial in plan.trainings if primary == "reward" else ():
         assert trial.status is not None
-        RunDirectory(trial.folder).write_status(replace(trial.status, headline=REWARD, held_out={"reward": 0.5}))
+        RunDirectory(trial.folder).write_status(
+            replace(trial.status, primary_metric="reward", held_out={"reward": 0.5})
+        )
     part = collect_sweep(plan, outcome, "posttrain sweep").parts["rows"]
-    assert part.data["headline"]["metric"] == headline
+    assert part.data["primary_metric"] == primary
     rows = part.data["rows"]
     assert rows["good"]["summaries"]["reward"]["mean"] == 0.5
     assert {"reward", "start_reward", "mean_reward"} & rows["other"]["summaries"].keys() == set()
-    if headline == "accuracy":
+    if primary == "accuracy":
         assert rows["other"]["summaries"]["accuracy"]["mean"] == 0.5
     else:
         assert rows["good"]["summaries"]["gain"]["mean"] == 0.4

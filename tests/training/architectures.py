@@ -122,4 +122,4 @@ def train_two_steps(architecture: str, folder: Path) -> Outcome:
     paths = {"modules": "own modules", "own cache": "own cache", "no cache": "no cache"}
     found = next((name for mark, name in paths.items() if slower and mark in slower[0]), "fast")
     training = str(events.of("start")[0]["forward_path"])
-    return Outcome(architecture, type(model).__name__, found, training, max(row["mismatch_kl"] for row in rows))
+    return Outcome(architecture, type(model).__name__, found, training, max(row["kl_sampler"] for row in rows))

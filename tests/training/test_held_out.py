@@ -101,7 +101,7 @@ def test_judged_answers_are_counted_one_by_one() -> None:
     every = [(e, r) for e in chosen for r in e.responses]
     units = [every[i] for i in held_out_indices(14, 7)]
     right = [(score_at(parts, written(parts, e, r), -1) > 0) == (r.score == 1.0) for e, r in units]
-    assert results["final_accuracy"] == pytest.approx(sum(right) / 7)
+    assert results["answer_accuracy"] == pytest.approx(sum(right) / 7)
     assert results["n"] == 7.0
 
 
@@ -147,7 +147,7 @@ def test_kto_reads_its_baseline_at_the_moment() -> None:
     recipe = recipe_of({"name": "kto", "beta": 0.1}, "judged")
     parts = prepare(recipe)
     before = evaluated(parts, recipe)
-    assert (before["kl_baseline"], before["row_accuracy"]) == (0.0, 0.5)
+    assert (before["kl_baseline"], before["answer_accuracy"]) == (0.0, 0.5)
     with torch.no_grad(), parts.reference.open() as start:
         for parameter in start.model.parameters():  # answers to other prompts become less likely under it
             parameter.mul_(1.3)
@@ -166,7 +166,7 @@ def test_it_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("responses", "metric"), [("pair", "pair_accuracy"), ("judged", "final_accuracy"), ("steps", "step_accuracy")]
+    ("responses", "metric"), [("pair", "pair_accuracy"), ("judged", "answer_accuracy"), ("steps", "step_accuracy")]
 )
 def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_path: Path) -> None:
     recipe = recipe_of(NAMES[responses], responses)
@@ -186,7 +186,7 @@ def test_a_run_records_it_and_keeps_the_best(responses: str, metric: str, tmp_pa
     assert (tmp_path / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
     state = json.loads((tmp_path / "checkpoints" / "best" / "state.json").read_text())
     assert state["best"] == {"step": float(best), metric: max(accuracies)}
-    assert {facts["headline"].metric for facts in evaluations} == {metric}
+    assert {facts["primary_metric"].name for facts in evaluations} == {metric}
 
 
 def test_stopped_and_resumed_it_gives_the_same(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def broken(outputs: Outputs, batch: Batch) -> Loss:
 @pytest.mark.parametrize(
     ("objective", "error", "message"),
     [
-        (silent, UsageError, "the objective reports none of pair_accuracy, final_accuracy, row_accuracy"),
+        (silent, UsageError, "the objective reports none of pair_accuracy, answer_accuracy"),
         (broken, NonFiniteLoss, "held-out stories/validation: loss nan"),
     ],
 )

@@ -164,9 +164,9 @@ def test_every_rollout_comes_from_the_newest_weights(tmp_path: Path) -> None:
     for fresh, stale in zip(rows[0::2], rows[1::2], strict=True):
         assert "reward" in fresh
         assert "reward" not in stale
-        assert abs(fresh["mismatch_kl"]) < 1e-8
+        assert abs(fresh["kl_sampler"]) < 1e-8
         assert fresh["ratio"] == pytest.approx(1.0, abs=1e-5)
-        assert stale["mismatch_kl"] > 1e-4
+        assert stale["kl_sampler"] > 1e-4
     steps = [row.step for row in recorded(tmp_path)[0]]
     assert sorted(set(steps)) == [1, 3, 5]
 
@@ -182,10 +182,10 @@ def test_adapter_dropout_is_active_in_the_update_alone(tmp_path: Path) -> None:
         rows[dropout] = steps_of(folder)
     # B = 0 at first: the dropout shows in the gradient of B, not in the log-probabilities
     assert rows[0.0][0]["reward"] == rows[0.5][0]["reward"]
-    assert abs(rows[0.5][0]["mismatch_kl"]) < 1e-8
+    assert abs(rows[0.5][0]["kl_sampler"]) < 1e-8
     assert abs(rows[0.5][0]["grad_norm"] / rows[0.0][0]["grad_norm"] - 1) > 0.02
-    assert abs(rows[0.0][1]["mismatch_kl"]) < 1e-8
-    assert rows[0.5][1]["mismatch_kl"] > 1e-6
+    assert abs(rows[0.0][1]["kl_sampler"]) < 1e-8
+    assert rows[0.5][1]["kl_sampler"] > 1e-6
 
 
 def test_evaluation_before_the_first_step_is_of_the_initial_model(tmp_path: Path) -> None:
@@ -347,8 +347,8 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
     for step, row in enumerate(rows, start=1):
         mine = [r for r in rollouts if r.step == step]
         assert len(mine) == 16
-        assert row["tokens"] == sum(r.num_tokens for r in mine)
-        assert row["num_tokens"] == pytest.approx(row["tokens"] / 16)
+        assert row["trained_tokens"] == sum(r.num_tokens for r in mine)
+        assert row["completion_length"] == pytest.approx(row["trained_tokens"] / 16)
         assert row["reward"] == pytest.approx(sum(r.reward for r in mine) / 16)
         advantages = torch.tensor([r.advantage for r in mine], dtype=torch.float64)
         assert row["advantage_std"] == pytest.approx(float(advantages.std(correction=0)), rel=1e-5)
@@ -358,7 +358,9 @@ def test_metrics_of_a_step_are_those_of_its_batch(tmp_path: Path) -> None:
             expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
             assert torch.allclose(advantages[4 * group : 4 * group + 4], expected, atol=1e-9)
         weighted = sum(r.mean_sampler_logprob * r.num_tokens for r in mine if r.mean_sampler_logprob is not None)
-        assert -weighted / row["tokens"] == pytest.approx(row["entropy"], rel=0.5)  # the same quantity, one draw each
+        assert -weighted / row["trained_tokens"] == pytest.approx(
+            row["entropy"], rel=0.5
+        )  # the same quantity, one draw each
     assert all(re.fullmatch(r"[a-z_/:]+", name) for name in rows[0])
     assert math.isfinite(sum(rows[0].values()))
 

@@ -23,7 +23,7 @@ TEACHER = {"top_k": 5}
 LORA = {"adapter": {"rank": 2, "dropout": 0.2}}
 DEEP = {"name": "tiny"}  # all of it: without its upper layers nothing that it samples in three steps is rewarded
 DESCRIBED = {"advantage_mean", "advantage_std", "advantage_min", "advantage_max"}
-SAMPLED = {"mismatch_kl", "effective_sample_size", "entropy"}
+SAMPLED = {"kl_sampler", "effective_sample_size", "entropy"}
 
 # name: (recipe, updates after which it is stopped, metrics that every step with a batch has)
 RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
     "kto from rollouts": (
         {"kind": "grpo", "objective": "kto", "rollout": BALANCED, "train": SHARED_BATCH},
         3,
-        {"kl_baseline", "row_accuracy", "reward", "desirable"},
+        {"kl_baseline", "answer_accuracy", "implicit_reward", "desirable"},
     ),
     "grpo, KL in the reward with a target": (
         {
@@ -128,13 +128,13 @@ RUNS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         SAMPLED | {"divergence", "feedback_share", "ratio"},
     ),
     "dpo on data": ({"kind": "judged", "objective": "dpo", "model": LORA}, 2, {"margin", "pair_accuracy"}),
-    "kto on data": ({"kind": "judged", "objective": "kto"}, 2, {"kl_baseline", "row_accuracy"}),
+    "kto on data": ({"kind": "judged", "objective": "kto"}, 2, {"kl_baseline", "answer_accuracy"}),
     "bradley_terry": (
         {"kind": "judged", "objective": {"name": "bradley_terry", "margin": True, "centering": 0.01}},
         2,
         {"margin", "pair_accuracy", "chosen_score", "rejected_score"},
     ),
-    "outcome": ({"kind": "judged", "objective": "outcome"}, 2, {"outcome_accuracy", "final_accuracy"}),
+    "outcome": ({"kind": "judged", "objective": "outcome"}, 2, {"outcome_accuracy", "answer_accuracy"}),
     "process": ({"kind": "judged", "objective": "process"}, 2, {"step_accuracy", "positive_share"}),
     "process, three classes": (
         {
@@ -182,7 +182,7 @@ def test_stopped_and_resumed_equals_undisturbed(name: str, teacher: str, tmp_pat
     assert_everything_moved(whole, steps, recipe.model)
     rows = steps_of(whole)
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    busy = [row for row in rows if row["tokens"] > 0]
+    busy = [row for row in rows if row["trained_tokens"] > 0]
     assert len(busy) >= 3
     for row in busy:
         assert expected <= row.keys(), expected - row.keys()

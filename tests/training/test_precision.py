@@ -42,7 +42,7 @@ def test_where_the_trainer_takes_both_a_ratio_begins_at_one_and_a_reference_at_n
     first = steps_of(tmp_path)[0]
     assert first["kl_ref"] == 0
     assert first["ratio"] == 1
-    assert 0 < abs(first["mismatch_kl"]) < 1e-3
+    assert 0 < abs(first["kl_sampler"]) < 1e-3
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -157,7 +157,7 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
         weights = load_file(folder / "model.safetensors")
         same = all(torch.equal(states[-1][name], tensor) for name, tensor in weights.items())
         assert row["lr"] == pytest.approx(1e-3 * min(step, 4) / 4)
-        if row["tokens"] == 0:
+        if row["trained_tokens"] == 0:
             idle += 1
             assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
             assert same
@@ -172,7 +172,7 @@ def test_a_step_without_a_batch_is_recorded_and_changes_nothing(tmp_path: Path) 
         states.append(weights)
     assert 2 <= idle <= 5
     # an interrupted run that stood at such a step goes on as if nothing had happened
-    first_idle = next(step for step, row in enumerate(rows, start=1) if row["tokens"] == 0)
+    first_idle = next(step for step, row in enumerate(rows, start=1) if row["trained_tokens"] == 0)
     sparing = recipe.model_copy(update={"train": recipe.train.model_copy(update={"save_every": 0})})
     run(tmp_path / "cut", sparing, stop_after=first_idle)
     run(tmp_path / "cut", sparing, resume=True)

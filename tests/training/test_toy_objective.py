@@ -89,7 +89,7 @@ def test_it_trains_from_a_recipe_file_and_learns(tmp_path: Path) -> None:
         rises.append(fmean(r["reward"] for r in rows[-2:]) - fmean(r["reward"] for r in rows[:2]))
         assert 0.0 < rows[0]["push"] < 1.0  # its own metric, averaged over the tokens of the batch
         assert all("push" in row for row in rows)
-        assert {"mismatch_kl", "effective_sample_size", "advantage_std", "grad_norm"} <= rows[0].keys()
+        assert {"kl_sampler", "effective_sample_size", "advantage_std", "grad_norm"} <= rows[0].keys()
     assert fmean(rises) > 0.3
 
 

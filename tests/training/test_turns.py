@@ -111,10 +111,10 @@ def test_ratios_are_one_on_the_first_pass_and_lengths_are_the_models_own(tmp_pat
     run(tmp_path, game_recipe(train={"steps": 2, "lr": 1e-4}))
     first = steps_of(tmp_path)[0]
     assert first["ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert first["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert first["kl_sampler"] == pytest.approx(0.0, abs=1e-6)
     rows = [row for row in recorded(tmp_path)[0] if row.step == 1]
-    assert first["num_tokens"] == pytest.approx(sum(row.num_own for row in rows) / len(rows))
-    assert first["tokens"] == sum(row.num_own for row in rows)
+    assert first["completion_length"] == pytest.approx(sum(row.num_own for row in rows) / len(rows))
+    assert first["trained_tokens"] == sum(row.num_own for row in rows)
     assert first["num_turns"] == pytest.approx(sum(len(row.turns) for row in rows) / len(rows))
     for row in rows:
         assert row.token_ids is not None

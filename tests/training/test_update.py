@@ -136,8 +136,8 @@ def test_nothing_depends_on_the_split(models, case: Case) -> None:
     expected = {
         "kto": {"margin", "desirable_reward", "undesirable_reward"},
         "ppo": {"value_explained_variance", "effective_sample_size"},
-        "grpo": {"effective_sample_size", "mismatch_kl", "entropy"},
-        "outcome": {"final_accuracy"},
+        "grpo": {"effective_sample_size", "kl_sampler", "entropy"},
+        "outcome": {"answer_accuracy"},
     }
     assert expected.get(case.objective, set()) <= metrics.keys()
 
@@ -243,19 +243,19 @@ def test_rewards_of_either_kind_by_hand() -> None:
 def test_final_accuracy_by_hand() -> None:
     """Two answers of three tokens in all, one of them right at its end."""
     assert means_of(accuracy_at_the_end, final_token=[0, 1, 1], final_token_right=[0, 1, 0]) == {
-        "final_accuracy": pytest.approx(0.5)
+        "answer_accuracy": pytest.approx(0.5)
     }
 
 
 def test_the_samplers_divergence_by_hand(model) -> None:
-    """mismatch_kl is k3 of KL(μ‖π) on samples from μ; the weights are π/μ."""
+    """kl_sampler is k3 of KL(μ‖π) on samples from μ; the weights are π/μ."""
     sampler = [-2.0, -3.0, -4.0]
     streams = {"sampler_logprobs": [0.0, *sampler]}
     batch = collate([Sample([1, 2, 3, 4], [False, True, True, True], streams=streams)])
     table = model(torch.tensor([[1, 2, 3, 4]])).logits[0].log_softmax(-1).detach()
     ratios = [math.exp(float(table[t, t + 2]) - mu) for t, mu in enumerate(sampler)]
     _, _, metrics = Trainer(Case("cross_entropy", {}), (model, model)).gradient("token_mean", batch)
-    assert metrics["mismatch_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, abs=1e-9)
+    assert metrics["kl_sampler"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, abs=1e-9)
     expected = (sum(ratios) / 3) ** 2 / (sum(r * r for r in ratios) / 3)
     assert metrics["effective_sample_size"] == pytest.approx(expected, rel=1e-9)
 

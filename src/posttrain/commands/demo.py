@@ -76,8 +76,8 @@ class Story:
 def reasoning_outcome(before: Results, after: Results) -> str:
     """Say whether working step by step was discovered."""
     change = f"right answers went from {before['accuracy']:.0%} to {after['accuracy']:.0%}"
-    if "worked" in before and "worked" in after:
-        change += f", answers that show their working from {before['worked']:.0%} to {after['worked']:.0%}"
+    if "shows_reasoning" in before and "shows_reasoning" in after:
+        change += f", answers that show their working from {before['worked']:.0%} to {after['shows_reasoning']:.0%}"
     if after["accuracy_low"] > before["accuracy_high"]:
         return f"It discovered that working step by step pays: {change}."
     return f"In this run it found nothing that the intervals could tell from chance: {change}."
@@ -256,7 +256,7 @@ def _measure(source: ModelSource, task: Task, label: str) -> Evaluation:
 
 def _line(label: str, r: Results, story: Story) -> str:
     parts = [f"{r[key]:.0%} {said}" for key, said in story.shares.items() if key in r]
-    worked = f", {r['worked']:.0%} show their working" if "worked" in r else ""
+    worked = f", {r['shows_reasoning']:.0%} show their working" if "shows_reasoning" in r else ""
     return (
         f"{label}: {r['accuracy']:.1%} of {r['n']:.0f} problems of the test split right (95 % interval "
         f"{r['accuracy_low']:.1%} to {r['accuracy_high']:.1%}){worked}{': ' * bool(parts)}{', '.join(parts)}."

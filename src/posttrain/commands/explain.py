@@ -1,4 +1,4 @@
-"""``posttrain explain``: a component or a section of a recipe. ``docs/reference`` is written from here, too.
+"""``posttrain explain``: a component, a section, a key or a metric. ``docs/reference`` is written from here, too.
 
 Everything is read off the code: docstrings, signatures, the shipped recipes.
 """
@@ -21,11 +21,12 @@ from rich.console import Console
 from posttrain.commands.console import Text, open_console, plain_table, say
 from posttrain.errors import GONE, UnknownWord
 from posttrain.interpret.dictionaries.recipe import load_sae_recipe
-from posttrain.other_names import answer_other_name
+from posttrain.other_names import OTHER_NAMES, answer_other_name
 from posttrain.recipes.document import interpretation_names
 from posttrain.recipes.recipe import WORD_KINDS, Recipe, load_recipe
 from posttrain.recipes.sections import Section, Word, task_words
 from posttrain.registry import HOMES, Entry, entries, find, kinds_of, suggest
+from posttrain.store.metric_names import METRICS, find_metric
 from posttrain.sweeps.file import training_recipe_names
 
 # By kind: its key in a recipe, and its purpose.
@@ -52,11 +53,49 @@ _IN_A_METHOD = ("objective", "advantage", "aggregation")
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML key: its type and default as they are written in a recipe."""
+    """One YAML key: its type and default as they are written in a recipe, and its meaning."""
 
     name: str
     type: str
     default: str
+    meaning: str
+    example: str
+
+    @property
+    def line(self) -> str:
+        """``float (at least 0), default 0.2: ε``."""
+        default = self.default if self.default == "required" else f"default {self.default}"
+        return f"{self.type}, {default}" + (f": {self.meaning}" if self.meaning else "")
+
+
+_ARGUMENTS = re.compile(r"\n*^Args:\n((?:    .*(?:\n|\Z)|\n(?=    ))*)", re.MULTILINE)
+
+
+def meanings(doc: str) -> dict[str, str]:
+    """Return the sentence about each argument that a docstring lists (``Args:``), on one line."""
+    found: dict[str, str] = {}
+    listed = _ARGUMENTS.search(doc)
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", listed[1] if listed else "", re.MULTILINE):
+        found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
+    return found
+
+
+def without_arguments(doc: str) -> str:
+    """Return a docstring without the list of its arguments."""
+    return _ARGUMENTS.sub("\n", doc).strip()
+
+
+def example_of(annotation: Any, default: Any) -> str:
+    """Return a value for a key, as it is typed on the command line."""
+    choices = [choice for choice in _choices(annotation) if choice != default]
+    if isinstance(default, bool) or bool in (annotation, *typing.get_args(annotation)):
+        return json.dumps(not default)
+    if choices:
+        return str(choices[0])
+    if default:
+        return show_default(default)
+    kinds = {"list": "[NAME]", "int": "8", "float": "0.1", "dict": "{key: value}"}
+    return next((value for kind, value in kinds.items() if show_type(annotation).startswith(kind)), "NAME")
 
 
 def show_type(annotation: Any) -> str:
@@ -65,7 +104,7 @@ def show_type(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if annotation is type(None):
         return "none"
-    if annotation is inspect.Parameter.empty or annotation is Any:
+    if annotation is Any:
         return "anything"
     if isinstance(annotation, type) and issubclass(annotation, Section | Word):
         return "a section" if issubclass(annotation, Section) else "a word"
@@ -98,22 +137,21 @@ def show_default(value: Any) -> str:
 
 def word_options(entry: Entry) -> list[Option]:
     """Return the keyword-only parameters of a component's function: its YAML keys."""
-    options = []
-    for parameter in inspect.signature(entry.function, eval_str=True).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            required = parameter.default is inspect.Parameter.empty
-            default = "required" if required else show_default(parameter.default)
-            options.append(Option(parameter.name, show_type(parameter.annotation), default))
-    return options
+    return _options(entry.options_model, entry.doc)
 
 
 def section_options(section: type[BaseModel]) -> list[Option]:
     """Return the keys of a section of the recipe."""
-    options = []
-    for name, field in section.model_fields.items():
-        required = field.is_required()
-        default = "required" if required else show_default(field.get_default(call_default_factory=True))
-        options.append(Option(name, show_type(field.annotation) + _show_bounds(field.metadata), default))
+    return _options(section, inspect.getdoc(section) or "")
+
+
+def _options(model: type[BaseModel], doc: str) -> list[Option]:
+    options, about = [], meanings(doc)
+    for name, field in model.model_fields.items():
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = "required" if field.is_required() else show_default(value)
+        kind, example = show_type(field.annotation) + _show_bounds(field.metadata), example_of(field.annotation, value)
+        options.append(Option(name, kind, default, about.get(name, ""), example))
     return options
 
 
@@ -143,15 +181,15 @@ def sections() -> dict[str, type[BaseModel]]:
     return found
 
 
-def sections_with(name: str) -> list[str]:
-    """Return the sections with a key ``kl`` or ``regularize.kl_coef``, or with one whose value may be ``lora``."""
-    return [
-        section
-        for section, model in sections().items()
-        if any(
-            name in (key, f"{section}.{key}", *_choices(field.annotation)) for key, field in model.model_fields.items()
-        )
-    ]
+def keys_with(name: str) -> dict[str, Option]:
+    """Return the keys of sections that are called ``lr`` or ``train.lr``, or whose value may be ``lora``."""
+    found = {}
+    for section, model in sections().items():
+        for option in section_options(model):
+            key = option.name if section == "recipe" else f"{section}.{option.name}"
+            if name in (option.name, key, *_choices(model.model_fields[option.name].annotation)):
+                found[key] = option
+    return found
 
 
 def words_with(name: str) -> list[tuple[Entry, Option]]:
@@ -164,7 +202,7 @@ def words_with(name: str) -> list[tuple[Entry, Option]]:
 
 def all_names() -> set[str]:
     """Return all names that ``explain`` knows: components, kinds, sections, keys, values of keys, and recipes."""
-    known = {*sections(), *KINDS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
+    known = {*sections(), *KINDS, *METRICS, *(recipe.rpartition("/")[2] for recipe in training_recipe_names())}
     for section in sections().values():
         for key, field in section.model_fields.items():
             known |= {key, *(choice for choice in _choices(field.annotation) if isinstance(choice, str))}
@@ -227,36 +265,42 @@ def run_explain(arguments: argparse.Namespace) -> int:
         console.print("  " + ", ".join(sections()))
         console.print("\nposttrain explain NAME tells more.")
         return 0
+    if ":" not in name:
+        name = name.strip("-").replace(" ", "_").replace("-", "_").lower()
     kinds = [kind for kind, (key, _) in KINDS.items() if name in (kind, key, kind + "s")]
     named = [find("reward", name)] if ":" in name else kinds_of(name)
-    recipes, shown = recipes_called(name), [name] if name in sections() else []
-    having: list[tuple[Entry, Option]] = []
-    if not (named or kinds or recipes or shown):
-        shown = sections_with(name)
-        having = words_with(name)
-    if not (named or kinds or recipes or shown or having):
+    recipes, shown, metric = recipes_called(name), [name] if name in sections() else [], find_metric(name)
+    is_known = named or kinds or recipes or shown
+    keys, having = ({}, []) if is_known else (keys_with(name), words_with(name))
+    answer = "" if is_known or keys else answer_other_name(name)
+    keys |= keys_with(OTHER_NAMES.get(name, "")) if answer else {}
+    if not (is_known or keys or having or metric or answer):
         if name in GONE:
             raise UnknownWord(f"{name!r} was removed. Use {GONE[name]}.")
-        if answer := answer_other_name(name):
-            console.print(Text(f"{name}:{answer}"))
-            return 0
         hint = suggest(name, all_names())
         raise UnknownWord(f"nothing is called {name!r}.{hint} `posttrain explain` lists everything")
+    if answer:
+        say(console, f"{name}:{answer}\n")
     for entry in named:
         _print_entry(console, entry)
     for kind in sorted(kinds):
         _print_kind(console, kind)
     for section in shown:
         model = sections()[section]
-        _print_heading(console, section, "section of a recipe", inspect.getdoc(model) or "")
+        _print_heading(console, section, "section of a recipe", without_arguments(inspect.getdoc(model) or ""))
         _print_options(console, section_options(model), "" if section == "recipe" else section)
+    for key, option in keys.items():
+        _print_heading(console, key, "key of a recipe", option.meaning)
+        say(console, f"type:    {option.type}\ndefault: {option.default}\nexample: --{key} {option.example}\n")
     if having:
         _print_heading(console, name.rpartition(".")[2], "option of")
-        table = plain_table("word", "kind", "type", "default")
+        table = plain_table("word", "kind", "type, default and meaning")
         for entry, option in having:
-            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.type), Text(option.default))
+            table.add_row(Text(entry.name, style="cyan"), entry.kind, Text(option.line))
         console.print(table)
         console.print(Text("posttrain explain WORD says what it is\n", style="dim"))
+    if metric is not None:
+        _print_heading(console, metric.name, f"metric, {metric.unit}; better: {metric.better}", metric.meaning)
     for recipe in recipes:
         _print_recipe(console, recipe)
     return 0
@@ -282,7 +326,7 @@ def _print_kind(console: Console, kind: str) -> None:
 def _print_entry(console: Console, entry: Entry) -> None:
     line = inspect.getsourcelines(entry.function)[1]
     source = f"{entry.function.__module__.replace('.', '/')}.py:{line}"
-    _print_heading(console, entry.name, f"{entry.kind}, {source}", entry.doc or "(no docstring)")
+    _print_heading(console, entry.name, f"{entry.kind}, {source}", without_arguments(entry.doc) or "(no docstring)")
     # an engine that does not follow training samples for `posttrain evaluate --engine` alone
     key = KINDS[entry.kind][0] if entry.traits.get("follows_training", True) else entry.kind
     _print_options(console, word_options(entry), key)
@@ -310,9 +354,9 @@ def _print_options(console: Console, options: list[Option], key: str) -> None:
     if not options:
         console.print("it has no options")
         return
-    table = plain_table("option", "type", "default")
+    table = plain_table("option", "type, default and meaning")
     for option in options:
-        table.add_row(Text(option.name, style="cyan"), Text(option.type), Text(option.default))
+        table.add_row(Text(option.name, style="cyan"), Text(option.line))
     console.print(table)
     if key and key != "rewards":
         console.print(Text(f"on the command line: --{key}.{options[0].name} VALUE", style="dim"))

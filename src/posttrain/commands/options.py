@@ -238,7 +238,7 @@ def words_of(arguments: argparse.Namespace, sections: Sequence[str] = ("task", "
 
 RUNS_EPILOG = """\
 a run is named by its folder under --runs-dir; one of a sweep as sweep-ppo/cells/ppo-seed0:
-  posttrain runs --state finished --sort headline
+  posttrain runs --state finished --sort metric
   posttrain runs compare tiny-grpo tiny-grpo-2
   posttrain runs prune --all --keep best,last --dry-run
   posttrain runs delete 'test-*'
@@ -258,7 +258,10 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--state", action="append", default=[], metavar="STATE", help="only runs in this state")
     parser.add_argument(
-        "--sort", default="created", metavar="KEY", help="created, name, headline or size (default: created)"
+        "--sort",
+        default="created",
+        metavar="KEY",
+        help="created, name, metric (the primary one) or size (default: created)",
     )
     parser.add_argument(
         "--limit", type=natural, metavar="N", help="at most so many of a table, the last of them; 0: all (default: 50)"

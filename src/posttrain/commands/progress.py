@@ -22,38 +22,20 @@ from rich.table import Table
 
 from posttrain.commands.console import Text, open_console, say
 from posttrain.runs.launch import start_text
+from posttrain.store.metric_names import ACCURACY, METRICS
 from posttrain.untrusted import guard_output
 
 BARS = "▁▂▃▄▅▆▇█"
 NUM_PLAIN_LINES = 20
-# (metric, label, format): those that a run reports are shown, in this order.
-SHOWN: tuple[tuple[str, str, str], ...] = (
-    ("reward", "reward", ".3f"),
-    ("accuracy", "accuracy", ".1%"),
-    ("format", "format", ".1%"),
-    ("num_tokens", "length", ".1f"),
-    ("truncated", "truncated", ".1%"),
-    ("masked", "masked", ".1%"),
-    ("loss", "loss", ".4f"),
-    ("nll", "nll", ".4f"),
-    ("margin", "margin", ".3f"),
-    ("pair_accuracy", "pairs right", ".1%"),
-    ("row_accuracy", "answers right", ".1%"),
-    ("final_accuracy", "final scores right", ".1%"),
-    ("step_accuracy", "steps right", ".1%"),
-    ("divergence", "divergence", ".4f"),
-    ("value_explained_variance", "critic explains", ".1%"),
-    ("entropy", "entropy", ".3f"),
-    ("kl_ref", "KL to reference", ".4f"),
-    ("mismatch_kl", "KL to sampler", ".1e"),
-    ("effective_sample_size", "effective samples", ".1%"),
-    ("clip_fraction", "clipped", ".2%"),
-    ("uniform_groups", "uniform groups", ".1%"),
-    ("grad_norm", "gradient norm", ".3f"),
-)
+# Those that a run reports are shown, in this order.
+SHOWN = (
+    "reward", "accuracy", "format", "completion_length", "truncated", "masked", "loss", "nll", "margin",
+    "pair_accuracy", "answer_accuracy", "step_accuracy", "divergence", "value_explained_variance", "entropy", "kl_ref",
+    "kl_sampler", "effective_sample_size", "clip_fraction", "uniform_groups", "grad_norm",
+)  # fmt: skip
 PLAIN = (
-    "reward", "accuracy", "num_tokens", "loss", "margin", "pair_accuracy", "row_accuracy", "final_accuracy",
-    "step_accuracy", "entropy", "kl_ref", "clip_fraction",
+    "reward", "accuracy", "completion_length", "loss", "margin", "pair_accuracy", "answer_accuracy", "step_accuracy",
+    "entropy", "kl_ref", "clip_fraction",
 )  # fmt: skip
 # Events that a line is shown for, with its style on a terminal.
 STYLES = {"start": "dim", "evaluation": "bold", "notice": "yellow", "finish": "dim"}
@@ -75,11 +57,6 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     return "".join(BARS[min(len(BARS) - 1, int((v - low) / span * len(BARS)))] for v in means)
 
 
-def show_number(value: float, form: str) -> str:
-    """Format a number; a very large one in three digits."""
-    return f"{value:{form}}" if abs(value) < 1e12 else f"{value:.3g}"
-
-
 def show_duration(seconds: float) -> str:
     """``7s``, ``2m 05s``, ``1h 02m``."""
     whole = max(0, round(seconds))
@@ -92,13 +69,10 @@ def show_duration(seconds: float) -> str:
 
 def show_evaluation(payload: dict[str, Any]) -> str:
     """Return one line for an evaluation: the primary metric with its 95 % interval, format, length."""
-    results, headline = payload["results"], payload["headline"]
-    parts = [headline.tell(results)] if headline is not None and headline.value(results) is not None else []
-    further = [("format", "format", ".0%"), ("num_tokens", "length", ".0f"), ("worked", "worked", ".0%")]
-    further += [("loss", "loss", ".3f")] if headline is not None and headline.counts_right else []
-    for key, label, form in further:
-        if results.get(key) is not None:
-            parts.append(f"{label} {show_number(results[key], form)}")
+    results, primary = payload["results"], payload["primary_metric"]
+    parts = [primary.describe(results)] if primary is not None and primary.value(results) is not None else []
+    further = ("format", "completion_length", "shows_reasoning", "loss" if primary is ACCURACY else "")
+    parts += [f"{METRICS[name].label} {METRICS[name].show(results[name])}" for name in further if name in results]
     of = f" (n = {results['n']:.0f})" if "n" in results else ""
     return f"held-out {payload['name']} after {payload['step']} steps: {' · '.join(parts)}{of}"
 
@@ -199,9 +173,7 @@ class PlainProgress(Progress):
         if event == "step" and (history.step % every == 0 or history.step == history.steps):
             metrics = payload["metrics"]
             parts = [f"step {history.step}/{history.steps}"]
-            for name, label, form in SHOWN:
-                if name in PLAIN and name in metrics:
-                    parts.append(f"{label} {show_number(metrics[name], form)}")
+            parts += [f"{METRICS[name].label} {METRICS[name].show(metrics[name])}" for name in PLAIN if name in metrics]
             if rates := history.rates():
                 parts.append(rates)
             if remaining := history.remaining():
@@ -245,10 +217,10 @@ class LiveProgress(Progress):
             Text(f"{show_duration(history.elapsed())} · {left}", style="dim"),
         )
         numbers = Table.grid(padding=(0, 2))
-        for name, label, form in SHOWN:
-            if series := history.series.get(name):
-                course = Text(sparkline(series), style="cyan")
-                numbers.add_row(Text(label, style="dim"), Text(show_number(series[-1], form)), course)
+        for metric in map(METRICS.__getitem__, SHOWN):
+            if series := history.series.get(metric.name):
+                line = Text(sparkline(series), style="cyan")
+                numbers.add_row(Text(metric.label, style="dim"), Text(metric.show(series[-1])), line)
         foot = Text(" — ".join(part for part in (history.rates(), history.phases()) if part), style="dim")
         return Panel(Group(head, numbers, foot), title=Text(self._title), title_align="left", expand=False)
 

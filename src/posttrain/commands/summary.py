@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from posttrain.reports.run import Answer, Chapter, Report, Stage, Transcript, re
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.models import read_run_recipe
 from posttrain.store.durable import replace_file, sayable
-from posttrain.store.headline import REWARD, Headline
 from posttrain.store.learning_signal import learning_warnings
+from posttrain.store.metric_names import REWARD, Metric
 from posttrain.store.metrics import EvaluationPoint, MetricsLog, MetricsRow, evaluation_points
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RecordedRollout, RolloutStore
@@ -43,8 +43,8 @@ def write_summary(folder: str | Path) -> Path:
     rows = MetricsLog(run.folder / "metrics.jsonl").read()
     points = evaluation_points(rows)
     title = f"{run.folder.name}: {recipe.objective.name} on {recipe.task.name}"
-    headline = run.headline()
-    panels = choose_panels(rows, headline)
+    primary = run.primary_metric()
+    panels = choose_panels(rows, primary)
     if panels:
         draw_png(panels, title, run.folder / "curves.png")
     write_results(run, recipe, rows, points)
@@ -57,12 +57,12 @@ def write_summary(folder: str | Path) -> Path:
     report = Report(
         title=title,
         lead=" ".join([lead, *(f"Warning: {warning}." for warning in learning_warnings(rows).values())]),
-        headline=headline,
-        stages=_stages(points, headline),
-        stages_note=note_on(points, headline),
+        primary=primary,
+        stages=_stages(points, primary),
+        stages_note=note_on(points, primary),
         chapters=[chapter_of(run.folder, f"Training {run.folder.name}", "What the run recorded, step by step.")],
-        transcripts=_before_and_after(run.folder, recipe, points, headline),
-        transcripts_note=f"The same {headline.of}, before training and after it; the first, nothing is picked.",
+        transcripts=_before_and_after(run.folder, recipe, points, primary),
+        transcripts_note=f"The same {primary.of}, before training and after it; the first, nothing is picked.",
         environment=last_start(run),
         commands=[(what, shlex.join(words)) for what, words in commands],
     )
@@ -73,11 +73,11 @@ def write_results(
     run: RunDirectory, recipe: Recipe, rows: Sequence[MetricsRow], points: Sequence[EvaluationPoint]
 ) -> None:
     """Write ``results.json``: the run's state and its first, best and last evaluation of each task."""
-    headline, evaluations = run.headline(), {}
+    primary, evaluations = run.primary_metric(), {}
     for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
-        values = [headline.value(point.results) for point in own]
-        measured = [(headline.goodness(value), n) for n, value in enumerate(values) if value is not None]
+        values = [primary.value(point.results) for point in own]
+        measured = [(primary.goodness(value), n) for n, value in enumerate(values) if value is not None]
         chosen = {"first": own[0]} | ({"best": own[max(measured)[1]]} if measured else {}) | {"last": own[-1]}
         evaluations[task] = {name: {**point.results, "step": point.step} for name, point in chosen.items()}
     status = run.read_status()
@@ -87,7 +87,7 @@ def write_results(
         "step": max((row.step for row in rows), default=0),
         "fingerprint": recipe.fingerprint(),
         "seconds": seconds_of(rows),
-        "headline": asdict(headline),
+        "primary_metric": primary.name,
         "evaluations": evaluations,
     }
     text = json.dumps(sayable(content), indent=1, allow_nan=False) + "\n"
@@ -111,7 +111,7 @@ def chapter_of(folder: Path, title: str, text: str) -> Chapter:
         "of which": ", ".join(spent),
         "peak memory": f"{peak / 2**20:,.0f} MiB" if peak else "",
     }
-    panels = choose_panels(rows, RunDirectory(folder).headline())
+    panels = choose_panels(rows, RunDirectory(folder).primary_metric())
     recipe = read_text(folder / "recipe.yaml")
     return Chapter(title, text, panels, recipe, [(name, fact) for name, fact in facts.items() if fact])
 
@@ -125,16 +125,16 @@ def last_start(run: RunDirectory) -> dict[str, Any]:
     return shown | {name: newest[name] for name in ("started", "versions", "hardware", "git") if newest.get(name)}
 
 
-def note_on(points: Sequence[EvaluationPoint], headline: Headline) -> str:
+def note_on(points: Sequence[EvaluationPoint], primary: Metric) -> str:
     """Return a note on the measured examples: a recipe may have its training split measured, too."""
     trained = [name for name in dict.fromkeys(point.name for point in points) if name.endswith("/train")]
     but = f", but {', '.join(trained)}: of the split that was trained on" if trained else ", never trained on"
-    return f"Held-out {headline.of}{but}. Before the first update and after the last."
+    return f"Held-out {primary.of}{but}. Before the first update and after the last."
 
 
-def _stages(points: Sequence[EvaluationPoint], headline: Headline) -> list[Stage]:
+def _stages(points: Sequence[EvaluationPoint], primary: Metric) -> list[Stage]:
     stages = []
-    points = [point for point in points if headline.value(point.results) is not None]
+    points = [point for point in points if primary.value(point.results) is not None]
     for task in dict.fromkeys(point.name for point in points):
         own = [point for point in points if point.name == task]
         for point in own[:1] + own[1:][-1:]:
@@ -148,7 +148,7 @@ def _label(step: int) -> str:
 
 
 def _before_and_after(
-    folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint], headline: Headline
+    folder: Path, recipe: Recipe, points: Sequence[EvaluationPoint], primary: Metric
 ) -> list[Transcript]:
     """Return the first problems that were answered both at the first evaluation and at the last."""
     if not points:
@@ -165,7 +165,7 @@ def _before_and_after(
     shared = [key for key in first if all(key in rows for rows in columns.values())][:NUM_TRANSCRIPTS]
     shown = [rows[key] for rows in columns.values() for key in shared]
     fit = fitting([text for row in shown for text in (row.transcript, row.prompt, row.answer or "")])
-    transcripts, by_reward = [], headline.metric == REWARD.metric
+    transcripts, by_reward = [], primary.name == REWARD.name
     for key in shared:
         answers = [answer_of(label, rows[key], extract, by_reward) for label, rows in columns.items()]
         answers = [replace(answer, text=fit(answer.text)) for answer in answers]

@@ -29,10 +29,10 @@ def measure_drift(
 ) -> dict[str, float]:
     """Sample one answer to each of the fixed held-out prompts, and read it with both models.
 
-    ``kl_from_start``: KL(π‖π_start) of a whole answer in nats: per token exact over the two distributions (beyond the
+    ``kl_initial``: KL(π‖π_start) of a whole answer in nats: per token exact over the two distributions (beyond the
     1,024 likeliest tokens the rest counts as one), which varies far less than an estimate from sampled tokens.
-    ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_num_tokens``,
-    ``sampled_reward`` and ``sampled_<part>`` for every other part of the reward: means over these answers.
+    ``entropy``: nats per token, at the sampling temperature. ``sampled_accuracy``, ``sampled_completion_length``,
+    ``sampled_reward`` and ``sampled_reward/<part>`` for every other part of the reward: means over these answers.
     """
     task, limit = asked.task, sampler.context_tokens - 1
     examples = [task.examples[i] for i in held_out_indices(len(task.examples), asked.n)]
@@ -58,14 +58,14 @@ def measure_drift(
         kl += float(apart.sum())
     kl, entropy = (sum(parts) for parts in zip(*sampler.world.gather([(kl, entropy)], "drift"), strict=True))
     facts = {
-        "kl_from_start": kl / len(rollouts),
+        "kl_initial": kl / len(rollouts),
         "entropy": entropy / float(batch.mask.sum()),
-        "sampled_num_tokens": statistics.fmean(r.completion.num_own for r in rollouts),
+        "sampled_completion_length": statistics.fmean(r.completion.num_own for r in rollouts),
         "sampled_reward": statistics.fmean(r.reward for r in rollouts),
     }
     for name in rollouts[0].parts:  # those that every answer has; the mean of ``correct`` has a name of its own
         if name != "correct" and all(name in r.parts for r in rollouts):
-            facts[f"sampled_{name}"] = statistics.fmean(r.parts[name] for r in rollouts)
+            facts[f"sampled_reward/{name}"] = statistics.fmean(r.parts[name] for r in rollouts)
     if any(rollout.outcome != "ungraded" for rollout in rollouts):
         facts["sampled_accuracy"] = statistics.fmean(float(r.parts["correct"] == 1.0) for r in rollouts)
     return facts

@@ -113,7 +113,7 @@ def evaluate(
     examples, prompts = _read_questions(sampler, asked)
     num_too_long, rollouts = len(examples) - len(prompts), list[Rollout]()
     items = [item_of(example, i) for i, example in enumerate(examples)]
-    timing = {"sampling_seconds": 0.0, "grading_seconds": 0.0, "generated_tokens": 0.0}
+    timing = {"generate_seconds": 0.0, "score_seconds": 0.0, "generated_tokens": 0.0}
 
     def tell(phase: str, num_done: int) -> None:
         graded = graded_items(items)
@@ -131,9 +131,9 @@ def evaluate(
     if scorer is not None:
         before = time.perf_counter()
         items = _scored(items, examples, scorer, lambda num_done: tell("scoring", num_done))
-        timing["scoring_seconds"] = time.perf_counter() - before
-    if timing["sampling_seconds"] > 0:
-        timing["generated_tokens_per_second"] = timing["generated_tokens"] / timing["sampling_seconds"]
+        timing["reward_model_seconds"] = time.perf_counter() - before
+    if timing["generate_seconds"] > 0:
+        timing["generate_tokens_per_second"] = timing["generated_tokens"] / timing["generate_seconds"]
     results = summarize(items, task, samples=samples, ks=asked.ks, format_part=sampler.grader.format_part)
     results |= {"prompts_too_long": float(num_too_long), "seconds": time.perf_counter() - started}
     return Evaluation(task_label(task), results, rollouts, items, break_down(items, samples), timing)
@@ -154,9 +154,9 @@ def _ask(
         prompt_indices=slots,
         slots=slots,
     )
-    groups, grading_seconds = collect(sampler, request)
-    timing["sampling_seconds"] += time.perf_counter() - before - grading_seconds
-    timing["grading_seconds"] += grading_seconds
+    groups, score_seconds = collect(sampler, request)
+    timing["generate_seconds"] += time.perf_counter() - before - score_seconds
+    timing["score_seconds"] += score_seconds
     timing["generated_tokens"] += sum(rollout.completion.num_own for group in groups for rollout in group)
     return groups
 

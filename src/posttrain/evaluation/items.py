@@ -234,14 +234,12 @@ def summarize(
     ks: Sequence[int] = (),
     format_part: str | None = None,
 ) -> dict[str, float]:
-    """Compute the results of an evaluation by name. Shares are in 0..1, lengths in tokens.
+    """Compute the results of an evaluation by name (``store/metric_names.py``).
 
-    ``num_graded``: items with a gold answer, over which ``accuracy`` is the mean share of right samples; without any
-    the mean reward has the interval. With several samples also the clustered ``standard_error``, ``pass@k``,
-    ``majority@k`` and, of scored samples, ``best_of@k`` (``unscored``: without a score, chosen last). Shares of all
-    samples: ``format``, ``parse_failures``, ``grading_failures`` (stopped or crashed), ``truncated`` (by a limit),
-    ``worked``. Means over samples: ``num_tokens``, ``reward``, and every further reward and fact of the grader
-    (``part_NAME`` where the name is taken). ``Task.shares`` have intervals, and ``NAME_n``.
+    Accuracy is over items with a gold answer; without any the mean reward has the interval. With several samples there
+    are also the clustered ``standard_error``, ``pass@k``, ``majority@k`` and, of scored samples, ``best_of@k``. Shares
+    and means are over all samples, with ``reward/NAME`` for every further reward and fact of the grader.
+    ``Task.shares`` have intervals, and ``NAME_n``.
 
     Args:
         items: with as many samples each as ``samples``, or none.
@@ -267,14 +265,16 @@ def summarize(
         "parse_failures": sum(s.outcome == "no_answer" for s in drawn) / asked,
         "grading_failures": sum(s.outcome in FAILURES for s in drawn) / asked,
         "truncated": sum(s.finish in TRUNCATED for s in drawn) / asked,
-        "num_tokens": statistics.fmean(lengths),
+        "completion_length": statistics.fmean(lengths),
         "reward": statistics.fmean(s.reward for s in drawn),
     }
     ends = Counter(OF_EPISODES[s.finish] for s in drawn if s.finish in OF_EPISODES)
     results |= {name: ends[name] / asked for name in OF_EPISODES.values() if ends[name]}
-    results |= {f"num_tokens_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()}
+    results |= {
+        f"completion_length_{name}": float(percentile(lengths, share)) for name, share in LENGTH_PERCENTILES.items()
+    }
     if task.worked is not None:
-        results["worked"] = sum(task.worked(s.text) for s in drawn) / asked
+        results["shows_reasoning"] = sum(task.worked(s.text) for s in drawn) / asked
     for name, values in (task.shares(items) if task.shares is not None else {}).items():
         if values:
             results |= with_interval(name, values, samples) | {f"{name}_n": float(len(values))}
@@ -283,7 +283,7 @@ def summarize(
     parts: dict[str, list[float]] = {}
     for name, value in (pair for sample in drawn for pair in sample.parts.items()):
         if name not in ("correct", format_part):
-            parts.setdefault(f"part_{name}" if name in results else name, []).append(value)
+            parts.setdefault(f"reward/{name}", []).append(value)
     return results | {name: statistics.fmean(values) for name, values in parts.items()}
 
 

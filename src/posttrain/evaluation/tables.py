@@ -14,13 +14,13 @@ from posttrain.evaluation.files import Finished
 from posttrain.evaluation.items import Item, Kinds, graded_items, item_values, measure_names
 from posttrain.evaluation.statistics import Difference, mcnemar_p, paired_bootstrap
 from posttrain.store.durable import replace_file, storage_errors
+from posttrain.store.metric_names import METRICS, metric_of
 from posttrain.untrusted import plain
 
 NOTHING = "–"  # what was not measured
 MAX_TOO_MANY_CUT = 0.05
 AT_K = ("pass", "majority", "best_of")
-# Shares that tasks tell of their items (``Task.shares``), by what their columns are called.
-BEHAVIOURS = {"refuses": "refusal", "over-refuses": "over_refusal"}
+BEHAVIOURS = ("refusal", "over_refusal")  # shares that tasks measure of their items (``Task.shares``)
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,23 @@ _Column = tuple[str, str, Callable[[Mapping[str, float], str], str], bool, bool]
 
 def _columns(rows: Sequence[Row]) -> list[_Column]:
     columns: list[_Column] = [
-        ("right", "accuracy", show_share, True, False),
+        ("accuracy", "accuracy", show_share, True, False),
         ("95 % interval", "accuracy", show_interval, True, False),
     ]
     for kind in AT_K:
         ks = [k for row in rows for k in _ks(row.results, kind)]
         columns += [(f"{kind.replace('_', ' ')}@{max(ks)}", f"{kind}@{max(ks)}", show_share, True, True)] if ks else []
-    for label, name in BEHAVIOURS.items():
-        columns += [(label, name, show_share, False, True), ("95 % interval", name, show_interval, False, True)]
+    for name in BEHAVIOURS:
+        columns += [
+            (METRICS[name].label, name, show_share, False, True),
+            ("95 % interval", name, show_interval, False, True),
+        ]
     columns += [
         ("format", "format", show_share, False, True),
-        ("worked", "worked", show_share, False, True),
+        ("shows reasoning", "shows_reasoning", show_share, False, True),
         ("no answer", "parse_failures", show_share, True, False),
-        ("cut off", "truncated", show_share, False, False),
-        ("tokens", "num_tokens", lambda r, name: f"{r[name]:.0f}", False, False),
+        ("truncated", "truncated", show_share, False, False),
+        ("completion length", "completion_length", lambda r, name: f"{r[name]:.0f}", False, False),
     ]
     return [one for one in columns if not one[4] or any(one[1] in row.results for row in rows)]
 
@@ -134,11 +137,12 @@ def kind_tables(kinds: Kinds) -> list[TextTable]:
     """Accuracy by kind of item, a table for each key."""
     tables = []
     for key, values in kinds.items():
+        name = next(name for kind in values.values() for name in kind if name.endswith("accuracy"))
         lines = [
-            [value, f"{kind['n']:.0f}", show_share(kind, "accuracy"), show_interval(kind, "accuracy")]
+            [value, f"{kind['n']:.0f}", show_share(kind, name), show_interval(kind, name)]
             for value, kind in values.items()
         ]
-        tables.append(TextTable(f"By {key}", [key, "n", "right", "95 % interval"], lines))
+        tables.append(TextTable(f"By {key}", [key, "n", metric_of(name).label, "95 % interval"], lines))
     return tables
 
 
@@ -263,8 +267,8 @@ def differences_table(paired: Paired) -> TextTable:
     """Each measure of both, and their difference."""
     lines = []
     for name, gap in paired.differences.items():
-        unit, form, percent = (1.0, ".2f", "") if name == "num_tokens" else (100.0, ".1f", "%")
-        label = {"accuracy": "right", "num_tokens": "tokens"}.get(name, name.replace("_", " "))
+        unit, form, percent = (1.0, ".2f", "") if name == "completion_length" else (100.0, ".1f", "%")
+        label = metric_of(name).label
         lines.append(
             [
                 label if gap.n == paired.n else f"{label}, of {gap.n} items that both answered",
@@ -340,7 +344,7 @@ def compare_items(
     }
     answered = [pair for pair in pairs if pair[0].samples and pair[1].samples]  # an unanswered item has no length
     formatted = [] if any(s.in_format is None for i in (*left, *right) for s in i.samples) else pairs
-    for name, field, own in (("format", "in_format", formatted), ("num_tokens", "num_tokens", answered)):
+    for name, field, own in (("format", "in_format", formatted), ("completion_length", "num_tokens", answered)):
         sides = [[_mean(field, item) for item in side] for side in zip(*own, strict=True)]
         if sides:
             differences[name] = paired_bootstrap(*sides, seed=seed)

@@ -151,7 +151,7 @@ def measure_kl(
     answers: Sequence[Rollout], own: Forward, other: Forward, *, max_tokens: int = MAX_TOKENS
 ) -> list[float]:
     """Measure KL(own‖other) of each answer that ``own`` sampled, in nats: the exact KL of the two next-token
-    distributions (``evals/drift.py``), summed over its tokens.
+    distributions (``evaluation/drift.py``), summed over its tokens.
 
     Raises:
         UsageError: the other model's vocabulary lacks a likely token.

@@ -68,9 +68,29 @@ _OTHERS = {
 class Recipe(Content):
     """One experiment. ``rollout`` makes it reinforcement learning, ``data`` supervised training.
 
-    ``environment``: what answers between the turns of a completion; ``tools``: functions that it may call, as
-    ``module:function``.
-    ``track``: where the metrics are shown besides ``metrics.jsonl``.
+    Args:
+        description: what it is, and what to watch.
+        model: the model that is trained.
+        task: examples, with answers or demonstrations.
+        prompt: how an example becomes a prompt.
+        rewards: rewards of a completion, whose weighted sum is optimized; by default ``correct``.
+        environment: what answers between the turns of a completion.
+        tools: functions that a completion may call, as ``module:function``.
+        rollout: sampling of completions.
+        data: supervised rows.
+        advantage: advantages from rewards; by default what the objective needs.
+        kl_in_reward: a KL penalty in the reward.
+        correction: weights for the mismatch of sampler and trainer.
+        objective: the loss.
+        regularize: KL and entropy terms of the loss.
+        head: head of a value or reward model.
+        teacher: teacher model, for distillation.
+        aggregate: how the values of tokens or pairs are averaged.
+        optimizer: ``adamw`` or ``muon``.
+        train: the training loop.
+        eval: held-out evaluation.
+        scale: number of processes and sharding.
+        track: where the metrics are shown in addition to ``metrics.jsonl``.
     """
 
     description: str = ""

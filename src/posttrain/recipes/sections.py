@@ -142,17 +142,24 @@ def read_parts(stated: Any, where: str) -> list[Part]:
 
 
 class TokenizerSection(Section):
-    """A byte-level BPE tokenizer trained on the task's own texts (only for ``model.init``)."""
+    """A byte-level BPE tokenizer trained on the task's own texts (only for ``model.init``).
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        num_documents: texts that it is trained on.
+    """
 
     vocab_size: int = Field(default=512, ge=260)
     num_documents: int = Field(default=20_000, ge=1)
 
 
 class InitSection(Section):
-    """A new model with random weights instead of a checkpoint.
+    """A new model with random weights instead of a checkpoint; the vocabulary size comes from the tokenizer.
 
-    ``config`` holds the transformers config keys of ``architecture`` (``qwen3``, ``llama``, ...);
-    the vocabulary size comes from the tokenizer.
+    Args:
+        architecture: transformers' name of it: ``qwen3``, ``llama``, ...
+        config: keys of its transformers config.
+        tokenizer: its tokenizer, which is trained first.
     """
 
     architecture: str
@@ -161,11 +168,18 @@ class InitSection(Section):
 
 
 class AdapterSection(Section):
-    """LoRA (Hu et al. 2021) through peft. ``alpha`` defaults to the rank (scale 1; with ``use_rslora`` its root).
+    """LoRA (Hu et al. 2021) through peft.
 
-    ``targets``: linear layers by the end of their names. ``target_parameters``: matrices that are no linear layer's
-    (``experts.gate_up_proj``). ``use_dora`` (Liu et al. 2024), ``use_rslora`` (Kalajdzievski 2023) and
-    ``init_lora_weights`` (``default``: B = 0, uniform A) are peft's.
+    Args:
+        kind: the kind of adapter.
+        rank: rank of the update.
+        alpha: scale times rank; by default the rank, so that the scale is 1 (with ``use_rslora`` its root).
+        dropout: dropout on the adapter's input, in training.
+        targets: linear layers by the end of their names, or all.
+        target_parameters: matrices that are no linear layer's (``experts.gate_up_proj``).
+        use_dora: DoRA (Liu et al. 2024).
+        use_rslora: rank-stabilized LoRA (Kalajdzievski 2023).
+        init_lora_weights: ``default``: B = 0, uniform A; else as in peft.
     """
 
     kind: Literal["lora"] = "lora"
@@ -183,13 +197,19 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 
 class ModelSection(Section):
-    """``name``: ``tiny``, a directory, a run directory, or a hub name.
+    """The model that is trained.
 
-    ``load_bits``: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with double
-    quantization); it needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023). ``dtype`` fp64 is for
-    comparing computations on CPUs. ``device``: ``auto`` is an NVIDIA GPU where there is one, else the CPU; ``mps`` a
-    Mac's. ``attention``: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends;
-    with another one they are padded, and a difference from ``sdpa`` on a small batch is refused.
+    Args:
+        name: ``tiny``, a directory, a run directory, or a name of the hub.
+        init: start from random weights instead.
+        adapter: train a LoRA adapter; without it all weights.
+        dtype: type of the weights; fp64 is for comparing computations on CPUs.
+        load_bits: quantize the linear layers while loading, to 8 bits (LLM.int8's rows) or 4 (NF4 with double
+            quantization); needs an ``adapter``, trained in fp32 (QLoRA, Dettmers et al. 2023).
+        device: ``auto`` is an NVIDIA GPU where there is one, else the CPU; ``mps`` a Mac's.
+        attention: transformers' ``attn_implementation``. With ``sdpa`` batches are packed and torch attends;
+            with another one they are padded, and a difference from ``sdpa`` on a small batch is refused.
+        trust_remote_code: run Python code that comes with the model; allowed on the command line only.
     """
 
     name: str = "tiny"
@@ -227,9 +247,13 @@ class ModelSection(Section):
 class RegularizeSection(Section):
     """A term of the objective of a policy at every token: ``β · KL(π‖π_ref) − c_H · H(π)``.
 
-    ``kl_coef``: β; 0 loads no reference. ``kl_estimator``: from the sampled tokens, differentiated as it stands. On the
-    policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of KL(π_ref‖π), of
-    k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``). ``entropy_coef``: c_H.
+    On the policy's own samples the expected gradient of k2 is that of KL(π‖π_ref), of k3 (as in GRPO) that of
+    KL(π_ref‖π), of k1 zero (Tang & Munos 2025, section 3); k1 is right in the reward (``kl_in_reward``).
+
+    Args:
+        kl_coef: β; 0 loads no reference model.
+        kl_estimator: estimator of the KL from the sampled tokens, differentiated as it stands.
+        entropy_coef: c_H, the entropy bonus.
     """
 
     kl_coef: float = Field(default=0.0, ge=0)
@@ -238,7 +262,12 @@ class RegularizeSection(Section):
 
 
 class PromptSection(Section):
-    """How an example becomes token ids. Longer prompts are dropped, counted and reported."""
+    """How an example becomes token ids.
+
+    Args:
+        template: template of prompt and answer.
+        max_prompt_tokens: longer prompts are dropped, counted and reported.
+    """
 
     template: Word = Word(name="r1_zero")
     max_prompt_tokens: Tokens | None = None
@@ -247,18 +276,32 @@ class PromptSection(Section):
 class RolloutSection(Section):
     """Sampling for reinforcement learning: ``num_prompts`` × ``group_size`` completions a batch.
 
-    ``max_total_tokens``: of a prompt and its answer together; a prompt that leaves no room is dropped and counted.
-    ``temperature``: of sampling, and of the log-probabilities of objectives that follow the sampler.
-    ``drop_uniform_groups`` (DAPO's dynamic sampling): draw further prompts, at most ``max_rounds`` times, until every
-    group has higher and lower rewards; ``uniform_by`` names the part of the reward that counts (``correct``).
-    ``old_logprobs``: the sampler's own, or computed again by the trainer.
-    ``select``: which completions are trained on, in what units; by default every one, or the best and the worst of
-    each prompt for an objective over pairs.
-    ``mask_truncated``: leave completions that a limit cut off out of the loss (DAPO's overlong filtering); their
-    rewards count in the baseline. ``label_above``: the reward above which a completion is desirable.
-    ``staleness``: S. Batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
-    With an ``environment`` or ``tools``: at most ``max_turns`` turns (8) of ``max_turn_tokens`` each, ``tool_seconds``
-    (30) for a call, ``retries`` (2) of a failed episode from the same seed; ``show_tools`` (true) in the prompt.
+    Args:
+        engine: what samples: ``native`` (in this process) or ``vllm``.
+        num_prompts: prompts of a batch.
+        group_size: completions of each prompt.
+        max_tokens: limit of a completion.
+        max_total_tokens: limit of a prompt and its answer together; a prompt that leaves no room is dropped and
+            counted.
+        temperature: of sampling, and of the log-probabilities of objectives that follow the sampler.
+        top_k: sample from the k likeliest tokens only.
+        top_p: sample from the likeliest tokens that have this probability together.
+        drop_uniform_groups: DAPO's dynamic sampling: sample further prompts until every group has higher and
+            lower rewards.
+        uniform_by: the part of the reward by which a group is uniform: ``reward`` (the sum), ``correct``, ...
+        max_rounds: at most so many batches of prompts are sampled for one batch, with ``drop_uniform_groups``.
+        old_logprobs: log-probabilities before the update: the sampler's own, or computed again by the trainer.
+        select: which completions are trained on, in what units; by default every one, or the best and the worst
+            of each prompt for an objective over pairs.
+        label_above: the reward above which a completion is desirable, for objectives that read labels.
+        mask_truncated: leave completions that a limit cut off out of the loss (DAPO's overlong filtering);
+            their rewards count in the baseline.
+        staleness: S: batch b is sampled with the weights of max(0, b − S) batches, while the trainer works.
+        max_turns: limit of turns with an ``environment`` or ``tools`` (8).
+        max_turn_tokens: limit of a turn.
+        tool_seconds: time limit of a call of a tool (30).
+        retries: how often a failed episode is played again from the same seed (2).
+        show_tools: describe the tools in the prompt (true).
     """
 
     engine: Word = Word(name="native")
@@ -291,9 +334,13 @@ TURN_DEFAULTS: dict[str, Any] = {"max_turns": 8, "tool_seconds": 30.0, "retries"
 class KLInRewardSection(Section):
     """A penalty inside the reward: −weight · KL to the reference, at every token.
 
-    Advantages of whole completions see the sum over the tokens; advantages per token see each. With
-    a ``target`` (nats per completion) the weight adapts to it over ``horizon`` completions (Ziegler
-    et al. 2019, section 2.2).
+    Advantages of whole completions see the sum over the tokens; advantages per token see each.
+
+    Args:
+        weight: weight of the KL.
+        estimator: estimator of the KL from the sampled tokens.
+        target: KL in nats per completion that the weight adapts to (Ziegler et al. 2019, section 2.2).
+        horizon: completions over which it adapts.
     """
 
     weight: float = Field(ge=0)
@@ -309,11 +356,13 @@ class KLInRewardSection(Section):
 
 
 class HeadSection(Section):
-    """The head of a value or reward model: one linear layer, fp32, normal init with ``init_std``.
+    """The head of a value or reward model: one linear layer, fp32.
 
-    A value head is based on a model of its own (``trunk: separate``, which starts as a copy of the
-    policy) or on the policy's (``shared``); a reward head is always based on the model that is
-    trained. ``lr_ratio`` multiplies the learning rate of the head and of a separate trunk.
+    Args:
+        trunk: a value head is on a model of its own (``separate``, which starts as a copy of the policy) or on
+            the policy's (``shared``); a reward head is always on the model that is trained.
+        init_std: standard deviation of its initial weights.
+        lr_ratio: multiplies the learning rate of the head and of a separate trunk.
     """
 
     trunk: Literal["separate", "shared"] = "separate"
@@ -322,11 +371,14 @@ class HeadSection(Section):
 
 
 class TeacherSection(Section):
-    """Who teaches, for objectives that read a teacher: a model, or ``self``.
+    """The teacher of objectives that read one.
 
-    ``self`` is the model that is trained, given feedback that the student does not see: a right
-    answer of another sample to the same prompt. ``top_k``: candidates whose probabilities are kept
-    for each token. ``dtype``: the teacher's, by default the student's.
+    Args:
+        name: a model, or ``self``: the model that is trained, given feedback that the student does not see (a
+            right answer of another sample to the same prompt).
+        top_k: candidates whose probabilities are kept for each token.
+        dtype: type of its weights; by default the student's.
+        trust_remote_code: run Python code that comes with the teacher; allowed on the command line only.
     """
 
     name: str
@@ -336,13 +388,17 @@ class TeacherSection(Section):
 
 
 class DataSection(Section):
-    """Supervised rows: ``batch_size`` examples a step. Over-long rows are dropped and counted.
+    """Supervised rows.
 
-    ``train_on``: ``assistant`` (every turn of the assistant, its end token included; users and tools are read only),
-    ``response`` (what follows the last message of the user) or ``all``. By default ``assistant`` for rows with
-    ``messages``, ``response`` for all others. A chat template that rewrites earlier turns gets one example a turn.
-    ``label_above``: for objectives that read labels, the rating above which a given answer is desirable. Without it
-    a pair's better answer is desirable, and other scores must be 1 or 0.
+    Args:
+        batch_size: examples of a step.
+        max_length: tokens of a row; longer rows are dropped and counted.
+        train_on: ``assistant`` (every turn of the assistant, its end token included), ``response`` (what
+            follows the last message of the user) or ``all``; by default ``assistant`` for rows with
+            ``messages``, else ``response``. A chat template that rewrites earlier turns gets one example a
+            turn.
+        label_above: for objectives that read labels, the rating above which an answer is desirable. Without it
+            a pair's better answer is desirable, and other scores must be 1 or 0.
     """
 
     batch_size: Few = 16
@@ -352,14 +408,29 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """The loop. ``steps`` counts optimizer steps; one rollout batch serves ppo_epochs × num_minibatches.
+    """The training loop. One rollout batch serves ppo_epochs × num_minibatches steps.
 
-    ``num_epochs`` in place of ``steps``: how often the data (the prompts, where the model samples) are gone through.
-    ``linear`` and ``cosine`` schedules fall towards ``lr * min_lr_ratio``. ``gradient_checkpointing`` computes
-    activations again in the backward pass: less memory, a third more time.
-    ``precision``: of the products in the model while it is trained; weights, optimizer state, log-probabilities and the
-    LM head are fp32 (TF32 with ``tf32`` and, on a GPU, ``bf16``). The native engine samples in the weights' own type.
-    ``deterministic``: a GPU adds up in one order, so that a resumed run equals the undisturbed one bit for bit.
+    Args:
+        steps: number of optimizer steps.
+        num_epochs: in place of ``steps``: passes over the data (the prompts, where the model samples).
+        lr: learning rate, at its highest.
+        warmup_steps: steps in which the learning rate rises linearly from 0.
+        schedule: course of the learning rate after the warm-up; ``linear`` and ``cosine`` fall towards ``lr *
+            min_lr_ratio``.
+        min_lr_ratio: the learning rate at the end, as a share of ``lr``.
+        max_grad_norm: gradients are clipped to this norm; null: never.
+        micro_batch_tokens: tokens of one forward pass; changes memory and speed, no result.
+        micro_batch_rows: rows of one forward pass, if fewer.
+        gradient_checkpointing: compute activations again in the backward pass: less memory, a third more time.
+        precision: of the products in the model while it is trained; weights, optimizer state, log-probabilities
+            and the LM head are fp32 (TF32 with ``tf32`` and, on a GPU, ``bf16``). The native engine samples in
+            the weights' own type.
+        deterministic: a GPU adds up in one order, so that a resumed run equals the undisturbed one bit for bit.
+        ppo_epochs: passes over a rollout batch.
+        num_minibatches: parts into which each pass divides it, one optimizer step each.
+        seed: seed of all random numbers.
+        save_every: steps between checkpoints (0 or -1: at the end only).
+        keep_checkpoints: so many newest checkpoints are kept, and the best.
     """
 
     steps: int | None = Field(default=100, ge=1)
@@ -399,11 +470,16 @@ class TrainSection(Section):
 class ScaleSection(Section):
     """Several processes that train one model, each on its share of the prompts, rows and micro-batches.
 
-    Results are those of one process but for the order of sums. ``launcher``: ``local`` starts them on this machine (or
-    uses those of torchrun or srun); ``torchrun`` waits for such; ``ray`` has the cluster at RAY_ADDRESS place them.
-    ``sharding``: ``none``, or ``fsdp2`` (Zhao et al. 2023), next to a whole model where the trainer samples.
-    ``checkpoint``: every process writes its share (``sharded``), or rank 0 the ``whole``. ``timeout_seconds``: how long
-    a process waits for the others. ``restarts``: how often, under ``ray``, lost processes are started again (3).
+    Results are those of one process but for the order of sums.
+
+    Args:
+        processes: number of processes, one for each GPU.
+        sharding: ``none``, or ``fsdp2`` (Zhao et al. 2023), next to a whole model where the trainer samples.
+        checkpoint: every process writes its share (``sharded``), or rank 0 the ``whole``.
+        launcher: ``local`` starts them on this machine (or uses those of torchrun or srun); ``torchrun`` waits
+            for such; ``ray`` has the cluster at RAY_ADDRESS place them.
+        timeout_seconds: how long a process waits for the others.
+        restarts: how often, under ``ray``, lost processes are started again (3).
     """
 
     processes: int = Field(default=1, ge=1, le=4096)
@@ -421,15 +497,26 @@ class ScaleSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out evaluation, before the first step, every ``every`` steps (0 or -1: never) and at the end.
+    """Held-out evaluation, before the first step, during training and at the end.
 
-    ``tasks``: by default the validation split of the training task. ``num_examples``: of each, always the same
-    ``sample`` (``items_seed`` draws another) or the ``first``. ``samples``: answers to each, with a ``temperature``.
-    ``num_kl_prompts``: so many prompts are answered at the temperature of training, for entropy and the KL from the
-    start; by default 64 where a reward model pays, else none.
-    ``best``: the result that ranks the run and chooses ``checkpoints/best``; by default right answers, or what there
-    is where nothing has a gold answer. ``loss``: also of held-out demonstrations; by default where these have no gold
-    answer. ``engine``: by default what samples rollouts, in a supervised run the native one.
+    Args:
+        tasks: tasks to evaluate on; by default the validation split of the training task.
+        every: steps between evaluations (0 or -1: never, not at the end either).
+        num_examples: examples of each task, always the same.
+        items: a random ``sample`` of the task, or its ``first`` examples.
+        items_seed: draws another sample.
+        max_tokens: limit of an answer; by default that of rollouts, else 256.
+        samples: answers to each example.
+        temperature: of sampling; 0 is greedy decoding.
+        top_k: sample from the k likeliest tokens only.
+        top_p: sample from the likeliest tokens that have this probability together.
+        num_kl_prompts: so many prompts are answered at the temperature of training, for entropy and the KL from
+            the initial model; by default 64 where a reward model pays, else none.
+        best: the metric that ranks the run and chooses ``checkpoints/best``; by default accuracy, or what there
+            is where nothing has a gold answer.
+        loss: also evaluate the loss of held-out demonstrations; by default where these have no gold answer.
+        engine: what samples the answers; by default what samples rollouts, in a supervised run the native
+            engine.
     """
 
     tasks: Words = Field(default_factory=list)

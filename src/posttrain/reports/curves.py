@@ -4,115 +4,68 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from posttrain.data.base import Description, percentile
 from posttrain.reports.charts import LARGEST, Panel, Series
-from posttrain.store.headline import ACCURACY, Headline
+from posttrain.store.metric_names import ACCURACY, METRICS, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 
 MAX_BARS = 12
 NUM_BINS = 40
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A panel and its ``metrics`` of steps and ``evaluations`` by name, with their labels.
-
-    ``only_with``, ``only_without``: for runs that record these metrics, or none of them.
-    """
-
-    title: str
-    caption: str
-    metrics: Mapping[str, str]
-    evaluations: Mapping[str, str] = field(default_factory=dict)
-    is_share: bool = False
-    only_with: Sequence[str] = ()
-    only_without: Sequence[str] = ()
-
-
 _TRAINING, _HELD_OUT = "training", "held-out"
-# fmt: off
-_PLANS = (
-    _Plan("Accuracy", "sampled in training, and greedy on held-out problems", {"accuracy": _TRAINING},
-          {"accuracy": _HELD_OUT}, is_share=True),
-    _Plan("Reward", "mean over all sampled answers", {"reward": _TRAINING}),
-    _Plan("Length of answers", "tokens; does it pay to write more?",
-          {"num_tokens": "all", "num_tokens_right": "right", "num_tokens_wrong": "wrong"}),
-    _Plan("Worked answers", "share that writes its steps", {"worked": _TRAINING}, {"worked": _HELD_OUT}, is_share=True),
-    _Plan("Format", "share in the asked format; cut off at the limit", {"format": "in format", "truncated": "cut off"},
-          {"format": _HELD_OUT}, is_share=True),
-    _Plan("Entropy", "nats per token; near 0 nothing new is tried", {"entropy": _TRAINING}),
-    _Plan("Loss", "per trained token", {"nll": _TRAINING}, {"loss": _HELD_OUT}, only_with=("nll",)),
-    _Plan("Loss", "of the objective, in training and held out", {"loss": _TRAINING},
-          {"loss": _HELD_OUT}, only_without=("nll", "uniform_groups", "divergence")),
-    _Plan("Margin", "score (or implicit reward) of the better answer less that of the worse", {"margin": _TRAINING},
-          {"margin": _HELD_OUT}),
-    _Plan("Pairs in the right order", "share of pairs; a tie counts half", {"pair_accuracy": _TRAINING},
-          {"pair_accuracy": _HELD_OUT}, is_share=True),
-    _Plan("Scores of the answers of a pair", "given in training; they are comparable, their level means nothing",
-          {"chosen_score": "better", "rejected_score": "worse"}),
-    *(_Plan("Agreement with the labels", "share of answers or steps that are scored as they are labelled",
-            {name: _TRAINING}, {name: _HELD_OUT}, is_share=True)
-      for name in ("final_accuracy", "row_accuracy", "step_accuracy")),
-    _Plan("Log-probability of the answers of a pair", "nats per answer",
-          {"chosen_logprob": "chosen", "rejected_logprob": "rejected"}),
-    _Plan("Divergence from the teacher", "nats per token", {"divergence": _TRAINING}),
-    _Plan("What the critic explains", "share of the variance of returns", {"value_explained_variance": _TRAINING}),
-    _Plan("KL from the start", "nats per answer, sampled on held-out prompts", {"kl_in_reward": "in the reward"},
-          {"kl_from_start": _HELD_OUT}),
-    _Plan("KL to the reference", "nats per token", {"kl_ref": _TRAINING}),
-    _Plan("KL from sampler to trainer", "nats per token; rounding alone, unless samples are reused",
-          {"mismatch_kl": _TRAINING}),
-    _Plan("Effective sample size", "share that importance weights between sampler and trainer leave",
-          {"effective_sample_size": _TRAINING}, is_share=True),
-    _Plan("Clipped tokens", "share whose ratio left the trust region", {"clip_fraction": _TRAINING}, is_share=True),
-    _Plan("Uniform groups", "share of prompts whose answers all earn the same: no signal",
-          {"uniform_groups": _TRAINING}, is_share=True),
-    _Plan("Gradient norm", "before clipping", {"grad_norm": _TRAINING}),
-)
-# fmt: on
+# Metrics that share a panel, which the first of them names; a line of each is drawn, and of its evaluations.
+_PANELS: tuple[tuple[str, ...], ...] = (
+    ("accuracy",), ("reward",), ("completion_length", "completion_length_correct", "completion_length_wrong"),
+    ("shows_reasoning",), ("format", "truncated"), ("entropy",), ("loss",), ("margin",), ("pair_accuracy",),
+    ("chosen_score", "rejected_score"), ("answer_accuracy",), ("step_accuracy",),
+    ("chosen_logprob", "rejected_logprob"), ("divergence",), ("value_explained_variance",),
+    ("kl_initial", "kl_in_reward"), ("kl_ref",), ("kl_sampler",), ("effective_sample_size",),
+    ("clip_fraction",), ("uniform_groups",), ("grad_norm",),
+)  # fmt: skip
+_IN_TRAINING = ("reward", "completion_length", "entropy", "truncated")  # no line of evaluations, but of the primary
 # Metrics of each part of a mixture (``PART:NAME``) that are drawn with a line for each.
-_BY_PART = {
-    "accuracy": ("Accuracy by part", "sampled in training, and greedy on held-out problems", True),
-    "reward": ("Reward by part", "mean over the sampled answers", False),
-    "num_calls": ("Calls by part", "calls of tools in an answer, sampled in training", False),
-    "num_tokens": ("Length by part", "tokens of an answer", False),
-    "pair_accuracy": ("Pairs in the right order by part", "share of pairs, in training; a tie counts half", True),
-    "loss": ("Loss by part", "mean over the trained tokens, pairs or rows", False),
-}
+_BY_PART = ("accuracy", "reward", "num_calls", "completion_length", "pair_accuracy", "loss")
 
 
-def choose_panels(rows: Sequence[MetricsRow], headline: Headline = ACCURACY) -> list[Panel]:
-    """The panels for which a run has numbers, that of its headline first. Non-finite values are in no line."""
+def choose_panels(rows: Sequence[MetricsRow], primary: Metric = ACCURACY) -> list[Panel]:
+    """The panels for which a run has numbers, that of the primary metric first. Non-finite values are in no line."""
     evaluations, recorded = evaluation_points(rows), dict.fromkeys(name for row in rows for name in row.metrics)
-    plans, metric = list(_PLANS), headline.metric
-    if not any(metric in (plan.evaluations or plan.metrics) for plan in plans):
-        title = headline.label[:1].upper() + headline.label[1:]
-        plans.append(_Plan(title, "held-out", {}, {metric: _HELD_OUT}, headline.is_share))
-    for name, (title, caption, is_share) in _BY_PART.items():
-        parts = {key: key.rpartition(":")[0] for key in recorded if "/" not in key and key.endswith(f":{name}")}
-        held_out = {key: f"{part}, {_HELD_OUT}" for key, part in parts.items()}
-        plans.append(_Plan(title, caption, parts, held_out, is_share))
+    groups = [*_PANELS, *([] if any(primary.name in names for names in _PANELS) else [(primary.name,)])]
+    # the loss of samples or to a teacher has no level that means something; that of imitation has (``nll``)
+    without = {"loss"} if {"uniform_groups", "divergence"} & {*recorded} and "nll" not in recorded else set()
     panels: list[tuple[int, Panel]] = []
-    for plan in plans:
-        if (plan.only_with and not {*plan.only_with} & {*recorded}) or {*plan.only_without} & {*recorded}:
-            continue
-        shown = plan.evaluations or plan.metrics
-        own = {metric: _HELD_OUT} if metric in shown else {}
-        series = [s for name, label in plan.metrics.items() if (s := _metric_series(rows, name, label)) is not None]
-        for name, label in {**plan.evaluations, **own}.items():
-            series += _evaluation_series(evaluations, name, label)
+    for names in groups:
+        series: dict[Metric, list[Series]] = {}
+        for metric in map(metric_of, names):
+            kinds = (_TRAINING, _HELD_OUT) if len(names) == 1 else (metric.label, f"{metric.label}, {_HELD_OUT}")
+            lines = [] if metric.name in without else _metric_series(rows, metric.name, kinds[0])
+            if metric.name not in _IN_TRAINING or metric.name == primary.name:
+                lines += _evaluation_series(evaluations, metric.name, kinds[1])
+            if lines:
+                series[metric] = lines
         if series:
-            rank = 0 if own else 1 if shown.keys() & {*headline.beside} else 2
-            panels.append((rank, Panel(plan.title, plan.caption, series, plan.is_share)))
+            first, *_ = series
+            rank = 0 if primary in series else 1 if {*names} & {*primary.further} else 2
+            lines = [one for own in series.values() for one in own]
+            panels.append((rank, Panel(_title(first.label), first.meaning, lines, first.is_share)))
+    for metric in map(METRICS.__getitem__, _BY_PART):
+        keys = [key for key in recorded if "/" not in key and key.endswith(f":{metric.name}")]
+        lines = [one for key in keys for one in _metric_series(rows, key, key.rpartition(":")[0])]
+        for key in keys:
+            lines += _evaluation_series(evaluations, key, f"{key.rpartition(':')[0]}, {_HELD_OUT}")
+        if lines:
+            panels.append((2, Panel(f"{_title(metric.label)} by part", metric.meaning, lines, metric.is_share)))
     return [panel for _, panel in sorted(panels, key=lambda ranked: ranked[0])]
 
 
-def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> Series | None:
+def _title(label: str) -> str:
+    return label[:1].upper() + label[1:]
+
+
+def _metric_series(rows: Sequence[MetricsRow], name: str, label: str) -> list[Series]:
     points = [(row.step, row.metrics[name]) for row in rows if abs(row.metrics.get(name, math.nan)) < LARGEST]
-    return Series(label, [float(step) for step, _ in points], [value for _, value in points]) if points else None
+    return [Series(label, [float(step) for step, _ in points], [value for _, value in points])] if points else []
 
 
 def _evaluation_series(evaluations: Sequence[EvaluationPoint], name: str, label: str) -> list[Series]:

@@ -28,11 +28,15 @@ def _decimals(results: Results, name: str) -> str:
     return f"{results[name]:.3f}" if name in results else NOTHING
 
 
-_ACCURACY: Sequence[tuple[str, str, Show]] = (
-    ("right", "accuracy", show_share),
-    ("95 % interval", "accuracy", show_interval),
-    ("AUC", "auc", _decimals),
+_PAIRS: Sequence[tuple[str, str, Show]] = (
+    ("pair accuracy", "pair_accuracy", show_share),
+    ("95 % interval", "pair_accuracy", show_interval),
     ("margin", "margin", _decimals),
+)
+_ANSWERS: Sequence[tuple[str, str, Show]] = (
+    ("answer accuracy", "answer_accuracy", show_share),
+    ("95 % interval", "answer_accuracy", show_interval),
+    ("AUC", "auc", _decimals),
 )
 _CHOOSING: Sequence[tuple[str, str, Show]] = (
     ("top 1", "top_one", show_share),
@@ -41,31 +45,31 @@ _CHOOSING: Sequence[tuple[str, str, Show]] = (
     ("best there is", "oracle", show_share),
 )
 _STEPS: Sequence[tuple[str, str, Show]] = (
-    ("first error", "accuracy", show_share),
-    ("95 % interval", "accuracy", show_interval),
+    ("solution accuracy", "solution_accuracy", show_share),
+    ("95 % interval", "solution_accuracy", show_interval),
     ("F1", "error_f1", show_share),
     ("erroneous", "accuracy_erroneous", show_share),
     ("correct", "accuracy_correct", show_share),
-    ("steps", "step_accuracy", show_share),
-    ("AUC", "step_auc", _decimals),
+    ("step accuracy", "step_accuracy", show_share),
+    ("step AUC", "step_auc", _decimals),
 )
 # The tables of a view: subject, the result that is n, and columns (label, result, how it is shown). A column for which
 # no model has a number is left out, and so is a table without columns.
 PARTS: Mapping[str, Sequence[tuple[str, str, Sequence[tuple[str, str, Show]]]]] = {
-    "pairs": [("pairs", "n", _ACCURACY)],
+    "pairs": [("pairs", "n", _PAIRS)],
     "judged answers": [
-        ("judged answers", "n", _ACCURACY),
+        ("judged answers", "n", _ANSWERS),
         ("choosing among the answers to a problem", "num_problems", _CHOOSING),
     ],
     "labelled steps": [("labelled steps", "n", _STEPS)],
 }
 # What the numbers mean, under the tables.
 NOTES: Mapping[str, str] = {
-    "pairs": "right: the chosen answer has the higher score; a tie counts half.",
-    "judged answers": "right: the score is on the right side of one half. Top 1: the highest-scored answer to a "
-    "problem is right; for comparison any one of them, and the best there is (some answer is right).",
-    "labelled steps": "first error: the first step with P(good) < 1/2 is the first that is labelled bad, or there is "
-    "neither. F1: the harmonic mean of that over solutions with an error and without.",
+    "pairs": "pair accuracy: the chosen answer has the higher score; a tie counts half.",
+    "judged answers": "answer accuracy: the score is on the right side of one half. Top 1: the highest-scored answer "
+    "to a problem is right; for comparison any one of them, and the best there is (some answer is right).",
+    "labelled steps": "solution accuracy: the first step with P(good) < 1/2 is the first that is labelled bad, or "
+    "there is neither. F1: the harmonic mean of that over solutions with an error and without.",
 }
 
 

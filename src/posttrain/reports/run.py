@@ -9,19 +9,13 @@ from typing import Any
 
 from posttrain.reports.charts import Panel
 from posttrain.reports.page import render
-from posttrain.store.headline import ACCURACY, NAMES, Headline
+from posttrain.store.metric_names import ACCURACY, Metric, metric_of
 
 _TAG = re.compile("(</?(?:think|answer|reasoning)>)")
 _TURN = re.compile(r"(?:\A|\n\n)(system|user|assistant): ")
-# Further results of a stage: name, label, form.
-_COLUMNS = (
-    ("format", "in format", ".1%"),
-    ("worked", "shows its working", ".1%"),
-    ("num_tokens", "tokens", ".0f"),
-    ("truncated", "cut off", ".1%"),
-)
-
-_OF_A_PART = {"accuracy": "right", "called": "called a tool"}  # results of a mixture's parts (``PART:NAME``)
+# Further results of a stage, and those of a mixture's parts (``PART:NAME``).
+_COLUMNS = ("format", "shows_reasoning", "completion_length", "truncated")
+_OF_A_PART = ("accuracy", "called")
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Report:
-    """The content of the page. ``commands``: (purpose, command). ``headline``: the primary metric of the stages."""
+    """The content of the page. ``commands``: (purpose, command). ``primary``: the primary metric of the stages."""
 
     title: str
     lead: str
@@ -105,16 +99,15 @@ class Report:
     transcripts_note: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     commands: Sequence[tuple[str, str]] = ()
-    headline: Headline = ACCURACY
+    primary: Metric = ACCURACY
 
 
 def render_report(report: Report) -> str:
     """The whole page as HTML."""
-    columns = [*((key, *NAMES[key]) for key in report.headline.beside), *_COLUMNS]
-    columns = [column for column in columns if any(column[0] in stage.results for stage in report.stages)]
-    for key in dict.fromkeys(key for stage in report.stages for key in stage.results if ":" in key):
-        part, _, name = key.rpartition(":")
-        columns += [(key, f"{part}: {_OF_A_PART[name]}", ".1%")] if name in _OF_A_PART else []
+    names = [*report.primary.further, *_COLUMNS]
+    measured = dict.fromkeys(key for stage in report.stages for key in stage.results)
+    names += [key for key in measured if ":" in key and key.rpartition(":")[2] in _OF_A_PART]
+    columns = [metric_of(name) for name in names if name in measured]
     page = {"title": report.title, "lead": report.lead, "environment": report.environment}
-    has_interval = any(report.headline.interval(stage.results) for stage in report.stages)
+    has_interval = any(report.primary.interval(stage.results) for stage in report.stages)
     return render("run.jinja", report=report, columns=columns, has_interval=has_interval, **page)

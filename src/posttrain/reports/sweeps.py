@@ -10,7 +10,7 @@ from posttrain.evaluation.statistics import Summary
 from posttrain.reports.charts import Panel, Series, draw_png
 from posttrain.reports.page import render, write_html
 from posttrain.store.durable import replace_file
-from posttrain.store.headline import KL, Headline
+from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
@@ -18,7 +18,7 @@ from posttrain.sweeps.overoptimization import MethodCurve
 from posttrain.sweeps.results import SweepResults
 from posttrain.untrusted import harmless
 
-DISTANCE = "√KL from the start (KL in nats per answer)"
+DISTANCE = "√KL from the initial model (KL in nats per answer)"
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> Path:
@@ -48,9 +48,9 @@ def sweep_panels(sweep: SweepResults) -> list[Panel]:
     return [panel for name, part in sweep.parts.items() if part.drawn for panel in _PANELS[name](*part.drawn)]
 
 
-def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], headline: Headline) -> list[Panel]:
+def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], primary: Metric) -> list[Panel]:
     """Learning curves, and the primary metric against KL; rows are numbered by rank."""
-    curves, drift, metric = [], [], headline.metric
+    curves, drift, metric = [], [], primary.name
     for rank, row in enumerate((row for row in rows if any(trial.points for trial in row.finished)), 1):
         seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
         steps = sorted(set.intersection(*(set(points) for points in seeds)))
@@ -61,13 +61,13 @@ def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], headl
         curves.append(Series(f"{rank} {row.name}", xs, means, low, high, mark=str(rank)))
         pairs = [(_mean(kl), mean) for kl, mean in zip(kls, means, strict=True) if math.isfinite(_mean(kl))]
         drift.append(Series("", [x for x, _ in pairs], [y for _, y in pairs], mark=str(rank)))
-    name, is_share = metric.replace("_", " "), headline.is_share
+    name, is_share = primary.label, primary.is_share
     level = [("start", start[metric])] if start else []
-    label, about = f"held-out: {headline.label}", f"held-out {name}, numbered by rank"
+    label, about = f"held-out: {primary.label}", f"held-out {name}, numbered by rank"
     panels = [
         Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates", levels=level,
               size="wide"),
-        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the start, nats per answer"),
+        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the initial model, nats per answer"),
     ]  # fmt: skip
     return [panel for panel in panels if any(series.xs for series in panel.series)]
 

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from posttrain.errors import DataError, PosttrainError, RunConflict, UsageError, hide_secrets
 from posttrain.option_types import shorten
@@ -28,8 +28,8 @@ from posttrain.recipes.recipe import Recipe, validate_recipe
 from posttrain.registry import suggest
 from posttrain.store.durable import refuse_links, replace_file, storage_errors
 from posttrain.store.environment import describe_environment
-from posttrain.store.headline import ACCURACY, Headline
 from posttrain.store.locks import Held, hold, holder
+from posttrain.store.metric_names import ACCURACY, Metric, metric_of
 from posttrain.store.reading import read_stated, read_yaml
 from posttrain.untrusted import harmless, kind_of_file
 
@@ -47,8 +47,9 @@ NUM_NAMES_SHOWN = 12
 class RunStatus:
     """State and step of a run: the content of ``status.json``.
 
-    ``updated`` is in seconds since 1970. ``message``: the reason why a run failed. ``headline``: its primary metric;
-    ``held_out``: the value in the last held-out evaluation with what is shown with it; ``evaluation``: its name.
+    ``updated`` is in seconds since 1970. ``message``: the reason why a run failed. ``primary_metric``: the name of the
+    result that ranks it; ``held_out``: its value in the last held-out evaluation with what is shown with it;
+    ``evaluation``: its name.
     """
 
     state: State
@@ -58,7 +59,7 @@ class RunStatus:
     host: str
     updated: float
     message: str | None = None
-    headline: Headline | None = None
+    primary_metric: Annotated[str, Field(max_length=80)] | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     evaluation: str | None = None
 
@@ -246,10 +247,10 @@ class RunDirectory:
         except FileNotFoundError:
             return None
 
-    def headline(self) -> Headline:
-        """Return the primary metric of the run; the share of right answers where nothing is stored."""
+    def primary_metric(self) -> Metric:
+        """Return the primary metric of the run; the accuracy where nothing is stored."""
         status = self.read_status()
-        return ACCURACY if status is None or status.headline is None else status.headline
+        return ACCURACY if status is None or status.primary_metric is None else metric_of(status.primary_metric)
 
     def write_environment(self, recipe_name: str, fingerprint: str) -> None:
         """Add this start of the run to ``env.json``: command, commit, versions, hardware."""

@@ -298,11 +298,11 @@ class _Record:
         elif event == "step":
             self.update(step=facts["step"])
         elif event == "evaluation":
-            headline, results = facts["headline"], facts["results"]
+            primary, results = facts["primary_metric"], facts["results"]
             result = "evaluated"
-            if headline is not None and headline.metric in results:  # a further task may lack what the first one has
-                self.update(headline=headline, held_out=headline.numbers(results), evaluation=facts["name"])
-                result = f"{headline.metric} {results[headline.metric]}"
+            if primary is not None and primary.name in results:  # a further task may lack what the first one has
+                self.update(primary_metric=primary.name, held_out=primary.numbers(results), evaluation=facts["name"])
+                result = f"{primary.name} {results[primary.name]}"
             self.directory.log(f"step {facts['step']}: {facts['name']}: {result}")
         elif event == "checkpoint":
             best = ", the best so far" if facts.get("best") else ""

@@ -14,8 +14,8 @@ from posttrain.registry import suggest
 from posttrain.runs.directory import RunDirectory, is_live, run_names
 from posttrain.runs.paths import every_run_name, fits, sweep_names, trial_names
 from posttrain.store.checkpoint_files import best_step, checkpoint_steps
-from posttrain.store.headline import Headline
 from posttrain.store.learning_signal import learning_warnings
+from posttrain.store.metric_names import metric_of
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
 from posttrain.store.rollouts import RolloutStore
 
@@ -31,9 +31,9 @@ class RunSummary:
 
     ``state`` is ``running`` only while a process holds the run's lock; a run whose status is that without one was
     killed and is ``dead``. ``damaged`` runs have files that cannot be read: ``problem`` names them. ``metrics`` are
-    those of the last step, ``headline`` the primary metric, ``held_out`` its numbers in the last held-out evaluation,
-    ``disk_bytes`` the size of the directory, ``created`` the first start (ISO 8601, UTC). ``name`` is relative to the
-    runs folder.
+    those of the last step, ``primary_metric`` names the result that ranks it, ``held_out`` has its numbers in the last
+    held-out evaluation, ``disk_bytes`` the size of the directory, ``created`` the first start (ISO 8601, UTC). ``name``
+    is relative to the runs folder.
     """
 
     name: str
@@ -45,7 +45,7 @@ class RunSummary:
     objective: str
     model: str
     metrics: dict[str, float] = field(default_factory=dict)
-    headline: Headline | None = None
+    primary_metric: str | None = None
     held_out: dict[str, float] = field(default_factory=dict)
     disk_bytes: int = 0
     created: str | None = None
@@ -54,13 +54,15 @@ class RunSummary:
     @property
     def result(self) -> str:
         """Its primary metric as text; empty where it was not evaluated."""
-        return "" if self.headline is None else self.headline.tell(self.headline.only(self.held_out))
+        metric = metric_of(self.primary_metric or "")
+        return metric.describe(metric.brief(self.held_out))
 
     @property
     def goodness(self) -> tuple[str, float] | None:
         """The primary metric, and a number that is larger for what is better; None where it was not evaluated."""
-        value = None if self.headline is None else self.headline.value(self.held_out)
-        return None if self.headline is None or value is None else (self.headline.metric, self.headline.goodness(value))
+        metric = metric_of(self.primary_metric or "")
+        value = metric.value(self.held_out)
+        return None if value is None else (metric.name, metric.goodness(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class SweepSummary:
 SORT_KEYS: dict[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "created": (lambda run: run.created, False),
     "name": (lambda run: run.name, False),
-    "headline": (lambda run: run.goodness, True),
+    "metric": (lambda run: run.goodness, True),
     "size": (lambda run: run.disk_bytes, True),
 }
 
@@ -151,7 +153,7 @@ def summarize_run(path: str | Path, name: str | None = None) -> RunSummary:
         objective=_word(recipe, "objective" if "objective" in recipe else "dictionary")[:_MAX_CHARACTERS],
         model=model[:_MAX_CHARACTERS],
         metrics=last.metrics if last is not None else {},
-        headline=status.headline if status else None,
+        primary_metric=status.primary_metric if status else None,
         held_out=status.held_out if status else {},
         disk_bytes=disk_bytes(directory.folder),
         created=environment.get("created"),

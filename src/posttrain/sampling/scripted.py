@@ -18,7 +18,11 @@ Ids = Sequence[int]
 def scripted(model: Any, tokenizer: Any, *, texts: list[str], logprob: float = 0.0) -> Engine:
     """Answer every prompt with one of ``texts``, drawn by the completion's key; nothing is sampled.
 
-    Each text ends with the tokenizer's end token. Every token gets the log-probability ``logprob``.
+    Each text ends with the tokenizer's end token.
+
+    Args:
+        texts: the answers.
+        logprob: the log-probability of every token.
     """
     if not texts:
         raise UsageError("rollout.engine.texts: give at least one text to answer with")

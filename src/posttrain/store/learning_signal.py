@@ -28,7 +28,7 @@ def learning_warnings(rows: Sequence[MetricsRow]) -> dict[str, str]:
     moved = [metrics[MOVED] for metrics in steps[:NUM_STEPS] if MOVED in metrics]
     if len(moved) == NUM_STEPS and not any(moved):
         rate = max(metrics.get("lr", 0.0) for metrics in steps[:NUM_STEPS])
-        cause = "is too small for the dtype of the weights: raise train.lr, or set model.dtype float32"
+        cause = "is too small for the dtype of the weights: raise train.lr, or set model.dtype fp32"
         return {MOVED: f"no weight has moved in {NUM_STEPS} steps. The learning rate of {rate:g} {cause}"}
     return {}
 
@@ -57,6 +57,6 @@ def _cause_of_equal_rewards(batches: Sequence[dict[str, float]]) -> str:
 
 
 def _cause_of_no_gradient(steps: Sequence[dict[str, float]]) -> str:
-    if not any(metrics.get("tokens") for metrics in steps[:NUM_BATCHES]):
+    if not any(metrics.get("trained_tokens") for metrics in steps[:NUM_BATCHES]):
         return "No token was trained: look at the rows with `posttrain data show`, and at rollout.select"
     return "Check that the weights of objective and rewards are not 0, and that answers differ"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from posttrain.store.reading import open_record
 EVALUATION = "eval/"  # begins the name of an evaluation's result
 MAX_BYTES = 1 << 33  # a million steps with two hundred metrics each stay below
 _MAX_LINE_BYTES = 1 << 24
+_TASK_AND_RESULT = re.compile(r"(?:(.*?)/)?((?:sampled_)?reward/[^/]*|[^/]*)", re.DOTALL)
 _TAIL_BYTES = 1 << 20
 _MAX_CLOCK = 1 << 53  # more than any clock or memory measures; a step is below it, too
 
@@ -244,7 +246,8 @@ def evaluation_points(rows: Sequence[MetricsRow]) -> list[EvaluationPoint]:
         by_task: dict[str, dict[str, float]] = {}
         for name, value in row.metrics.items():
             if name.startswith(EVALUATION):
-                task, _, result = name.removeprefix(EVALUATION).rpartition("/")
-                by_task.setdefault(task, {})[result] = value
+                found = _TASK_AND_RESULT.fullmatch(name, len(EVALUATION))
+                assert found is not None, "both parts may be empty"
+                by_task.setdefault(found[1] or "", {})[found[2]] = value
         points += [EvaluationPoint(row.step, task, results) for task, results in by_task.items()]
     return points

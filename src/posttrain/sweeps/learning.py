@@ -9,29 +9,22 @@ from itertools import pairwise
 
 from posttrain.evaluation.statistics import Summary, summarize_seeds, wilson_interval
 from posttrain.evaluation.tables import NOTHING, TextTable
-from posttrain.store.headline import ACCURACY, KL, Headline
+from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.results import Part, show_summary
 
-# Facts as columns of the table: label and form; the last two are left out where no row has them.
-COLUMNS = {
-    "reward": ("reward", "{:.3f}"),
-    "train_seconds": ("training", "{:.1f} s"),
-    "sampled_tokens": ("sampled", "{:,.0f}"),
-    "trained_tokens": ("trained on", "{:,.0f}"),
-    KL: ("KL from start", "{:.3f}"),
-    "entropy": ("entropy", "{:.3f}"),
-    "num_tokens": ("length", "{:.1f}"),
-    "margin_last": ("margin", "{:.3f}"),
-    "pair_accuracy_last": ("pairs right", "{:.1%}"),
-}
+# Columns of the table; the last two are left out where no row has them.
+COLUMNS = (
+    "reward", "train_seconds", "sampled_tokens", "trained_tokens", KL, "entropy", "completion_length", "margin_last",
+    "pair_accuracy_last",
+)  # fmt: skip
 NOTES = (
     "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
     "learning curve, so that who learns faster stands higher.",
     "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed there is none. It covers "
     "sampling and training, not the choice of the problems, which are the same in every evaluation.",
-    "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in nats per "
-    f"answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded.",
+    "Training time is that of the updates, sampling included and evaluation excluded. KL from the initial model is in "
+    f"nats per answer, entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
 )
 
 
@@ -77,11 +70,11 @@ def read_trial(
     row: str,
     seed: int,
     state: str,
-    headline: Headline = ACCURACY,
+    primary: Metric = ACCURACY,
 ) -> TrialResult:
     """A trial's facts from its metrics. Of several held-out tasks, the one evaluated first counts."""
-    every, metric, facts = evaluation_points(rows), headline.metric, _training_facts(rows)
-    own = {p.step: p for p in every if p.name == every[0].name and headline.value(p.results) is not None}
+    every, metric, facts = evaluation_points(rows), primary.name, _training_facts(rows)
+    own = {p.step: p for p in every if p.name == every[0].name and primary.value(p.results) is not None}
     points = list(own.values())  # of a step evaluated twice, the last
     curve = [(point.step, point.results[metric]) for point in points]
     if curve:
@@ -91,7 +84,7 @@ def read_trial(
         facts[f"mean_{metric}"] = math.fsum(areas) / (curve[-1][0] - curve[0][0])
     if curve and curve[0][0] == 0:
         facts[f"start_{metric}"] = curve[0][1]
-        facts["gain"] = headline.goodness(curve[-1][1]) - headline.goodness(curve[0][1])
+        facts["gain"] = primary.goodness(curve[-1][1]) - primary.goodness(curve[0][1])
     return TrialResult(row, seed, state, max((row.step for row in rows), default=0), points, facts)
 
 
@@ -99,7 +92,7 @@ def _training_facts(rows: Sequence[MetricsRow]) -> dict[str, float]:
     facts: dict[str, float] = {}
     rate, seconds = "generate_tokens_per_second", "generate_seconds"
     for row in rows:
-        own = {"train_seconds": row.timing.get("step_seconds"), "trained_tokens": row.metrics.get("tokens")}
+        own = {"train_seconds": row.timing.get("step_seconds"), "trained_tokens": row.metrics.get("trained_tokens")}
         if rate in row.timing and seconds in row.timing:
             own["sampled_tokens"] = float(round(row.timing[rate] * row.timing[seconds]))
         for name, value in own.items() if "step_seconds" in row.timing else ():
@@ -109,7 +102,7 @@ def _training_facts(rows: Sequence[MetricsRow]) -> dict[str, float]:
     return facts
 
 
-def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], headline: Headline = ACCURACY) -> list[RowResult]:
+def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metric = ACCURACY) -> list[RowResult]:
     """One result per row, the best mean of the primary metric first; those without a finished trial last."""
     rows = []
     for name in order:
@@ -118,49 +111,50 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], headline: Hea
         keys = dict.fromkeys(key for one in facts for key in one)
         summaries = {key: summarize_seeds([one[key] for one in facts if key in one]) for key in keys}
         rows.append(RowResult(name, own, {key: s for key, s in summaries.items() if s is not None}))
-    means = {row.name: row.summaries[headline.metric].mean for row in rows if headline.metric in row.summaries}
-    return sorted(rows, key=lambda row: -headline.goodness(means[row.name]) if row.name in means else math.inf)
+    means = {row.name: row.summaries[primary.name].mean for row in rows if primary.name in row.summaries}
+    return sorted(rows, key=lambda row: -primary.goodness(means[row.name]) if row.name in means else math.inf)
 
 
-def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, sources: Mapping[str, str]) -> Part:
+def rows_part(rows: Sequence[RowResult], start_label: str, primary: Metric, sources: Mapping[str, str]) -> Part:
     """The learning of the rows as a part of the report.
 
     ``start_label``: where the initial model is from; ``sources``: where each row is from.
     """
     start = next((trial.start for row in rows for trial in row.trials if "n" in trial.start), {})
-    interval = headline.interval(start)
-    if start and headline.counts_right:
+    interval = primary.interval(start)
+    if start and primary.name == ACCURACY.name:
         interval = wilson_interval(start["accuracy"] * start["n"], int(start["n"]))
     data = {
-        "headline": asdict(headline),
+        "primary_metric": primary.name,
         "start": {"label": start_label, "results": start, "interval": interval} if start else None,
         "rows": {row.name: {"source": sources[row.name], **asdict(row)} for row in rows},
     }
     known = {key for row in rows for key in row.summaries}
-    columns = {key: c for key, c in COLUMNS.items() if key in known or not key.endswith("_last")}
-    columns.pop(headline.metric, None)
-    gain = "{:+.1%}" if headline.is_share else "{:+.3f}"
-    lines = [_line(row, {"gain": ("", gain), **columns}, headline) for row in rows]
+    names = [key for key in COLUMNS if (key in known or not key.endswith("_last")) and key != primary.name]
+    columns = [metric_of(name) for name in names]
+    lines = [_line(row, columns, primary) for row in rows]
     if start:
-        bounds = f" [{', '.join(map(headline.show, interval))}]" if interval is not None else ""
-        shown = [form.format(start[key]) if key in start else NOTHING for key, (_, form) in columns.items()]
-        lines.append(["start", NOTHING, f"{headline.show(start[headline.metric])}{bounds}", NOTHING, NOTHING, *shown])
-    labels = [headline.label, "over the run", "gain, points" if headline.is_share else "gain"]
-    header = ["method", "seeds", *labels, *(label for label, _ in columns.values())]
-    kind = "Wilson's" if headline.is_share else "the"
-    of = f", with {kind} 95 % interval for {start['n']:.0f} {headline.of}" if interval else ""
+        bounds = f" [{', '.join(map(primary.show, interval))}]" if interval is not None else ""
+        shown = [metric.show(start[metric.name]) if metric.name in start else NOTHING for metric in columns]
+        lines.append(["start", NOTHING, f"{primary.show(start[primary.name])}{bounds}", NOTHING, NOTHING, *shown])
+    labels = [primary.label, "over the run", "gain, points" if primary.is_share else "gain"]
+    header = ["method", "seeds", *labels, *(metric.label for metric in columns)]
+    kind = "Wilson's" if primary.is_share else "the"
+    of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}" if interval else ""
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return Part([TextTable("", header, lines)], [], notes, data, (rows, start, headline))
+    return Part([TextTable("", header, lines)], [], notes, data, (rows, start, primary))
 
 
-def _line(row: RowResult, columns: Mapping[str, tuple[str, str]], headline: Headline) -> list[str]:
+def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[str]:
     done, asked = len(row.finished), len(row.trials)
     line = [row.name, str(done) if done == asked else f"{done} of {asked}"]
     if not done:
         state = "failed" if any(trial.state == "failed" for trial in row.trials) else "unfinished"
         return [*line, state, *[NOTHING] * (len(columns) + 1)]
-    for key in (headline.metric, f"mean_{headline.metric}"):
-        line.append(show_summary(row.summaries.get(key), is_share=headline.is_share, digits=3))
-    for key, (_, form) in columns.items():
-        line.append(form.format(row.summaries[key].mean) if key in row.summaries else NOTHING)
+    for key in (primary.name, f"mean_{primary.name}"):
+        line.append(show_summary(row.summaries.get(key), is_share=primary.is_share, digits=3))
+    gain = row.summaries.get("gain")
+    line.append(NOTHING if gain is None else f"{gain.mean:{'+.1%' if primary.is_share else '+.3f'}}")
+    for metric in columns:
+        line.append(metric.show(row.summaries[metric.name].mean) if metric.name in row.summaries else NOTHING)
     return line

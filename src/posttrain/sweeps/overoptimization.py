@@ -111,9 +111,9 @@ def best_of_n_points(items: Sequence[Item], ns: Sequence[int]) -> list[Point]:
 
 def training_points(rows: Sequence[MetricsRow]) -> list[Point]:
     """The evaluations of a policy's run that measured KL, by step. Of several held-out tasks, the first counts."""
-    points = [p for p in evaluation_points(rows) if {"kl_from_start", GOLD, PROXY} <= p.results.keys()]
+    points = [p for p in evaluation_points(rows) if {"kl_initial", GOLD, PROXY} <= p.results.keys()]
     own = {p.step: p.results for p in points if p.name == points[0].name}
-    return [Point(step, r["kl_from_start"], r[GOLD], r[PROXY]) for step, r in sorted(own.items())]
+    return [Point(step, r["kl_initial"], r[GOLD], r[PROXY]) for step, r in sorted(own.items())]
 
 
 def score_scale(items: Sequence[Item]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from posttrain.errors import RecipeError, UsageError
 from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import RewardWord
 from posttrain.runs.directory import RunDirectory, RunStatus
+from posttrain.store.metric_names import metric_of
 from posttrain.store.metrics import MetricsLog, MetricsRow
 from posttrain.strict_yaml import write_yaml
 from posttrain.sweeps.file import (
@@ -110,9 +111,10 @@ class Training(Trial):
     @property
     def result(self) -> str:
         status = self.status
-        if status is None or status.headline is None:
+        if status is None or status.primary_metric is None:
             return ""
-        return status.headline.tell(status.headline.only(status.held_out))
+        metric = metric_of(status.primary_metric)
+        return metric.describe(metric.brief(status.held_out))
 
     def conflict(self) -> str | None:
         changed = RunDirectory(self.folder).changed_keys(self.recipe)

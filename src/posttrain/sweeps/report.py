@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.items import Item, read_items
-from posttrain.store.headline import ACCURACY
 from posttrain.store.learning_signal import learning_warnings
+from posttrain.store.metric_names import metric_of
 from posttrain.store.metrics import is_evaluation
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
@@ -53,17 +53,18 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
 
 def _read_rows(plan: Plan, failures: Mapping[str, str]) -> Part:
     own_reward = {row.name for row in plan.rows if any(key.startswith("rewards") for key in row.differs)}
-    stored = [status.headline for run in plan.policies or plan.scorers if (status := run.status) and status.headline]
-    headline, trials = stored[0] if stored else ACCURACY, []
+    statuses = [run.status for run in plan.policies or plan.scorers]
+    stored = [status.primary_metric for status in statuses if status is not None and status.primary_metric is not None]
+    primary, trials = metric_of((stored or ["accuracy"])[0]), []
     for run in plan.trainings:
         rows = run.metrics()
         for row in rows if run.row in own_reward else ():  # it would be read as a comparison
             for name in [name for name in row.metrics if name.endswith("/reward")]:
                 del row.metrics[name]
         state = "failed" if run.name in failures else "unfinished"
-        trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, headline))
+        trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, primary))
     sources = {row.name: row.source for row in plan.rows}
-    return rows_part(rank_rows(trials, list(sources), headline), plan.start_source, headline, sources)
+    return rows_part(rank_rows(trials, list(sources), primary), plan.start_source, primary, sources)
 
 
 def _describe_no_learning(plan: Plan) -> list[str]:

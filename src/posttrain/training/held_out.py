@@ -34,7 +34,7 @@ from posttrain.types import Batch, Example, with_float64
 from posttrain.world import ONE, World
 
 # Metrics of objectives that get an interval; the first that is reported.
-ACCURACIES = ("pair_accuracy", "final_accuracy", "row_accuracy", "step_accuracy")
+ACCURACIES = ("pair_accuracy", "answer_accuracy", "step_accuracy")
 MAX_EXPONENT = 700.0  # e to the power of more is no float
 
 

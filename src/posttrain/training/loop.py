@@ -26,8 +26,8 @@ from posttrain.recipes.document import decisive
 from posttrain.recipes.recipe import Recipe
 from posttrain.store.checkpoint_files import checkpoint_steps, mark_best, prune_checkpoints
 from posttrain.store.durable import replace_file
-from posttrain.store.headline import choose_headline
 from posttrain.store.learning_signal import MOVED, NUM_STEPS, learning_warnings
+from posttrain.store.metric_names import choose_primary_metric
 from posttrain.store.metrics import MetricsLog, TrackedMetrics, TrackedRun, Tracker, build_trackers
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.build import Parts, check_origins, prepare
@@ -220,7 +220,7 @@ class Loop:
         self.step, self.consistent = step, False
         timing = _timing(draw, tokens, started, updating, time.perf_counter())
         timing["peak_memory_bytes"] = float(peak_memory_bytes(self.parts.policy.device))
-        metrics = draw.metrics | metrics | {"tokens": tokens}
+        metrics = draw.metrics | metrics | {"trained_tokens": tokens}
         self.metrics.append(step, metrics, timing)
         self._warn(draw.batch, metrics)
         self.unevaluated = bool(self.recipe.eval.every) and self._due(self.recipe.eval.every)
@@ -257,7 +257,7 @@ class Loop:
         place = (step, self.world.rank) if self.world.rank else (step,)
         torch.manual_seed(derive_key(options.seed, "dropout", *place) % (1 << 63))
         loss, metrics = accumulate(self.parts.learning(), batch, options, world=self.world)
-        if metrics.get("mismatch_kl", 0.0) > MAX_KL:
+        if metrics.get("kl_sampler", 0.0) > MAX_KL:
             check_mismatch(self.recipe, self.parts.policy, batch, metrics, step)
         if self.parts.shards is None:
             add_gradients([p for _, p in self.parts.parameters], self.world)
@@ -276,7 +276,7 @@ class Loop:
         return float(batch.mask.sum()), metrics | {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluate(self) -> None:
-        """Evaluate on every held-out task, and remember the step with the best mean of the headline.
+        """Evaluate on every held-out task, and remember the step with the best mean of the primary metric.
 
         Records are written when all of it is done. Of equal steps the later is the best.
 
@@ -289,20 +289,22 @@ class Loop:
         self._pass_on_notices()
 
         evaluations = {e.name: {k: v for k, v in e.results.items() if k != "seconds"} for e in done}
-        headline = choose_headline(evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None)
+        primary = choose_primary_metric(
+            evaluations, named=self.recipe.eval.best, samples=self.recipe.rollout is not None
+        )
         self.consistent, self.evaluations = False, evaluations
         for evaluation in done:
             self.rollouts.record(evaluation.rollouts, evaluation=evaluation.name)
             facts = {f"eval/{evaluation.name}/{k}": v for k, v in evaluations[evaluation.name].items()}
             self.metrics.append(step, facts, {"evaluation_seconds": evaluation.results["seconds"]})
-        value = None if headline is None or step == 0 else headline.mean(evaluations.values())
-        if headline is not None and value is not None:
-            before = None if self.best is None else self.best.get(headline.metric)  # None: it was another headline
-            if before is None or headline.goodness(value) >= headline.goodness(before):
-                self.best = {"step": float(step), headline.metric: value}
+        value = None if primary is None or step == 0 else primary.mean(evaluations.values())
+        if primary is not None and value is not None:
+            before = None if self.best is None else self.best.get(primary.name)  # None: it was another metric
+            if before is None or primary.goodness(value) >= primary.goodness(before):
+                self.best = {"step": float(step), primary.name: value}
         self.unevaluated, self.consistent = False, True
         for evaluation in done:
-            about: dict[str, Any] = {"step": step, "name": evaluation.name, "headline": headline}
+            about: dict[str, Any] = {"step": step, "name": evaluation.name, "primary_metric": primary}
             self.observer("evaluation", about | {"results": dict(evaluation.results)})
 
     def _pass_on_notices(self) -> None:

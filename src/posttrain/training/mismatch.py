@@ -20,13 +20,13 @@ CLAMPED = "clamped_log_ratios"  # the share of trained tokens of which a log-rat
 
 
 def measure_ratios(outputs: Outputs, part: Batch, of_tokens: bool) -> dict[str, Tensor]:
-    """Metrics per token of a micro-batch: ``mismatch_kl`` to the sampler, its weights, the correction, and (of an
+    """Metrics per token of a micro-batch: ``kl_sampler`` to the sampler, its weights, the correction, and (of an
     objective ``of_tokens``) 1 where a log-ratio to the sampler, the reference or the teacher is clamped."""
     metrics, streams, own = dict[str, Tensor](), part.streams, outputs.logprobs.detach()
     if "sampler_logprobs" in streams and outputs.entropy is not None:
         # samples are from the sampler μ: this estimates KL(μ‖π)
         log_weight = log_ratio(own, streams["sampler_logprobs"], part.mask)
-        metrics["mismatch_kl"] = kl_k3(-log_weight)
+        metrics["kl_sampler"] = kl_k3(-log_weight)
         metrics |= {"weight": log_weight.exp(), "weight_squared": (2.0 * log_weight).exp()}
     if "correction" in streams:
         metrics["correction"] = streams["correction"]
@@ -55,7 +55,7 @@ def check_mismatch(recipe: Recipe, policy: Forward, batch: Batch, metrics: Mappi
         EngineMismatch: the KL from the sampler to the trainer is above 0.05 nats per token; says which side differs
             from the model's own forward pass.
     """
-    options, kl = recipe.rollout, metrics.get("mismatch_kl", 0.0)
+    options, kl = recipe.rollout, metrics.get("kl_sampler", 0.0)
     is_first = (step - 1) % (recipe.train.ppo_epochs * recipe.train.num_minibatches) == 0
     if options is None or options.staleness or not is_first or kl <= MAX_KL:
         return

@@ -53,6 +53,11 @@ def adamw(
     m = β1 m + (1 − β1) g;  v = β2 v + (1 − β2) g²;  with bias-corrected m̂, v̂:
     p ← p − lr (weight_decay p + m̂ / (√v̂ + eps)). Keep the parameters in fp32: in bf16 an update
     of 1e-5 next to a weight of 0.02 is rounded away.
+
+    Args:
+        betas: β1 and β2, the decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
     """
     groups = _groups(parameters, lr, weight_decay, lr_ratio=1.0)
     fused = all(p.dtype in (torch.float32, torch.float64) for _, p in parameters)
@@ -79,6 +84,13 @@ def muon(
     Embeddings, the output head, norms and biases follow AdamW at ``lr * adamw_lr_ratio``.
 
     The iteration runs in fp32 (the original uses bf16), over all matrices of one shape at once.
+
+    Args:
+        momentum: μ.
+        ns_steps: steps of the Newton–Schulz iteration.
+        weight_decay: decoupled weight decay.
+        adamw_lr_ratio: learning rate of AdamW, as a multiple of ``lr``.
+        betas, eps: those of AdamW.
     """
     matrices = [(n, p) for n, p in parameters if p.ndim == 2 and not any(part in n for part in EMBEDDING_NAMES)]
     chosen = {id(p) for _, p in matrices}

@@ -80,19 +80,19 @@ def test_pairs_by_hand() -> None:
     results = found.results
     assert (results["n"], results["dropped"]) == (4.0, 3.0)
     assert found.dropped == {"all responses have the same score": 1, "too long": 1, "no given responses": 1}
-    assert results["accuracy"] == pytest.approx(2.5 / 4)
-    assert (results["accuracy_low"], results["accuracy_high"]) == wilson_interval(2.5, 4)
+    assert results["pair_accuracy"] == pytest.approx(2.5 / 4)
+    assert (results["pair_accuracy_low"], results["pair_accuracy_high"]) == wilson_interval(2.5, 4)
     assert results["margin"] == pytest.approx((1.0 + 1.5 - 0.5 + 0.0) / 4)
     assert results["chosen_score"] == pytest.approx((2.0 + 0.5 + 0.25 + 1.0) / 4)
     assert [item["right"] for item in found.items] == [1.0, 1.0, 0.0, 0.5]
     assert [(item["chosen"], item["rejected"]) for item in found.items][1] == ("score 0.5", "score -1.0")
     assert found.kinds["subset"] == {
-        "a": {"n": 2.0, "accuracy": 1.0, "accuracy_low": wilson_interval(2, 2)[0], "accuracy_high": 1.0},
+        "a": {"n": 2.0, "pair_accuracy": 1.0, "pair_accuracy_low": wilson_interval(2, 2)[0], "pair_accuracy_high": 1.0},
         "b": {
             "n": 2.0,
-            "accuracy": 0.25,
-            "accuracy_low": pytest.approx(wilson_interval(0.5, 2)[0]),
-            "accuracy_high": pytest.approx(wilson_interval(0.5, 2)[1]),
+            "pair_accuracy": 0.25,
+            "pair_accuracy_low": pytest.approx(wilson_interval(0.5, 2)[0]),
+            "pair_accuracy_high": pytest.approx(wilson_interval(0.5, 2)[1]),
         },
     }
     assert {value: row["n"] for value, row in found.kinds["level"].items()} == {"1": 3.0, "2": 1.0}
@@ -102,7 +102,7 @@ def test_pairs_by_hand() -> None:
 def test_ratings_of_a_process_model_are_pairs() -> None:
     found = evaluated("process", [problem(i, said(0.9, 1.0), said(0.2 + i, 2.0)) for i in range(3)])
     assert found.view == "pairs"  # ratings, and no steps
-    assert found.results["accuracy"] == pytest.approx(2 / 3)
+    assert found.results["pair_accuracy"] == pytest.approx(2 / 3)
 
 
 # --- judged answers ---
@@ -122,10 +122,10 @@ def test_judged_answers_by_hand() -> None:
     assert (results["n"], results["num_problems"], found.dropped) == (8.0, 3.0, {"too long": 1})
     right, wrong = [2.0, 0.5, -2.0], [1.0, -1.0, 0.5, -3.0, 0.0]
     assert results["auc"] == pytest.approx(area_under_curve(right, wrong)) == pytest.approx((5 + 3.5 + 1) / 15)
-    assert results["right_share"] == pytest.approx(3 / 8)
+    assert results["correct_share"] == pytest.approx(3 / 8)
     # by the sign of the score: right, wrong, right; wrong, right, wrong; right, a tie
     assert [item["right"] for item in found.items] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.5, None]
-    assert results["accuracy"] == pytest.approx(4.5 / 8)
+    assert results["answer_accuracy"] == pytest.approx(4.5 / 8)
     assert results["top_one"] == pytest.approx((1.0 + 0.5 + 0.0) / 3)
     assert results["random_one"] == pytest.approx((1 / 3 + 2 / 3 + 1 / 3) / 3)
     assert results["oracle"] == 1.0
@@ -136,7 +136,7 @@ def test_judged_answers_by_hand() -> None:
 def test_preferences_over_judged_answers_state_no_probability() -> None:
     found = evaluated("preference", JUDGED)
     assert found.view == "judged answers"  # three to a problem
-    assert "accuracy" not in found.results
+    assert "answer_accuracy" not in found.results
     assert [item["right"] for item in found.items] == [None] * 9
     assert found.results["top_one"] == pytest.approx(0.5)
 
@@ -146,8 +146,8 @@ def test_single_answers_are_no_choice() -> None:
     found = evaluated("outcome", [problem(i, said(s, z)) for i, (s, z) in enumerate([(1.0, 1.0), (2.0, 0.0)])])
     assert found.results["auc"] == 0.0
     assert "top_one" not in found.results
-    assert found.results["accuracy"] == 0.5
-    assert (found.results["accuracy_low"], found.results["accuracy_high"]) == wilson_interval(1, 2)
+    assert found.results["answer_accuracy"] == 0.5
+    assert (found.results["answer_accuracy_low"], found.results["answer_accuracy_high"]) == wilson_interval(1, 2)
 
 
 # --- labelled steps ---
@@ -172,7 +172,7 @@ def test_steps_by_hand() -> None:
     assert found.dropped == {"too long": 1, "no labelled steps": 2, "an empty step": 1}
     predicted = [(item["predicted_error"], item["first_error"]) for item in found.items]
     assert predicted == [(1, 1), (None, None), (0, 1), (None, None), (1, None)]
-    assert results["accuracy"] == pytest.approx(3 / 5)
+    assert results["solution_accuracy"] == pytest.approx(3 / 5)
     assert results["accuracy_erroneous"] == 0.5
     assert results["accuracy_correct"] == pytest.approx(2 / 3)
     assert results["error_f1"] == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
@@ -222,10 +222,10 @@ def test_a_share_over_clusters() -> None:
 
 def test_breakdowns_are_of_few_kinds() -> None:
     items = [{"id": str(i), "right": float(i % 2), "meta": {"row": i, "subset": i % 3, "same": "x"}} for i in range(12)]
-    assert set(break_down(items)) == {"subset"}
+    assert set(break_down(items, "x")) == {"subset"}
     lacking = [{"id": "x", "right": 1.0, "meta": {}}, *items]
-    assert break_down(lacking)["subset"]["none"]["n"] == 1.0
-    assert break_down([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)]) == {}
+    assert break_down(lacking, "x")["subset"]["none"]["n"] == 1.0
+    assert break_down([{"id": str(i), "right": None, "meta": {"subset": i % 2}} for i in range(8)], "x") == {}
 
 
 # --- several models ---

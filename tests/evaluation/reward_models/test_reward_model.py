@@ -15,7 +15,7 @@ from posttrain.data.render import encode_plain, encode_prompt, end_id
 from posttrain.data.render.encoding import markers_of
 from posttrain.data.render.rows import Row
 from posttrain.errors import CheckpointError, RunFailure, UsageError
-from posttrain.evaluation.reward_models.measures import evaluate_reward_model
+from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import RewardModel, split_steps
 from posttrain.models.forward.forward import Forward
 from posttrain.recipes.recipe import Recipe, validate_recipe
@@ -71,9 +71,9 @@ def at_the_end(parts: Parts, ids: list[int], position: int = -1) -> torch.Tensor
 @pytest.mark.parametrize(
     ("name", "metrics"),
     [
-        ("pair", {"accuracy": "pair_accuracy", "margin": "margin", "chosen_score": "chosen_score"}),
-        ("adapter", {"accuracy": "pair_accuracy", "margin": "margin", "rejected_score": "rejected_score"}),
-        ("judged", {"accuracy": "final_accuracy"}),
+        ("pair", {"pair_accuracy": "pair_accuracy", "margin": "margin", "chosen_score": "chosen_score"}),
+        ("adapter", {"pair_accuracy": "pair_accuracy", "margin": "margin", "rejected_score": "rejected_score"}),
+        ("judged", {"answer_accuracy": "answer_accuracy"}),
         ("steps", {"step_accuracy": "step_accuracy", "positive_share": "positive_share"}),
     ],
 )
@@ -90,7 +90,7 @@ def test_evaluation_agrees_with_that_of_training(runs, models, name: str, metric
     assert found.results["n"] == trained.results["n"] >= 12
     for ours, theirs in metrics.items():
         assert found.results[ours] == pytest.approx(trained.results[theirs], rel=1e-4), ours
-    assert 0.0 < found.results["accuracy"] < 1.0  # of weights like these, all right would say nothing
+    assert 0.0 < found.results[ACCURACIES[found.view]] < 1.0  # of weights like these, all right would say nothing
     assert found.dropped == {}
 
 

@@ -384,7 +384,7 @@ def kto(
     ``[B]``. A label between 0 and 1 is a share: both losses are mixed. A row with an impossible token
     (log-probability −inf) has the value NaN, which the loop refuses; nothing is clamped.
 
-    Metrics: ``reward`` (βr), ``kl_baseline`` (z₀), ``row_accuracy`` (reward on the label's side of βz₀; a
+    Metrics: ``implicit_reward`` (βr), ``kl_baseline`` (z₀), ``answer_accuracy`` (βr on the label's side of βz₀; a
     tie counts one half), ``logprob``. Over all rows, so that they can be averaged in parts: ``desirable``
     (the share of such rows), ``desirable_reward_part`` and ``undesirable_reward_part`` (βr on rows of
     that kind, 0 on the other; divided by the share of the kind they are its mean reward).
@@ -403,9 +403,9 @@ def kto(
     detached = reward.detach()
     logprob = row_sum(outputs.logprobs.detach(), batch.mask)
     metrics = {
-        "reward": detached,
+        "implicit_reward": detached,
         "kl_baseline": baseline,
-        "row_accuracy": wins((2.0 * labels - 1.0) * gain, beta * logprob.abs()),
+        "answer_accuracy": wins((2.0 * labels - 1.0) * gain, beta * logprob.abs()),
         "logprob": logprob,
         "desirable": labels,
         "desirable_reward_part": labels * detached,

@@ -59,9 +59,9 @@ def bradley_terry(
 
 
 def accuracy_at_the_end(means: dict[str, float]) -> dict[str, float]:
-    """Add ``final_accuracy``, that of the scores at the answers' last tokens."""
+    """Add ``answer_accuracy``, that of the scores at the answers' last tokens."""
     right, last = means.pop("final_token_right"), means.pop("final_token")
-    return means | {"final_accuracy": right / last}
+    return means | {"answer_accuracy": right / last}
 
 
 @register("objective", level="token", needs=("labels",), head="score", scores="outcome", derive=accuracy_at_the_end)

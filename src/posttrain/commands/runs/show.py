@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.commands.console import Text, counted, open_console, plain_table, say, write_json
-from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, show_number, sparkline
+from posttrain.commands.progress import BARS, SHOWN, show_duration, show_evaluation, sparkline
 from posttrain.errors import DataError, UsageError
 from posttrain.runs.directory import RunDirectory, find_run, list_names, run_names
 from posttrain.runs.lineage import Link, find_links
@@ -27,7 +27,7 @@ from posttrain.runs.listing import (
     summarize_sweep,
 )
 from posttrain.runs.paths import every_run_name, fits, sweep_names
-from posttrain.store.headline import ACCURACY
+from posttrain.store.metric_names import ACCURACY, METRICS, metric_of
 from posttrain.store.metrics import MetricsLog
 from posttrain.store.reading import read_text
 from posttrain.store.rollouts import RolloutStore
@@ -43,7 +43,7 @@ STYLES = {
     "sweep": "",
 }
 NUM_LISTED = 50
-CURVES = ("reward", "accuracy", "num_tokens", "loss", "entropy")
+CURVES = ("reward", "accuracy", "completion_length", "loss", "entropy")
 MAX_VALUE_CHARACTERS = 60
 
 
@@ -160,15 +160,15 @@ def _print_run(console: Console, folder: Path, facts: Mapping[str, Any], links: 
         say(console, f"warning: {warning}", "yellow")
     is_damaged = bool(facts["problem"])
     rows = [] if is_damaged else MetricsLog(folder / "metrics.jsonl").read()
-    for metric in CURVES:
-        series = [row.metrics[metric] for row in rows if metric in row.metrics]
+    for metric in map(METRICS.__getitem__, CURVES):
+        series = [row.metrics[metric.name] for row in rows if metric.name in row.metrics]
         if series:
-            first, last = show_number(series[0], ".3f"), show_number(series[-1], ".3f")
-            console.print(Text(f"{metric:>12}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
-    headline = ACCURACY if is_damaged else RunDirectory(folder).headline()
+            first, last = metric.show(series[0]), metric.show(series[-1])
+            console.print(Text(f"{metric.label:>17}  {first:>9} {sparkline(series) or BARS[0]} {last}"))
+    primary = ACCURACY if is_damaged else RunDirectory(folder).primary_metric()
     for item in facts["evaluations"]:
         results = {key: value for key, value in item.items() if key not in ("name", "step")}
-        about = {"name": item["name"], "step": item["step"], "headline": headline, "results": results}
+        about = {"name": item["name"], "step": item["step"], "primary_metric": primary, "results": results}
         console.print(Text(show_evaluation(about)))
     for line in [] if is_damaged else _last_episode(folder):
         say(console, line, "dim")
@@ -253,13 +253,13 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     runs = side_by_side.runs
     lines = [("state", [str(run.state) for run in runs]), ("step", [f"{run.step} of {run.steps}" for run in runs])]
     for name, results in side_by_side.last.items():
-        headlines = [run.headline or ACCURACY for run in runs]
-        pairs = zip(results, headlines, strict=True)
-        cells = ["–" if r is None else f"{headline.tell(r)} at step {r['step']}" for r, headline in pairs]
+        primaries = [metric_of(run.primary_metric or "accuracy") for run in runs]
+        pairs = zip(results, primaries, strict=True)
+        cells = ["–" if r is None else f"{primary.describe(r)} at step {r['step']}" for r, primary in pairs]
         lines.append((f"{name}, last", cells))
-    for metric, label, form in SHOWN:
-        values = [run.metrics.get(metric) for run in runs]
+    for metric in map(METRICS.__getitem__, SHOWN):
+        values = [run.metrics.get(metric.name) for run in runs]
         if any(value is not None for value in values):
-            lines.append((label, ["–" if value is None else show_number(value, form) for value in values]))
+            lines.append((metric.label, ["–" if value is None else metric.show(value) for value in values]))
     lines.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     return lines

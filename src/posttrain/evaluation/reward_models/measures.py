@@ -33,6 +33,9 @@ from posttrain.sampling.models import ModelSource
 from posttrain.store.environment import describe_environment
 from posttrain.types import Example, Response
 
+# The accuracy of each view of the data.
+ACCURACIES = {"pairs": "pair_accuracy", "judged answers": "answer_accuracy", "labelled steps": "solution_accuracy"}
+
 
 @dataclass(slots=True)
 class RewardEvaluation:
@@ -86,15 +89,15 @@ def _area(name: str, scores: Sequence[float], labels: Sequence[float]) -> dict[s
     return {name: area_under_curve(right, wrong)} if right and wrong else {}
 
 
-def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
-    """Accuracy (of ``right``) by kind of item (``evals.items.by_kind``), of the items with a verdict."""
+def break_down(items: Sequence[dict[str, Any]], name: str) -> Kinds:
+    """The accuracy ``name`` (of ``right``) by kind of item (``evals.items.by_kind``), of the items with a verdict."""
     judged = [item for item in items if item["right"] is not None]
 
     def measure(places: Sequence[int]) -> dict[str, float]:
         own = [judged[place] for place in places]
         results = {"n": float(len(own))}
         clusters = [item.get("problem", item["id"]) for item in own]
-        add_share(results, "accuracy", [float(item["right"]) for item in own], clusters)
+        add_share(results, name, [float(item["right"]) for item in own], clusters)
         return results
 
     return by_kind([item["meta"] for item in judged], measure)
@@ -103,7 +106,7 @@ def break_down(items: Sequence[dict[str, Any]]) -> Kinds:
 def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Each example's best response against its worst, as training pairs them; pairs that training drops are dropped.
 
-    ``accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
+    ``pair_accuracy``: the chosen answer has the higher score, ties one half. ``margin``: mean difference of the scores.
     """
     view = RewardEvaluation("pairs")
     pairs: list[tuple[Example, Response, Response]] = []
@@ -133,7 +136,7 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
             }
         )
     view.results["n"] = float(len(view.items))
-    add_share(view.results, "accuracy", [float(item["right"]) for item in view.items])
+    add_share(view.results, ACCURACIES[view.view], [float(item["right"]) for item in view.items])
     for name in ("margin", "chosen_score", "rejected_score") if view.items else ():
         view.results[name] = statistics.fmean(item[name] for item in view.items)
     return view
@@ -142,8 +145,8 @@ def evaluate_pairs(model: RewardModel, examples: Sequence[Example]) -> RewardEva
 def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEvaluation:
     """Answers that are right (1) or wrong (0), one or several to a problem.
 
-    Over answers: ``auc``, and where a score states a probability ``accuracy`` (it is on the right side of one half,
-    a tie counts one half). Over problems: see ``choose_among``.
+    Over answers: ``auc``, and where a score states a probability ``answer_accuracy`` (it is on the right side of one
+    half, a tie counts one half). Over problems: see ``choose_among``.
     """
     view = RewardEvaluation("judged answers")
     if missing := sum(not example.responses for example in examples):
@@ -177,10 +180,10 @@ def evaluate_judged(model: RewardModel, examples: Sequence[Example]) -> RewardEv
     view.results["n"] = float(len(scored))
     if scored:
         problems, labels = [item["problem"] for item in scored], [item["label"] for item in scored]
-        view.results["right_share"] = statistics.fmean(labels)
+        view.results["correct_share"] = statistics.fmean(labels)
         view.results |= _area("auc", [item["score"] for item in scored], labels)
         if model.kind != "preference":
-            add_share(view.results, "accuracy", [item["right"] for item in scored], problems)
+            add_share(view.results, ACCURACIES[view.view], [item["right"] for item in scored], problems)
     view.results |= choose_among([group for group in groups.values() if len(group) > 1])
     return view
 
@@ -206,8 +209,8 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEva
     """Solutions with labelled steps: is each step judged rightly, and is the first wrong one found?
 
     A step is good if its class is not the lowest, and called good if P(good) > 1/2; one without a label counts nowhere.
-    Over solutions: ``accuracy`` (the first step with P(good) < 1/2 is the first that is labelled bad, or there is
-    neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
+    Over solutions: ``solution_accuracy`` (the first step with P(good) < 1/2 is the first that is labelled bad, or there
+    is neither) and the measures of ``score_first_errors``. Over steps: ``step_accuracy`` (as in training, with two
     classes), ``positive_share`` and ``step_auc``.
     """
     view = RewardEvaluation("labelled steps")
@@ -251,7 +254,7 @@ def evaluate_steps(model: RewardModel, examples: Sequence[Example]) -> RewardEva
 
 def _summarize_steps(view: RewardEvaluation) -> None:
     problems = [item["problem"] for item in view.items]
-    add_share(view.results, "accuracy", [item["right"] for item in view.items], problems)
+    add_share(view.results, ACCURACIES[view.view], [item["right"] for item in view.items], problems)
     view.results |= score_first_errors(
         *([item[key] for item in view.items] for key in ("predicted_error", "first_error"))
     )
@@ -263,7 +266,7 @@ def _summarize_steps(view: RewardEvaluation) -> None:
     ]
     probabilities, good, of_problem = ([row[i] for row in judged] for i in range(3))
     called = pair_wins(probabilities, [0.5] * len(judged))
-    view.results["num_steps"] = float(len(judged))
+    view.results["num_labelled_steps"] = float(len(judged))
     rightly = [c if z else 1.0 - c for c, z in zip(called, good, strict=True)]
     add_share(view.results, "step_accuracy", rightly, of_problem)
     view.results["positive_share"] = statistics.fmean(good)
@@ -301,7 +304,7 @@ def evaluate_reward_model(model: RewardModel, task: Task, *, n: int) -> RewardEv
     if not view.results.get("n"):
         raise UsageError(f"task {task.name!r}: nothing is left to score; dropped: {dict(view.dropped)}")
     view.results |= {"dropped": float(view.dropped.total()), "seconds": time.perf_counter() - started}
-    view.name, view.kinds = task_label(task), break_down(view.items)
+    view.name, view.kinds = task_label(task), break_down(view.items, ACCURACIES[view.view])
     return view
 
 

@@ -17,7 +17,7 @@ from posttrain.data.base import Task, build_task, choose_task
 from posttrain.data.render import end_id
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Questions, evaluate
-from posttrain.evaluation.reward_models.measures import evaluate_reward_model
+from posttrain.evaluation.reward_models.measures import ACCURACIES, evaluate_reward_model
 from posttrain.evaluation.reward_models.scoring import HEADS, RewardModel, open_reward_model
 from posttrain.evaluation.statistics import paired_bootstrap
 from posttrain.evaluation.win_rate import measure_kl, summarize_kl
@@ -45,7 +45,7 @@ def compare_policies(
     """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
 
     ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
-    token (``evals/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
+    token (``evaluation/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
 
     Raises:
         UsageError: no prompt that fits into the model.
@@ -76,7 +76,7 @@ def compare_scorers(before: RewardModel, after: RewardModel, task: Task, *, n: i
     facts = {"num_items": float(change.n), "dropped": both[0].results["dropped"]}
     for name, evaluation in zip(("before", "after"), both, strict=True):
         for bound in ("", "_low", "_high"):
-            facts[f"accuracy_{name}{bound}"] = evaluation.results[f"accuracy{bound}"]
+            facts[f"accuracy_{name}{bound}"] = evaluation.results[f"{ACCURACIES[evaluation.view]}{bound}"]
     facts |= {"change": change.difference, "change_low": change.low, "change_high": change.high}
     facts["same_verdict"] = sum(a == b for a, b in zip(*right, strict=True)) / change.n
     return facts

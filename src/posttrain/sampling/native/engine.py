@@ -59,6 +59,9 @@ def native(
     Continuous batching over ``slots`` rows in flight, each prompt computed once for its group,
     log-probabilities in fp32. The Qwen3, Qwen2 and Llama families have a fast path, which is taken where its
     log-probabilities equal the model's; every other architecture samples through its own modules.
+
+    Args:
+        slots: rows in flight.
     """
     engine = NativeEngine(model, slots=slots)
     engine.num_tokens = num_tokens_of(tokenizer)

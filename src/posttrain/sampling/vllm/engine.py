@@ -34,22 +34,28 @@ def vllm(
 ) -> Engine:
     """Ask a vLLM server: in an evaluation one of a model on disk, in training one whose weights follow.
 
-    In an evaluation the server at ``url`` keeps the weights that it was started with, by the line that ``posttrain
-    serve-command`` prints. ``checkpoint`` names the model that it must have (an evaluation fills it in), and one of
-    other weights is refused; ``served_name`` names a model of the server instead. With ``top_k`` or ``top_p`` vLLM
-    has no log-probabilities of the whole distribution: an evaluation goes without (NaN), training is refused.
+    In an evaluation the server keeps the weights that it was started with (``posttrain serve-command``); one of others
+    is refused. With ``top_k`` or ``top_p`` it has no log-probabilities (NaN), and training is refused.
 
-    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else by a
-    folder in the memory of this machine. Then both sides score a fixed batch, and a difference above ``tolerance`` nats
-    (0.001 by default, 0.2 in bf16) ends the run. Without ``url`` the run starts the server itself, with the Python that
-    the environment variable POSTTRAIN_VLLM names: on ``gpus`` (tensor parallel), a share ``gpu_memory_utilization`` of
-    these, in ``dtype``, for ``max_model_len`` tokens, ``enforce_eager`` to compile nothing. On the trainer's own GPU it
-    sleeps while the trainer computes, and the share is 0.3 by default.
+    In training the weights are sent whenever they have changed: over NCCL to a server with a GPU of its own, else
+    by a folder in the memory of this machine. Then both sides score a fixed batch, which ends the run if they
+    differ. A server that the run starts has the Python of the environment variable POSTTRAIN_VLLM; on the trainer's
+    own GPU it sleeps while the trainer computes. A server's key comes from VLLM_API_KEY. Random numbers follow from
+    the completion's key; tokens differ from the native engine's, and rounding by the batch may change one.
 
-    ``concurrency`` requests are under way at a time; one that fails is repeated up to ``retries`` times, an attempt may
-    take ``timeout_seconds``. A server's key comes from the environment variable VLLM_API_KEY. A completion's random
-    numbers follow from its own key. They are vLLM's, so tokens differ from the native engine's, and rounding that
-    depends on the batch may change a token.
+    Args:
+        url: address of a server; without it the run starts one.
+        checkpoint: the model that the server must have; an evaluation fills it in.
+        served_name: a model of the server by its name there, instead.
+        timeout_seconds: time limit of one attempt at a request.
+        concurrency: requests that are under way at a time.
+        retries: how often a request that fails is repeated.
+        tolerance: largest difference of the log-probabilities of both sides in nats (0.001, in bf16 0.2).
+        gpus: GPUs of the server that is started (tensor parallel).
+        gpu_memory_utilization: share of their memory; on the trainer's own GPU 0.3 by default.
+        dtype: type of the server's weights.
+        max_model_len: longest prompt and answer together.
+        enforce_eager: compile nothing.
     """
     asking: dict[str, Any] = {"timeout_seconds": timeout_seconds, "concurrency": concurrency, "retries": retries}
     asking |= {"where": where, "wanted": () if served_name is None else (served_name,)}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NO_GOLD = "no answer of this batch has a gold answer to be graded by: the reward 'correct' is 0 for all of them"
 NOTHING_SELECTED = "nothing of this rollout batch is selected to train on (rollout.select): its updates change nothing"
-OF_A_PART = ("reward", "accuracy", "num_tokens", "num_calls")  # metrics of each part of a mixture
+OF_A_PART = ("reward", "accuracy", "completion_length", "num_calls")  # metrics of each part of a mixture
 
 
 class RolloutSource(Source):
@@ -380,7 +380,7 @@ def _record_advantages(groups: Sequence[Sequence[Rollout]], advantages: Sequence
 def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | None) -> dict[str, float]:
     """Means over all completions; ``uniform_groups`` is the share of prompts whose rewards are equal.
 
-    ``accuracy``, ``num_tokens_right`` and ``num_tokens_wrong`` (mean lengths) are over the answers with a gold answer.
+    ``accuracy``, ``completion_length_correct`` and ``completion_length_wrong`` are over the answers with a gold answer.
     ``grading_failures``: the share whose grading had to be stopped. Lengths are of the model's own tokens.
     ``truncated``: cut off by a limit; with an environment ``out_of_turns`` and ``tool_failed`` are parts of it, and
     there are ``num_turns``, ``num_calls``, the share ``failed_calls`` of calls, and the shares of completions that
@@ -396,7 +396,7 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
         "reward": fmean(r.reward for r in rollouts),
         **({"accuracy": len(right) / len(graded)} if graded else {}),
         **({"format": fmean(float(r.parts[format_part] > 0) for r in rollouts)} if format_part else {}),
-        "num_tokens": fmean(r.completion.num_own for r in rollouts),
+        "completion_length": fmean(r.completion.num_own for r in rollouts),
         "truncated": fmean(float(r.completion.is_truncated) for r in rollouts),
         "uniform_groups": fmean(float(len({r.reward for r in g}) == 1) for g in groups),
     }
@@ -404,7 +404,9 @@ def describe_rollouts(groups: Sequence[Sequence[Rollout]], format_part: str | No
     facts |= {f"reward/{name}": fmean(r.parts[name] for r in rollouts) for name in names}
     failures = sum(r.outcome in FAILURES for r in rollouts)
     facts |= {"grading_failures": failures / len(rollouts)} if failures else {}
-    facts |= {name: fmean(of) for name, of in (("num_tokens_right", right), ("num_tokens_wrong", wrong)) if of}
+    facts |= {
+        name: fmean(of) for name, of in (("completion_length_correct", right), ("completion_length_wrong", wrong)) if of
+    }
     return facts | _describe_turns(rollouts, everything)
 
 

@@ -14,7 +14,7 @@ import torch
 from posttrain.errors import UsageError
 from posttrain.evaluation.generation import Evaluation, Questions
 from posttrain.recipes.recipe import Recipe, load_recipe, validate_recipe
-from posttrain.store.headline import REWARD
+from posttrain.store.metric_names import REWARD
 from posttrain.store.metrics import MetricsLog
 from posttrain.training import held_out
 from posttrain.training.build import prepare
@@ -90,7 +90,7 @@ def test_imitation_without_gold_is_told_by_its_loss_and_keeps_the_lowest(pairs: 
     events = Events()
     watched(tmp_path / "run", imitation(pairs), events)
     evaluations = events.of("evaluation")
-    assert {facts["headline"].metric for facts in evaluations} == {"loss"}
+    assert {facts["primary_metric"].name for facts in evaluations} == {"loss"}
     losses = {facts["step"]: facts["results"]["loss"] for facts in evaluations}
     assert losses[4] < losses[0]
     lowest = min(range(1, 5), key=lambda step: (losses[step], -step))
@@ -115,14 +115,14 @@ def test_a_policy_without_gold_answers_is_told_by_its_reward(pairs: Path, tmp_pa
     events = Events()
     watched(tmp_path / "run", validate_recipe(data).resolve(), events)
     evaluations = events.of("evaluation")
-    assert {facts["headline"] for facts in evaluations} == {REWARD}
+    assert {facts["primary_metric"] for facts in evaluations} == {REWARD}
     results = {facts["step"]: facts["results"] for facts in evaluations}
-    assert results[0]["kl_from_start"] == pytest.approx(0.0, abs=1e-6)
+    assert results[0]["kl_initial"] == pytest.approx(0.0, abs=1e-6)
     assert all(r["reward_low"] <= r["reward"] <= r["reward_high"] for r in results.values())
     best = max((2, 4), key=lambda step: (results[step]["reward"], step))
     assert best_of(tmp_path / "run") == f"step-{best:06d}"
     steps = [facts["metrics"] for facts in events.of("step")]
-    assert not any({"accuracy", "num_tokens_wrong"} & metrics.keys() for metrics in steps)
+    assert not any({"accuracy", "completion_length_wrong"} & metrics.keys() for metrics in steps)
 
 
 def rollout(outcome: str, correct: float) -> Rollout:
@@ -138,7 +138,7 @@ def test_training_accuracy_is_over_what_can_be_graded() -> None:
     assert graded["accuracy"] == 0.5
     mixed = describe_rollouts([[rollout("right", 1.0), rollout("ungraded", 0.0)]], "xml_format")
     assert mixed["accuracy"] == 1.0
-    assert "num_tokens_wrong" not in mixed
+    assert "completion_length_wrong" not in mixed
     assert "accuracy" not in describe_rollouts([[rollout("ungraded", 0.0)]], "xml_format")
 
 
