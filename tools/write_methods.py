@@ -55,7 +55,7 @@ def read_results() -> dict[str, Result]:
         for name, method in recorded["methods"].items():
             curves = [[(point["step"], point["accuracy"]) for point in cell["curve"]] for cell in method["cells"]]
             summaries = method["summaries"]
-            results[f"{family}/{name}"] = Result(sweep, curves, summaries["accuracy"], summaries["kl_from_start"])
+            results[f"{family}/{name}"] = Result(sweep, curves, summaries["accuracy"], summaries["kl_initial"])
     return results
 
 

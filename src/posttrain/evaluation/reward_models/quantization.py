@@ -45,7 +45,8 @@ def compare_policies(
     """Sample one answer to each of ``n`` fixed prompts of a task from ``before``, and read it with both models.
 
     ``kl``: KL(before‖after) of a whole answer in nats, the mean over answers with its 95 % interval, exact at each
-    token (``evaluation/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left out.
+    token (``evaluation/drift.py``); ``kl_per_token``. ``num_answers``, ``num_tokens``; ``prompts_too_long`` are left
+    out.
 
     Raises:
         UsageError: no prompt that fits into the model.
