@@ -13,7 +13,7 @@ from posttrain.store.headline import ACCURACY, KL, Headline
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.results import Part, show_summary
 
-# Facts as columns of the table: label and form; the last two are left out where no row has them.
+# Facts as columns of the table: label and form; one that no row has is left out.
 COLUMNS = {
     "reward": ("reward", "{:.3f}"),
     "train_seconds": ("training", "{:.1f} s"),
@@ -28,8 +28,9 @@ COLUMNS = {
 NOTES = (
     "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
     "learning curve, so that who learns faster stands higher.",
-    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed there is none. It covers "
-    "sampling and training, not the choice of the problems, which are the same in every evaluation.",
+    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed, or of equal ones, there "
+    "is none. It covers sampling and training, not the choice of the problems, which are the same in every evaluation. "
+    "[ ]: of one seed, the 95 % interval over the problems.",
     "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in nats per "
     f"answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded.",
 )
@@ -122,10 +123,18 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], headline: Hea
     return sorted(rows, key=lambda row: -headline.goodness(means[row.name]) if row.name in means else math.inf)
 
 
-def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, sources: Mapping[str, str]) -> Part:
+def rows_part(
+    rows: Sequence[RowResult],
+    start_label: str,
+    headline: Headline,
+    sources: Mapping[str, str],
+    title: str = "",
+    over: tuple[str, Mapping[str, float]] | None = None,
+) -> Part:
     """The learning of the rows as a part of the report.
 
-    ``start_label``: where the initial model is from; ``sources``: where each row is from.
+    ``start_label``: where the initial model is from; ``sources``: where each row is from. ``over``: the key in which
+    the rows differ, and its value in each, where that is a number.
     """
     start = next((trial.start for row in rows for trial in row.trials if "n" in trial.start), {})
     interval = headline.interval(start)
@@ -137,7 +146,7 @@ def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, s
         "rows": {row.name: {"source": sources[row.name], **asdict(row)} for row in rows},
     }
     known = {key for row in rows for key in row.summaries}
-    columns = {key: c for key, c in COLUMNS.items() if key in known or not key.endswith("_last")}
+    columns = {key: c for key, c in COLUMNS.items() if key in known}
     columns.pop(headline.metric, None)
     gain = "{:+.1%}" if headline.is_share else "{:+.3f}"
     lines = [_line(row, {"gain": ("", gain), **columns}, headline) for row in rows]
@@ -150,7 +159,7 @@ def rows_part(rows: Sequence[RowResult], start_label: str, headline: Headline, s
     kind = "Wilson's" if headline.is_share else "the"
     of = f", with {kind} 95 % interval for {start['n']:.0f} {headline.of}" if interval else ""
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return Part([TextTable("", header, lines)], [], notes, data, (rows, start, headline))
+    return Part([TextTable(title, header, lines)], [], notes, data, (rows, start, headline, over))
 
 
 def _line(row: RowResult, columns: Mapping[str, tuple[str, str]], headline: Headline) -> list[str]:
@@ -161,6 +170,8 @@ def _line(row: RowResult, columns: Mapping[str, tuple[str, str]], headline: Head
         return [*line, state, *[NOTHING] * (len(columns) + 1)]
     for key in (headline.metric, f"mean_{headline.metric}"):
         line.append(show_summary(row.summaries.get(key), is_share=headline.is_share, digits=3))
+    if done == 1 and row.finished[0].points and (bounds := headline.interval(row.finished[0].points[-1].results)):
+        line[2] += f" [{', '.join(map(headline.show, bounds))}]"
     for key, (_, form) in columns.items():
         line.append(form.format(row.summaries[key].mean) if key in row.summaries else NOTHING)
     return line

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.items import Item, read_items
-from posttrain.store.headline import ACCURACY
+from posttrain.recipes.document import flatten
+from posttrain.store.headline import ACCURACY, Headline
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
 from posttrain.sweeps.overoptimization import collect_curves, overoptimization_part
-from posttrain.sweeps.plan import ITEMS, Plan
+from posttrain.sweeps.plan import ITEMS, Plan, Training
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.sweeps.runner import Outcome
 
@@ -29,7 +31,9 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
             failures.setdefault(run.name, status.message or "no reason was recorded")
     parts: dict[str, Part] = {}
     if content.best_of_n is None and content.head_to_head is None:
-        parts["rows"] = _read_rows(plan, failures)
+        stored = [status.headline for run in plan.policies or plan.scorers if (status := run.status)]
+        headline = next((found for found in stored if found is not None), ACCURACY)
+        parts["rows"] = _read_rows(plan, failures, plan.trainings, headline)
     if content.best_of_n is not None:
         parts |= _read_choices(plan, content.best_of_n.samples)
     if content.head_to_head is not None:
@@ -38,6 +42,8 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         if not comparisons:
             raise RunFailure("nothing to report yet: no policy has been compared with the start")
         parts["head_to_head"] = head_to_head_part(comparisons, {run.name: run.weights for run in plan.policies})
+    if "rows" not in parts:
+        parts |= _read_learning(plan, failures)
     return SweepResults(
         title=plan.folder.name,
         description=" ".join(content.description.split()),
@@ -46,22 +52,58 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
         problems=[f"{name}: {message}" for name, message in failures.items()],
+        runs=list(_list_runs(plan)),
     )
 
 
-def _read_rows(plan: Plan, failures: Mapping[str, str]) -> Part:
+def _list_runs(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, state, result and the address of the report (empty where there is none) of each run."""
+    for run in plan.trials:
+        if isinstance(run, Training):
+            page = run.folder / "report.html"
+            address = page.relative_to(plan.folder).as_posix() if page.is_file() else ""
+            yield run.name, run.state, run.result, address
+
+
+def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
+    """Return the learning of the reward models, and of the policies of head-to-head evaluations, by primary metric."""
+    parts = {}
+    policies = plan.policies if plan.content.head_to_head is not None else []
+    for title, runs in (("Reward models", plan.scorers), ("Learning of the policies", policies)):
+        headlines = {run.name: status.headline for run in runs if (status := run.status) is not None}
+        for headline in dict.fromkeys(found for found in headlines.values() if found is not None):
+            own = [run for run in runs if headlines.get(run.name) == headline]
+            part = _read_rows(plan, failures, own, headline, title)
+            name = f"{title}: {headline.label}"
+            parts[name] = replace(part, data={name: part.data})
+    return parts
+
+
+def _numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
+    """Return the one key in which the rows differ, with its value in each; None unless it is a number in all."""
+    sources = {row.name: flatten(plan.content.rows[row.name]) for row in plan.rows}
+    keys = {key for source in sources.values() for key in source}
+    values = {name: value for name, source in sources.items() for value in source.values()}
+    is_numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    return (keys.pop(), values) if len(keys) == 1 and len(values) == len(plan.rows) > 1 and is_numeric else None
+
+
+def _read_rows(
+    plan: Plan, failures: Mapping[str, str], runs: Sequence[Training], headline: Headline, title: str = ""
+) -> Part:
     own_reward = {row.name for row in plan.rows if any(key.startswith("rewards") for key in row.differs)}
-    stored = [status.headline for run in plan.policies or plan.scorers if (status := run.status) and status.headline]
-    headline, trials = stored[0] if stored else ACCURACY, []
-    for run in plan.trainings:
+    trials = []
+    for run in runs:
         rows = run.metrics()
         for row in rows if run.row in own_reward else ():  # it would be read as a comparison
             for name in [name for name in row.metrics if name.endswith("/reward")]:
                 del row.metrics[name]
         state = "failed" if run.name in failures else "unfinished"
         trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, headline))
-    sources = {row.name: row.source for row in plan.rows}
-    return rows_part(rank_rows(trials, list(sources), headline), plan.start_source, headline, sources)
+    names = {run.row for run in runs}
+    sources = {row.name: row.source for row in plan.rows if row.name in names}
+    ranked = rank_rows(trials, list(sources), headline)
+    return rows_part(ranked, plan.start_source, headline, sources, title, _numeric_key(plan))
 
 
 def _read_choices(plan: Plan, samples: int) -> dict[str, Part]:
