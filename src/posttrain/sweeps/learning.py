@@ -28,9 +28,9 @@ COLUMNS = {
 NOTES = (
     "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
     "learning curve, so that who learns faster stands higher.",
-    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed, or of equal ones, there "
-    "is none. It covers sampling and training, not the choice of the problems, which are the same in every evaluation. "
-    "[ ]: of one seed, the 95 % interval over the problems.",
+    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed, or of equal ones, "
+    "there is none, and [ ] is the 95 % interval over the problems in one evaluation. ± covers sampling and training, "
+    "not the choice of the problems, which are the same in every evaluation.",
     "Training time is that of the updates, sampling included and evaluation excluded. KL from start is in nats per "
     f"answer, entropy in nats per token, length in tokens. {NOTHING}: not recorded.",
 )
@@ -170,7 +170,9 @@ def _line(row: RowResult, columns: Mapping[str, tuple[str, str]], headline: Head
         return [*line, state, *[NOTHING] * (len(columns) + 1)]
     for key in (headline.metric, f"mean_{headline.metric}"):
         line.append(show_summary(row.summaries.get(key), is_share=headline.is_share, digits=3))
-    if done == 1 and row.finished[0].points and (bounds := headline.interval(row.finished[0].points[-1].results)):
+    has_spread = (summary := row.summaries.get(headline.metric)) is not None and bool(summary.half_width)
+    bounds = headline.interval(row.finished[0].points[-1].results) if row.finished[0].points else None
+    if bounds is not None and not has_spread:
         line[2] += f" [{', '.join(map(headline.show, bounds))}]"
     for key, (_, form) in columns.items():
         line.append(form.format(row.summaries[key].mean) if key in row.summaries else NOTHING)
