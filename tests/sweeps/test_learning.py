@@ -76,7 +76,7 @@ def test_the_table_by_hand() -> None:
         *("method", "seeds", "right", "over the run", "gain, points", "reward", "training", "sampled", "trained on"),
         *("KL from start", "entropy", "length", "margin"),
     ]
-    assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]
+    assert table.lines[0][:3] == ["b", "2", "70.0 %"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
         *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0 s", "400", "320"),
@@ -105,7 +105,7 @@ def test_failed_and_unfinished_trials_are_shown() -> None:
 def test_markdown_and_json_have_everything() -> None:
     sweep = two_rows()
     text, data = sweep.to_markdown(), json.loads(sweep.to_json())
-    assert "| b | 2 | 70.0 ± 0.0 % | 47.5 ± 31.8 % | +60.0% |" in text
+    assert "| b | 2 | 70.0 % | 47.5 ± 31.8 % | +60.0% |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -140,7 +140,7 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     sweep = by_reward()
     table = sweep.tables[0]
     assert table.header[:8] == [
-        *("method", "seeds", "reward", "over the run", "gain", "training", "sampled", "trained on"),
+        *("method", "seeds", "reward", "over the run", "gain", "training", "trained on", "KL from start"),
     ]
     assert table.header.count("reward") == 1
     assert [line[:5] for line in table.lines] == [

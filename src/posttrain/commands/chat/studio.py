@@ -95,9 +95,10 @@ class Library:
         self.reward_model = cache(self._open_reward_model)
 
     def snapshots(self, *, trains_scorer: bool) -> dict[str, str]:
-        """Return the runs that trained a reward model, or those that did not, and each of their steps, by what opens it.
+        """Return runs (``grpo``) and their checkpoints (``grpo, step 40``), each with the name or path that opens it.
 
-        ``grpo`` is the run's own choice, ``grpo, step 40`` one checkpoint.
+        Args:
+            trains_scorer: those of reward models, or all others.
         """
         kept: dict[str, str] = {}
         for name in every_run_name(self.runs_dir):
