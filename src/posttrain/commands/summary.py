@@ -71,7 +71,7 @@ def describe_settings(recipe: Recipe) -> str:
     """Describe what was trained and how: the run's own settings, whatever its recipe's description says."""
     model, rollout, data, train = recipe.model, recipe.rollout, recipe.data, recipe.train
     name = model.name.replace("/checkpoints/", ", ")
-    name = name.rpartition("/")[2] if os.path.isabs(name) else name
+    name = name.rpartition("/")[2] if os.path.isabs(name) else name  # of a path, the run and its step
     parts = [name if model.init is None else f"a new model ({model.init.architecture})"]
     parts += [f"LoRA of rank {model.adapter.rank}"] if model.adapter is not None else []
     parts += [f"loaded in {model.load_bits} bits"] if model.load_bits is not None else []

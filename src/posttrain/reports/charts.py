@@ -249,7 +249,8 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Any, is_flat: b
 def show_tick(value: float) -> str:
     """Write a number of an axis: ``−1,500``, ``0.25``; only the largest and smallest with an exponent."""
     is_plain = value == 0 or 1e-4 <= abs(value) < 1e7
-    return (f"{value:,.10g}" if is_plain else f"{value:.3g}").replace("-", "\N{MINUS SIGN}")
+    text = f"{value:,.10g}" if is_plain else re.sub("e[+]?(-?)0*", r"e\1", f"{value:.3g}")
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def _draw_axes(axes: Axes, panel: Panel) -> None:

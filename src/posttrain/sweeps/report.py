@@ -79,7 +79,7 @@ def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
     return parts
 
 
-def _numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
+def numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
     """Return the one key in which the rows differ, with its value in each; None unless it is a number in all."""
     sources = {row.name: flatten(plan.content.rows[row.name]) for row in plan.rows}
     keys = {key for source in sources.values() for key in source}
@@ -103,7 +103,7 @@ def _read_rows(
     names = {run.row for run in runs}
     sources = {row.name: row.source for row in plan.rows if row.name in names}
     ranked = rank_rows(trials, list(sources), headline)
-    return rows_part(ranked, plan.start_source, headline, sources, title, _numeric_key(plan))
+    return rows_part(ranked, plan.start_source, headline, sources, title, numeric_key(plan))
 
 
 def _read_choices(plan: Plan, samples: int) -> dict[str, Part]:
