@@ -121,6 +121,7 @@ def test_one_sweep(place: Path, out: Out) -> None:
 def test_runs_side_by_side(place: Path, out: Out) -> None:
     lines = lines_of(out("compare", "sft", "more"))
     assert lines[0] == ["outcome", "sft", "more"]
+    assert lines[1][:2] == ["stories/validation,", "last"]  # what came out, then what differs
     assert ["step", "3", "of", "3", "2", "of", "2"] in lines
     at = lines.index(["recipe", "sft", "more"])
     assert lines[at + 1 : at + 4] == [

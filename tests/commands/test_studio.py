@@ -104,8 +104,12 @@ def test_names_that_are_not_offered_are_refused(
 
 def test_rollouts_are_rows_by_step_kind_and_text(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(["given"], runs)
-    assert library.models() == ["given", "rl", "sft", "tiny", "tiny-sft"]
-    assert library.runs(trains_scorer=True) == []
+    places = {
+        f"{run}, step {n}": str(runs / run / "checkpoints" / f"step-{n:06d}") for run, n in (("rl", 2), ("sft", 1))
+    }
+    names = ["given", "rl", "rl, step 2", "sft", "sft, step 1", "tiny", "tiny-sft"]
+    assert library.models() == {name: places.get(name, name) for name in names}
+    assert library.snapshots(trains_scorer=True) == {}
     rows = library.rollouts("rl", TRAINING, 1, "")
     assert len(rows) == 6
     assert {row[0] for row in rows} == {1}
@@ -141,7 +145,10 @@ def test_page_is_served_without_api_files_or_other_origins(tmp_path: Path) -> No
             config = json.loads(served.read())
         assert {one["api_visibility"] for one in config["dependencies"]} == {"private"}
         labels = [one["props"].get("label") for one in config["components"]]
-        assert {"model", "second model", "reward model", "sparse autoencoder", "run"} <= set(labels)
+        assert {"model", "second model", "reward model", "sparse autoencoder", "run", "left: tiny"} <= set(labels)
+        shown = {one["props"].get("label"): one["props"] for one in config["components"]}
+        assert not shown["right: (none)"]["visible"]
+        assert "How many coins" in shown["your message (Enter sends it)"]["value"]
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"{address}gradio_api/file=/etc/passwd")
         asked = urllib.request.Request(f"{address}config", headers={"Origin": "http://evil.example"})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.commands.summary import chapter_of, note_on, write_summary
+from posttrain.commands.summary import chapter_of, describe_settings, note_on, write_summary
 from posttrain.recipes.recipe import load_recipe
 from posttrain.store.metric_names import ACCURACY
 from posttrain.store.metrics import EvaluationPoint
@@ -48,12 +48,24 @@ def test_a_run_leaves_records_curves_results_and_report(place: Path) -> None:
     assert results["fingerprint"] == load_recipe(str(place / "mine.yaml")).resolve().fingerprint()
     report = (run / "report.html").read_text()
     assert "a run of three steps for the tests" in report
+    assert (
+        '<p class="lead">tiny · 2 prompts × 2 answers of 8 tokens · 3 steps · learning rate 0.0001 · fp32 · seed 0</p>'
+        in report
+    )
     assert report.count('class="card transcript"') == 5
     assert report.count("before training</span>") == 5
     assert f"posttrain generate {run}" in report
     assert "Held-out problems, never trained on. Before the first update and after the last." in report
     points = [EvaluationPoint(step, f"nim/{split}", {}) for step in (0, 2) for split in ("validation", "train")]
     assert note_on(points, ACCURACY).startswith("Held-out problems, but nim/train: of the split that was trained on.")
+
+
+def test_describe_settings_names_the_model_that_was_trained_not_that_of_the_description() -> None:
+    overrides = [("model.name", "/data/runs/small/checkpoints/step-000040"), ("model.adapter.rank", "8")]
+    recipe = load_recipe("grpo-gsm8k", [*overrides, ("train.lr", "0.5"), ("rollout.engine.name", "native")])
+    lead = describe_settings(recipe)
+    assert lead.startswith("small, step-000040 · LoRA of rank 8 · ")
+    assert "learning rate 0.5" in lead
 
 
 def test_commands_of_a_report_can_be_typed(place: Path) -> None:

@@ -11,8 +11,10 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from posttrain.interpret.features.features import Report
+from posttrain.interpret.features.features import Report, show_token, show_tokens
 from posttrain.reports.features import render_features
 from posttrain.reports.page import write_html
 
@@ -146,3 +148,14 @@ def test_the_page_in_a_browser(opened: object) -> None:
     page.locator("#overview rect").last.click()
     page.wait_for_timeout(100)
     assert int(page.inner_text("#shown").split()[0]) < 4096
+
+
+def test_show_tokens_puts_a_character_of_several_tokens_with_the_last_of_them() -> None:
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    plain = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(letters))}, []))
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
+    ids = tokenizer("a é—").input_ids
+    assert [show_token(tokenizer, token) for token in ids[:4]] == ["a", " ", r"\xc3", r"\xa9"]
+    assert show_tokens(tokenizer, ids) == ["a", " ", r"\xc3", "é", r"\xe2", r"\x80", "—"]
+    assert show_tokens(tokenizer, ids[3:]) == [r"\xa9", r"\xe2", r"\x80", "—"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from test_report import NASTY, Page
 from made_up_items import make_sample
 from made_up_trials import make_sweep, make_trial, two_rows
 from posttrain.evaluation.items import Item
-from posttrain.reports.charts import COLORS, Panel, Series, draw_png, draw_svg
+from posttrain.reports.charts import COLORS, Panel, Series, axis_range, draw_png, draw_svg, show_tick
 from posttrain.reports.curves import choose_panels
 from posttrain.reports.page import render
 from posttrain.reports.sweeps import (
     best_of_n_panels,
     head_to_head_panels,
+    learning_panels,
     overoptimization_panels,
     render_sweep,
     sweep_panels,
@@ -74,7 +76,7 @@ def test_draw_png_is_as_large_as_its_panels_and_the_largest_floats_have_no_place
     content = draw_png(panels * 4, "a run", tmp_path / "curves.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
-    assert (width, height) == (round(4.6 * 3 * 130), round((3.3 * 2 + 0.4) * 130))
+    assert (width, height) == (round(4.6 * 3 * 130), round((3.4 * 2 + 0.4) * 130))
 
 
 def panels_of(trials: list[TrialResult]) -> list[Panel]:
@@ -99,13 +101,54 @@ def test_learning_panels_are_numbered_by_rank_and_leave_out_what_did_not_finish(
     assert panels_of([make_trial("a", 0, [0.1], "unfinished")]) == []
 
 
-def test_the_picture_is_drawn_for_twenty_rows(tmp_path: Path) -> None:
-    trials = [make_trial(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40]) for i in range(20) for s in (0, 1)]
-    panels = panels_of(trials)
-    assert draw_png(panels, "many", tmp_path / "sweep.png", columns=2).read_bytes()[:4] == b"\x89PNG"
-    svg = draw_svg(panels[0])
-    looks = re.findall(r'style="fill: none; (?:stroke-dasharray: ([^;]+); [^"]*?)?stroke: var\(--(c\d)\)', svg)
-    assert len(set(looks)) == 20  # no two look alike
+def test_learning_panels_of_many_rows_are_ranked_intervals_and_small_multiples(tmp_path: Path) -> None:
+    trials = [make_trial(f"m{i}", s, [0.1, 0.2 + i / 40, 0.3 + i / 40 + s / 50]) for i in range(20) for s in (0, 1)]
+    ranked, *alone, drift = panels_of(trials)
+    assert ranked.names[:2] == ["1 m19", "2 m18"]
+    means = ranked.series[1]
+    assert (means.xs[0], means.ys[0]) == (0.0, pytest.approx(0.785))
+    assert means.high[0] - means.ys[0] == pytest.approx(12.7062 * 0.01, rel=1e-4)  # t of one degree, s / √2
+    assert [panel.title for panel in alone] == ranked.names
+    assert {panel.y_range for panel in alone} == {axis_range(alone[0])}  # one axis for all
+    assert [(s.color, s.is_thin) for s in alone[0].series] == [("soft", True)] * 20 + [("c0", False)]
+    assert [(len(s.xs), s.mark) for s in drift.series] == [(1, str(n)) for n in range(1, 21)]
+    svg = draw_svg(ranked)
+    assert all(f">{name}</text>" in svg for name in ranked.names)
+    assert draw_png([ranked, *alone], "many", tmp_path / "sweep.png", columns=2).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_learning_panels_over_a_number_draw_the_result_over_it() -> None:
+    trials = [make_trial(name, s, [0.1, last + s / 10]) for name, last in (("b", 0.2), ("a", 0.6)) for s in (0, 1)]
+    rows, start, headline, _ = make_sweep(trials).parts["rows"].drawn
+    first, *_ = learning_panels(rows, start, headline, ("train.lr", {"a": 1e-4, "b": 1e-2}))
+    assert (first.title, first.x_label, first.log_x) == ("Accuracy over train.lr", "train.lr", True)
+    assert [label for _, label in first.x_ticks] == ["0.0001", "0.01"]
+    seeds, means, line = first.series
+    assert sorted(zip(seeds.xs, seeds.ys, strict=True)) == [
+        (1e-4, 0.6), (1e-4, pytest.approx(0.7)), (1e-2, 0.2), (1e-2, pytest.approx(0.3)),
+    ]  # fmt: skip
+    assert (means.xs, means.ys, line.ys) == ([1e-4, 1e-2], pytest.approx([0.65, 0.25]), pytest.approx([0.65, 0.25]))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (-1500.0, "−1,500"),
+        (1e6, "1,000,000"),
+        (0.1 + 0.2, "0.3"),
+        (0.0, "0"),
+        (-2e-13, "−2e−13"),
+        (1e9, "1e9"),
+        (1e-5, "1e−5"),
+    ],
+)
+def test_show_tick_has_a_minus_sign_and_no_exponent_for_what_people_read(value: float, shown: str) -> None:
+    assert show_tick(value) == shown
+
+
+def test_draw_svg_bars_begin_at_zero() -> None:
+    bars = Panel("x", "", [Series("", [0.0, 1.0], [90.0, 100.0], is_bars=True)], names=["a", "b"])
+    assert axis_range(bars)[0] == 0.0
 
 
 def test_overoptimization_panels_have_bands_and_single_seeds() -> None:
@@ -135,12 +178,21 @@ def test_best_of_n_and_head_to_head_panels_hold_what_was_measured() -> None:
     rates, plane = head_to_head_panels({"a": {"win_rate": rate, "win_rate_proxy": kl, "reward_judge": rate, "kl": kl}})
     first = rates.series[0]
     assert (first.label, first.ys, first.low, first.high) == ("by the judge", [0.6], [0.5], [0.7])
-    assert (plane.series[1].label, plane.series[1].xs, plane.series[1].ys) == ("a", [2.0], [0.6])
+    assert (plane.series[1].mark, plane.series[1].xs, plane.series[1].ys) == ("1", [2.0], [0.6])
+    assert rates.names == ["1 a"]
+
+
+def test_panels_of_more_methods_than_colors_are_drawn() -> None:
+    rate = (0.6, 0.5, 0.7)
+    rows = {f"m{i}": {"win_rate": rate, "win_rate_proxy": rate, "reward_judge": rate, "kl": rate} for i in range(12)}
+    curve = [Point(0, 0.0, 0.1, 0.0), Point(5, 1.0, 0.7, 1.0)]
+    methods = [describe_method(f"m{i}", {0: curve}) for i in range(12)]
+    assert all("<text" in draw_svg(panel) for panel in (*head_to_head_panels(rows), *overoptimization_panels(methods)))
 
 
 def test_the_page_of_a_sweep_is_whole_and_loads_nothing() -> None:
     sweep = two_rows()
-    text = render_sweep(sweep, sweep_panels(sweep))
+    text = render_sweep(sweep)
     page = Page(text)
     assert page.open == []
     assert "A <test> of | tables." in page.words
@@ -149,3 +201,21 @@ def test_the_page_of_a_sweep_is_whole_and_loads_nothing() -> None:
     assert text.count("<svg viewBox=") == 2
     assert page.tags.count("tr") == 1 + 3
     assert page.words.count("50.0 ± 127.1 %") == 1
+
+
+def test_the_page_of_a_sweep_follows_the_theme_scrolls_tables_and_ends_with_answers_and_runs() -> None:
+    sweep = two_rows()
+    talk = "user: Hello.\n\nassistant: Good day.\n\nuser: <b>?"
+    samples = [(talk, [("start", "No.", -1500.0), ("grpo", "Yes.", None)])]
+    parts = {"rows": replace(sweep.parts["rows"], samples=samples)}
+    runs = [("b-seed0", "finished", "70.0% right", "cells/b-seed0/report.html"), ("b-seed1", "failed", "", "")]
+    text = render_sweep(replace(sweep, parts=parts, runs=runs))
+    body = text.partition("<body")[2]
+    assert re.findall(r"(?:fill|stroke): #\w+", body) == []  # every colour is a variable of the style sheet
+    assert body.count("<table") == body.count('scroll" tabindex="0"><table') == 2
+    assert '<td class="label">b</td>' in body  # a name is not broken
+    assert "± 0.0" not in body
+    assert body.index("<figure") < body.index("Answers to the first prompts") < body.index("Its runs")
+    assert re.findall(r'question turn"><b>(\w+)</b>', body) == ["user", "assistant", "user"]
+    assert '<a href="cells/b-seed0/report.html">b-seed0</a>' in body
+    assert Page(text).open == []

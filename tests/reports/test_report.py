@@ -99,6 +99,19 @@ def test_a_report_is_whole_escaped_and_loads_nothing_from_outside() -> None:
     assert verdicts == ["no answer", "right", "wrong: 3&lt;b&gt;"]
     assert text.count("cut off</span>") == 1
     assert '<span class="tag">&lt;think&gt;</span> 1 + 1 = 2.' in text
+    headings = [
+        "<h1>",
+        "How they do on problems",
+        "Chapter",
+        "<figure",
+        "Side by side",
+        "What to type next",
+        "Where it ran",
+    ]
+    body = text[text.index("<body") :]
+    assert [body.index(heading) for heading in headings] == sorted(body.index(heading) for heading in headings)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert body.count("<table") == body.count('scroll" tabindex="0"><table')
     bar = text.partition('class="bar"')[2]  # 25 % of 160, from 21 % to 29 %
     assert 'width="40.0"' in bar
     assert 'x1="33.6" x2="46.4"' in bar

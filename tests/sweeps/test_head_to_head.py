@@ -30,7 +30,10 @@ WRITTEN: dict[str, Any] = {
 def answered(own: float | None, start: float) -> dict[str, Any]:
     """A prompt to which a policy (score ``own``) and the start have answered; the proxy doubles every score."""
     scores = {"a": own, "b": start}
-    return {side: [{"score": x, "scores": {"p": None if x is None else 2 * x}}] for side, x in scores.items()}
+    sides = {
+        side: [{"score": x, "text": side, "scores": {"p": None if x is None else 2 * x}}] for side, x in scores.items()
+    }
+    return {"question": "How?", **sides}
 
 
 def comparison(row: str, seed: int, rate: Estimate, proxy: Estimate = (0.5, 0.4, 0.6)) -> Comparison:

@@ -12,6 +12,8 @@ from posttrain.evaluation.statistics import wilson_interval
 from posttrain.store.metric_names import REWARD, choose_primary_metric
 from posttrain.store.metrics import MetricsRow
 from posttrain.sweeps.learning import TrialResult, rank_rows, read_trial, rows_part
+from posttrain.sweeps.plan import load_sweep
+from posttrain.sweeps.report import numeric_key
 from posttrain.sweeps.results import SweepResults
 
 
@@ -76,7 +78,7 @@ def test_the_table_by_hand() -> None:
         *("method", "seeds", "accuracy", "over the run", "gain, points", "reward", "train seconds", "sampled tokens"),
         *("trained tokens", "KL from initial model", "entropy", "completion length", "margin last"),
     ]
-    assert table.lines[0][:3] == ["b", "2", "70.0 ± 0.0 %"]
+    assert table.lines[0][:3] == ["b", "2", "70.0 %"]
     # t(1) · s / √2 with s = 0.1 · √2: 127 points
     assert table.lines[1] == [
         *("a", "2", "50.0 ± 127.1 %", "35.0 ± 95.3 %", "+40.0%", "0.600", "8.0", "400", "320"),
@@ -105,7 +107,7 @@ def test_failed_and_unfinished_trials_are_shown() -> None:
 def test_markdown_and_json_have_everything() -> None:
     sweep = two_rows()
     text, data = sweep.to_markdown(), json.loads(sweep.to_json())
-    assert "| b | 2 | 70.0 ± 0.0 % | 47.5 ± 31.8 % | +60.0% |" in text
+    assert "| b | 2 | 70.0 % | 47.5 ± 31.8 % | +60.0% |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5  # header, rule, two rows, start
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
@@ -140,7 +142,8 @@ def test_without_gold_answers_rows_are_ranked_by_reward() -> None:
     sweep = by_reward()
     table = sweep.tables[0]
     assert table.header[:8] == [
-        *("method", "seeds", "reward", "over the run", "gain", "train seconds", "sampled tokens", "trained tokens"),
+        *("method", "seeds", "reward", "over the run", "gain", "train seconds", "trained tokens"),
+        "KL from initial model",
     ]
     assert table.header.count("reward") == 1
     assert [line[:5] for line in table.lines] == [
@@ -166,3 +169,31 @@ def test_where_lower_is_better_the_lowest_is_first_and_a_fall_is_a_gain() -> Non
     assert rows[0].summaries["gain"].mean == 1.0
     part = rows_part(rows, "tiny/sft", loss, {"a": "x", "b": "x"})
     assert [line[2] for line in part.tables[0].lines] == ["2.000", "2.500", "3.000"]  # the start has no interval
+
+
+def test_of_one_seed_or_equal_ones_the_interval_is_that_over_the_problems() -> None:
+    def trial(seed: int, last: float) -> TrialResult:
+        bounds = {"accuracy_low": 0.25, "accuracy_high": 0.75}
+        return read_trial([evaluation(0, 0.1), evaluation(2, last, **bounds)], "a", seed, "finished")
+
+    def shown(*trials: TrialResult) -> str:
+        return make_sweep(trials).tables[0].lines[0][2]
+
+    assert shown(trial(0, 0.5)) == shown(trial(0, 0.5), trial(1, 0.5)) == "50.0 % [25.0%, 75.0%]"
+    assert shown(trial(0, 0.5), trial(1, 0.5001)) == "50.00 ± 0.06 %"  # so many places that it is not ± 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "places"),
+    [
+        ("train.lr", ["1e-4", "0.01"], {"lr-1e-4": 1e-4, "lr-0.01": 0.01}),
+        ("objective.clip_high", ["0.2", "0.3"], {"clip_high-0.2": 0.2, "clip_high-0.3": 0.3}),
+        ("train.schedule", ["linear", "cosine"], None),
+        ("rollout.drop_uniform_groups", ["true", "false"], None),
+    ],
+)
+def test_numeric_key_of_a_sweep_over_values_is_that_key_where_all_are_numbers(
+    key: str, values: list[str], places: dict[str, float] | None
+) -> None:
+    plan = load_sweep("tiny/grpo", folder="runs/x", over=(key, values))
+    assert numeric_key(plan) == (None if places is None else (key, places))

@@ -53,7 +53,7 @@ def write_summary(folder: str | Path) -> Path:
     commands = [("measure it again", ["posttrain", "evaluate", folder, *leave]), ("train it again", again)]
     if not recipe.trains_scorer:
         commands.insert(0, ("ask the trained model", ["posttrain", "generate", folder]))
-    lead = recipe.description.strip() or f"{recipe.model.name}, trained with {recipe.objective.name}."
+    lead = describe_settings(recipe)
     report = Report(
         title=title,
         lead=" ".join([lead, *(f"Warning: {warning}." for warning in learning_warnings(rows).values())]),
@@ -67,6 +67,22 @@ def write_summary(folder: str | Path) -> Path:
         commands=[(what, shlex.join(words)) for what, words in commands],
     )
     return write_html(render_report(report), run.folder / "report.html")
+
+
+def describe_settings(recipe: Recipe) -> str:
+    """Describe what was trained and how: the run's own settings, whatever its recipe's description says."""
+    model, rollout, data, train = recipe.model, recipe.rollout, recipe.data, recipe.train
+    name = model.name.replace("/checkpoints/", ", ")
+    name = name.rpartition("/")[2] if os.path.isabs(name) else name  # of a path, the run and its step
+    parts = [name if model.init is None else f"a new model ({model.init.architecture})"]
+    parts += [f"LoRA of rank {model.adapter.rank}"] if model.adapter is not None else []
+    parts += [f"loaded in {model.load_bits} bits"] if model.load_bits is not None else []
+    if rollout is not None:
+        parts.append(f"{rollout.num_prompts} prompts × {rollout.group_size} answers of {rollout.max_tokens} tokens")
+    elif data is not None:
+        parts.append(f"{data.batch_size} examples a step, {data.max_length:,} tokens each at most")
+    length = f"{train.steps:,} steps" if train.steps is not None else f"{train.num_epochs:g} epochs"
+    return " · ".join([*parts, length, f"learning rate {train.lr:g}", train.precision, f"seed {train.seed}"])
 
 
 def write_results(

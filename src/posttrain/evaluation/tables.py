@@ -62,7 +62,7 @@ def show_number(results: Mapping[str, float], name: str) -> str:
     if name not in results:
         return NOTHING
     value = results[name]
-    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 # A column: its label, the result, how it is shown; whether it means nothing where nothing was graded, and whether it is

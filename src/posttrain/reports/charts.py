@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_POINTS = 400
 MAX_DOTS = 40  # of a line whose points are shown
 MAX_LABEL = 60  # characters of a text within a picture
+MAX_NAME = 32  # of a row's name at the axis
 LARGEST = 1e100  # a value beyond has no place on an axis: not even its distance to another is a number
 # The colours of the style sheet in its light form. In a page they become its variables, so they follow light and dark.
 COLORS = {
@@ -41,7 +42,7 @@ COLORS = {
 INK = "#1d2129"
 NUM_COLORS = 8  # of lines that look different
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.6)), (0, (1.2, 1.3)))
-NUM_BELOW = 6  # of series whose legend lies below the panel; of more it lies on the right
+NUM_TOGETHER = 6  # series that can be told apart in one panel; of more, each has a panel of its own
 PICTURES = (".png", ".svg", ".pdf")
 # What one figure says of itself: in a page it would hold for all others, or stand there several times.
 _NOISE = re.compile(
@@ -82,9 +83,9 @@ class Series:
 class Panel:
     """One picture: its title, what to look for, its series. ``is_share``: values are shares of one.
 
-    With ``x_label`` it is larger and its axes are named. Ranges and ticks (value, text) that are not set follow from
-    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across. ``size``:
-    ``wide`` takes a row of its own.
+    With ``x_label`` its axes are named. Ranges and ticks (value, text) that are not set follow from
+    the values; ``log_x`` and ``log_y`` spread powers evenly. ``levels``: values drawn as lines across. ``names``:
+    values lie along the horizontal axis, and x counts these names from the top.
     """
 
     title: str
@@ -100,7 +101,12 @@ class Panel:
     x_ticks: Sequence[tuple[float, str]] = ()
     levels: Sequence[tuple[str, float]] = ()
     has_diagonal: bool = False
-    size: Literal["", "wide"] = ""
+    names: Sequence[str] = ()
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches: small, so that its texts are as large as those of the page."""
+        return 3.9, 0.9 + 0.2 * len(self.names) if self.names else 2.8 if self.x_label else 2.5
 
 
 def axis_range(panel: Panel) -> Range:
@@ -110,6 +116,7 @@ def axis_range(panel: Panel) -> Range:
     """
     values = [v for s in panel.series for v in s.ys] + [value for _, value in panel.levels]
     values += [v for s in panel.series if s.is_points for v in (*s.low, *s.high)]
+    values += [0.0 for s in panel.series if s.is_bars]
     values = [value for value in values if abs(value) < LARGEST] or [0.0, 1.0]
     reach = (max(values) - min(values)) or 1.0
     bands = [v for s in panel.series for v in (*s.low, *s.high) if abs(v) < LARGEST]
@@ -125,7 +132,7 @@ def draw_svg(panel: Panel) -> str:
     """The panel without title and caption as an ``<svg>`` element of a page; texts are escaped."""
     from matplotlib.figure import Figure
 
-    width, height = (9.4, 4.4) if panel.size == "wide" else (5.2, 3.2) if panel.x_label else (4.4, 2.5)
+    width, height = panel.size
     target = io.StringIO()
     with _settings():
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -149,20 +156,15 @@ def draw_png(panels: Sequence[Panel], title: str, path: str | Path, columns: int
 
     assert panels, "without numbers there is no picture"
     columns = min(columns, len(panels))
-    places, row, column = [], 0, 0
-    for panel in panels:
-        span = columns if panel.size == "wide" else 1
-        row, column = (row + 1, 0) if column + span > columns else (row, column)
-        places.append((row, slice(column, column + span)))
-        column += span
+    heights = [max(0.9 + panel.size[1] for panel in panels[i : i + columns]) for i in range(0, len(panels), columns)]
     target = Path(path)
     with _settings():
-        figure = Figure(figsize=(4.6 * columns, 3.3 * (row + 1) + 0.4), layout="constrained")
+        figure = Figure(figsize=(4.6 * columns, sum(heights) + 0.4), layout="constrained")
         figure.suptitle(harmless(title), fontsize=13, fontweight="bold", color=INK)
-        grid = figure.add_gridspec(row + 1, columns)
-        for panel, place in zip(panels, places, strict=True):
-            part = figure.add_subfigure(grid[place])
-            caption = textwrap.fill(harmless(panel.caption), 180 if panel.size == "wide" else 74)
+        grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+        for index, panel in enumerate(panels):
+            part = figure.add_subfigure(grid[divmod(index, columns)])
+            caption = textwrap.fill(harmless(panel.caption), 74)
             axes = _draw(part, panel)
             axes.set_title(caption, loc="left", fontsize=7.5, color=COLORS["soft"])
             part.suptitle(harmless(panel.title), x=0.02, ha="left", fontsize=10, fontweight="bold", color=INK)
@@ -186,6 +188,11 @@ def _settings() -> Iterator[None]:
         yield
 
 
+def nth_color(index: int) -> str:
+    """Return a name among ``COLORS`` for the n-th of several lines; after the last the first comes again."""
+    return f"c{index % NUM_COLORS}"
+
+
 def _short(text: str) -> str:
     return harmless(text)[:MAX_LABEL]
 
@@ -194,35 +201,40 @@ def _draw(figure: FigureBase, panel: Panel) -> Axes:
     """Draw a panel as the whole of a figure, with its legend."""
     axes = figure.subplots()
     for index, series in enumerate(panel.series):
-        color = COLORS[series.color or f"c{index % NUM_COLORS}"]
-        dashes = DASHES[1 if series.is_dashed else index // NUM_COLORS % len(DASHES)]
-        _draw_series(axes, series, color, dashes)
+        color = COLORS[series.color or nth_color(index)]
+        dashes = DASHES[1 if series.is_dashed else 0 if series.color else index // NUM_COLORS % len(DASHES)]
+        _draw_series(axes, series, color, dashes, bool(panel.names))
     for label, value in panel.levels:
-        if math.isfinite(value):
-            axes.axhline(value, color=COLORS["soft"], linewidth=0.9, linestyle=(0, (3, 4)), zorder=1)
+        look: dict[str, Any] = {"color": COLORS["soft"], "linewidth": 0.9, "linestyle": (0, (3, 4)), "zorder": 1}
+        if panel.names:
+            axes.axvline(value, **look)
+        elif math.isfinite(value):
+            axes.axhline(value, **look)
             where: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
             axes.annotate(_short(label), (1, value), xytext=(-2, 3), ha="right", **where).set_in_layout(False)
     _draw_axes(axes, panel)
     named = [series for series in panel.series if series.label]
     if len(named) > 1 or (named and (panel.x_label or named[0].is_points)):
-        is_below = len(named) <= NUM_BELOW
-        look: dict[str, Any] = {"loc": "outside lower left" if is_below else "outside right upper"}
-        figure.legend(ncols=3 if is_below else 1, frameon=False, fontsize=7.5, **look)
+        ncols = 3 if max(len(series.label) for series in named) < 14 else 2
+        figure.legend(loc="outside lower left", ncols=ncols, frameon=False, fontsize=7.5)
     return axes
 
 
-def _draw_series(axes: Axes, series: Series, color: str, dashes: Any) -> None:
+def _draw_series(axes: Axes, series: Series, color: str, dashes: Any, is_flat: bool) -> None:
     drawn = series.drawn()
     xs, ys = [series.xs[i] for i in drawn], [series.ys[i] for i in drawn]
     low, high = ([bound[i] for i in drawn] if bound else [] for bound in (series.low, series.high))
     look: dict[str, Any] = {"color": color, "label": _short(series.label) or "_nolegend_"}
     if series.is_bars:
-        axes.bar(xs, ys, width=0.92 * min((b - a for a, b in pairwise(xs)), default=1.0), alpha=0.6, **look)
+        width = 0.92 * min((b - a for a, b in pairwise(xs)), default=1.0)
+        (axes.barh if is_flat else axes.bar)(xs, ys, width, alpha=0.6, **look)
     elif series.is_points or len(drawn) < 2:
-        axes.scatter(xs, ys, s=5 if color == COLORS["soft"] else 16, zorder=3, clip_on=False, **look)
+        place = (ys, xs) if is_flat else (xs, ys)
+        axes.scatter(*place, s=5 if color == COLORS["soft"] else 16, zorder=3, clip_on=False, **look)
         if low:
             reach = [[max(0.0, b - a) for a, b in zip(*ends, strict=True)] for ends in ((low, ys), (ys, high))]
-            axes.errorbar(xs, ys, reach, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
+            x, y = (reach, None) if is_flat else (None, reach)
+            axes.errorbar(*place, xerr=x, yerr=y, fmt="none", ecolor=color, elinewidth=1.2, capsize=2)
     else:
         dots = "o" if len(drawn) <= MAX_DOTS and not series.is_thin else None
         thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4} if series.is_thin else {"linewidth": 1.6}
@@ -234,6 +246,13 @@ def _draw_series(axes: Axes, series: Series, color: str, dashes: Any) -> None:
         axes.annotate(_short(series.mark), (xs[-1], ys[-1]), color=color, **where).set_in_layout(False)
 
 
+def show_tick(value: float) -> str:
+    """Write a number of an axis: ``−1,500``, ``0.25``; only the largest and smallest with an exponent."""
+    is_plain = value == 0 or 1e-4 <= abs(value) < 1e7
+    text = f"{value:,.10g}" if is_plain else re.sub("e[+]?(-?)0*", r"e\1", f"{value:.3g}")
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
 def _draw_axes(axes: Axes, panel: Panel) -> None:
     """Scales, ranges, ticks and labels."""
     from matplotlib.ticker import FuncFormatter, PercentFormatter
@@ -241,21 +260,25 @@ def _draw_axes(axes: Axes, panel: Panel) -> None:
     axes.set_xscale("log" if panel.log_x else "linear")
     axes.set_yscale("log" if panel.log_y else "linear")
     low, high = panel.y_range or axis_range(panel)
-    axes.set_ylim(low, high * 1.03 if panel.is_share and panel.y_range is None else high)
+    high = high * 1.03 if panel.is_share and panel.y_range is None else high
+    shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: show_tick(value))
+    axes.set(xlabel=_short(panel.x_label or "step" * (not panel.names)), ylabel=_short(panel.y_label))
+    if panel.names:
+        axes.set_xlim(low, high)
+        axes.set_ylim(len(panel.names) - 0.5, -0.5)
+        axes.yaxis.set_ticks(range(len(panel.names)), [_short(name)[:MAX_NAME] for name in panel.names])
+        axes.xaxis.set_major_formatter(shown)
+        return
+    axes.set_ylim(low, high)
     if panel.x_range is not None:
         axes.set_xlim(*panel.x_range)
     if panel.has_diagonal:
         ends = [(max(axes.get_xlim()[0], low),) * 2, (min(axes.get_xlim()[1], high),) * 2]
         axes.axline(*ends, color=COLORS["soft"], linestyle=(0, (3, 4)))
-    shown = PercentFormatter(1.0) if panel.is_share else FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(shown)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_tick(value)))
+    axes.minorticks_off()
     if panel.x_ticks:
         axes.xaxis.set_ticks([value for value, _ in panel.x_ticks], [_short(label) for _, label in panel.x_ticks])
-        axes.minorticks_off()
-        if len(panel.x_ticks) > 4 and max(len(label) for _, label in panel.x_ticks) > 8:
-            axes.tick_params("x", labelrotation=30)
-    elif panel.log_x:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    elif all(float(x).is_integer() for series in panel.series for x in series.xs):
+    elif not panel.log_x and all(float(x).is_integer() for series in panel.series for x in series.xs):
         axes.locator_params("x", integer=True)  # there are no halves of steps
-    axes.set(xlabel=_short(panel.x_label or "step"), ylabel=_short(panel.y_label))

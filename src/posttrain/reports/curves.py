@@ -101,8 +101,8 @@ def data_panels(stats: Description, unit: str) -> list[Panel]:
         shown = counted.most_common(MAX_BARS)
         caption = f"the {MAX_BARS} commonest of {len(counted)}" if len(counted) > MAX_BARS else ""
         bars = Series("", [float(i) for i in range(len(shown))], [float(n) for _, n in shown], is_bars=True)
-        ticks = [(float(i), f"{value[:28]} ({n:,})") for i, (value, n) in enumerate(shown)]
-        panels.append(Panel(name, caption, [bars], x_label=" ", x_ticks=ticks))
+        names = [f"{value[:28]} ({n:,})" for value, n in shown]
+        panels.append(Panel(name, caption, [bars], x_label=" ", names=names))
     return panels
 
 

@@ -137,8 +137,9 @@ def contest_table(name: str, a: str, b: str, results: Results, others: Mapping[s
         lines.append([f"characters: {label}", f"{results[f'characters_{side}']:.0f}", NOTHING])
     for label, key in ((f"KL({a} ‖ {b})", "kl_ab"), (f"KL({b} ‖ {a})", "kl_ba")):
         if key in results:
-            interval = f"{results[f'{key}_low']:.3g} – {results[f'{key}_high']:.3g}"
-            lines.append([f"{label}, nats per answer", f"{results[key]:.3g}", interval])
+            low, high = (show_number(results, f"{key}_{end}") for end in ("low", "high"))
+            interval = f"{low} – {high}" if results[f"{key}_low"] < results[f"{key}_high"] else NOTHING
+            lines.append([f"{label}, nats per answer", show_number(results, key), interval])
             lines.append([f"{label}, nats per token", f"{results[f'{key}_per_token']:.3g}", NOTHING])
     return TextTable(f"{name}: {a} against {b}, n = {results['n']:.0f}", ["", "value", "95 % interval"], lines)
 
@@ -153,7 +154,7 @@ def write_contest_page(
         texts += [f"gold answer: {code(item['answer'])}\n"] if item["answer"] is not None else []
         for side in ("a", "b"):
             answer = item[side][0]
-            score = "" if answer["score"] is None else f", score {answer['score']:.3g}"
+            score = "" if answer["score"] is None else f", score {show_number(answer, 'score')}"
             texts.append(f"{side.upper()}: {answer['outcome']}{score}\n\n{quoted(answer['text'])}\n")
         return item["id"], "\n".join(texts)
 

@@ -38,9 +38,14 @@ class Answer:
     text: str
     is_right: bool | None
     extracted: str | None
-    num_tokens: int
+    num_tokens: int | None = None
     is_cut: bool = False
     reward: float | None = None
+
+    @property
+    def about(self) -> str:
+        """``12 tokens``; empty where that is not known."""
+        return "" if self.num_tokens is None else f"{self.num_tokens} tokens"
 
     @property
     def verdict(self) -> str:

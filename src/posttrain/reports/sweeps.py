@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from posttrain.evaluation.statistics import Summary
-from posttrain.reports.charts import Panel, Series, draw_png
+from posttrain.reports.charts import NUM_TOGETHER, Panel, Series, axis_range, draw_png, nth_color, show_tick
 from posttrain.reports.page import render, write_html
+from posttrain.reports.run import Answer, Transcript, turns_of
 from posttrain.store.durable import replace_file
 from posttrain.store.metric_names import KL, Metric
 from posttrain.sweeps.best_of_n import Chosen
 from posttrain.sweeps.head_to_head import Estimate
 from posttrain.sweeps.learning import RowResult
 from posttrain.sweeps.overoptimization import MethodCurve
-from posttrain.sweeps.results import SweepResults
-from posttrain.untrusted import harmless
+from posttrain.sweeps.results import Part, SweepResults
+from posttrain.untrusted import fitting, harmless
 
 DISTANCE = "√KL from the initial model (KL in nats per answer)"
 
@@ -34,24 +36,52 @@ def write_sweep(sweep: SweepResults, folder: Path) -> Path:
     panels = sweep_panels(sweep)
     if panels:
         draw_png(panels, sweep.title, folder / "sweep.png", columns=2)
-    return write_html(render_sweep(sweep, panels), folder / "report.html")
+    return write_html(render_sweep(sweep), folder / "report.html")
 
 
-def render_sweep(sweep: SweepResults, panels: Sequence[Panel]) -> str:
+def render_sweep(sweep: SweepResults) -> str:
     """The whole page as HTML."""
     shell = {"title": sweep.title, "lead": sweep.description, "command": sweep.command}
-    return render("sweep.jinja", sweep=sweep, panels=panels, **shell)
+    parts = [(part.tables, _part_panels(name, part), _transcripts(part)) for name, part in sweep.parts.items()]
+    return render("sweep.jinja", sweep=sweep, parts=parts, **shell)
 
 
 def sweep_panels(sweep: SweepResults) -> list[Panel]:
     """The panels of all parts of a sweep."""
-    return [panel for name, part in sweep.parts.items() if part.drawn for panel in _PANELS[name](*part.drawn)]
+    return [panel for name, part in sweep.parts.items() for panel in _part_panels(name, part)]
 
 
-def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], primary: Metric) -> list[Panel]:
-    """Learning curves, and the primary metric against KL; rows are numbered by rank."""
+def _part_panels(name: str, part: Part) -> list[Panel]:
+    return _PANELS.get(name, learning_panels)(*part.drawn) if part.drawn else []
+
+
+def _transcripts(part: Part) -> list[Transcript]:
+    """The samples of a part; dialogues as turns."""
+    fit = fitting([text for question, answers in part.samples for text in (question, *(one[1] for one in answers))])
+    return [
+        Transcript(
+            fit(question),
+            None,
+            [Answer(who, fit(text), None, None, reward=score) for who, text, score in answers],
+            turns_of(fit(question)),
+        )
+        for question, answers in part.samples
+    ]
+
+
+def learning_panels(
+    rows: Sequence[RowResult],
+    start: Mapping[str, float],
+    primary: Metric,
+    over: tuple[str, Mapping[str, float]] | None = None,
+) -> list[Panel]:
+    """The primary metric over the key that is varied or by rank, learning curves, and the metric against KL.
+
+    Rows are numbered by rank. Of more rows than can be told apart each has a panel of its own.
+    """
     curves, drift, metric = [], [], primary.name
-    for rank, row in enumerate((row for row in rows if any(trial.points for trial in row.finished)), 1):
+    drawn = [row for row in rows if any(trial.points for trial in row.finished)]
+    for rank, row in enumerate(drawn, 1):
         seeds = [{point.step: point.results for point in trial.points} for trial in row.finished]
         steps = sorted(set.intersection(*(set(points) for points in seeds)))
         values = [[points[step][metric] for points in seeds] for step in steps]
@@ -64,12 +94,61 @@ def learning_panels(rows: Sequence[RowResult], start: Mapping[str, float], prima
     name, is_share = primary.label, primary.is_share
     level = [("start", start[metric])] if start else []
     label, about = f"held-out: {primary.label}", f"held-out {name}, numbered by rank"
-    panels = [
-        Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates", levels=level,
-              size="wide"),
-        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the initial model, nats per answer"),
-    ]  # fmt: skip
+    together = Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates",
+                     levels=level)  # fmt: skip
+    panels = [*_result_panels(drawn, primary, level, over), together]
+    if len(drawn) > NUM_TOGETHER:
+        panels = [panels[0], *_each_alone(together)]
+        drift = [replace(one, xs=one.xs[-1:], ys=one.ys[-1:]) for one in drift]
+        about = f"{about}; at the last evaluation"
+    panels.append(
+        Panel(f"{name.capitalize()} against KL", about, drift, is_share, "KL from the initial model, nats per answer")
+    )
     return [panel for panel in panels if any(series.xs for series in panel.series)]
+
+
+def _result_panels(
+    rows: Sequence[RowResult],
+    primary: Metric,
+    level: Sequence[tuple[str, float]],
+    over: tuple[str, Mapping[str, float]] | None,
+) -> list[Panel]:
+    """The last results with their intervals: over a number that is varied, or by rank where there are many rows."""
+    if over is None and len(rows) <= NUM_TOGETHER:
+        return []
+    places = {row.name: float(rank) if over is None else over[1][row.name] for rank, row in enumerate(rows)}
+    rows = sorted(rows, key=lambda row: places[row.name])
+    xs, summaries = [places[row.name] for row in rows], [row.summaries[primary.name] for row in rows]
+    means, halves = [s.mean for s in summaries], [s.half_width or math.nan for s in summaries]
+    low, high = ([m + sign * half for m, half in zip(means, halves, strict=True)] for sign in (-1, 1))
+    seeds = [(places[row.name], trial.facts[primary.name]) for row in rows for trial in row.finished]
+    series = [
+        Series("single seeds", [x for x, _ in seeds], [y for _, y in seeds], is_points=True, color="soft"),
+        Series("mean, 95 %", xs, means, low, high, is_points=True, color="c0"),
+    ]
+    name, caption = primary.label.capitalize(), "held out, after the last update"
+    if over is None:
+        names = [f"{rank} {row.name}" for rank, row in enumerate(rows, 1)]
+        caption += "; dashed: the start" * bool(level)
+        return [Panel(f"{name} by rank", caption, series, primary.is_share, " ", levels=level, names=names)]
+    is_log = min(xs) > 0 and max(xs) >= 10 * min(xs)
+    series.append(Series("", xs, means, is_thin=True, color="c0"))
+    ticks = [(x, show_tick(x)) for x in xs]
+    return [
+        Panel(f"{name} over {over[0]}", caption, series, primary.is_share, over[0], log_x=is_log, x_ticks=ticks,
+              levels=level)
+    ]  # fmt: skip
+
+
+def _each_alone(together: Panel) -> list[Panel]:
+    """A small panel for each line, over all others in grey, on the same axes."""
+    others = [Series("", one.xs, one.ys, is_thin=True, color="soft") for one in together.series]
+    limits = axis_range(together)
+    return [
+        replace(together, title=one.label, caption="", series=[*others, replace(one, label="", mark="", color="c0")],
+                x_label="", y_range=limits)
+        for one in together.series
+    ]  # fmt: skip
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -80,7 +159,7 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
     """Gold against distance, proxy against distance, gold against proxy."""
     gold, proxy, plane = [], [], []
     for index, method in enumerate(methods):
-        color, distances = f"c{index}", [point.distance for point in method.means]
+        color, distances = nth_color(index), [point.distance for point in method.means]
         golds, proxies = (_ends([getattr(point, kind) for point in method.means]) for kind in ("gold", "proxy"))
         gold.append(Series(method.name, distances, *golds, color=color))
         proxy.append(Series(method.name, distances, *proxies, color=color))
@@ -110,7 +189,7 @@ def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
     """Shares of right choices against n."""
     shares, ns = [], choices[0].ns
     for index, chosen in enumerate(choices):
-        xs, color, is_model = [float(n) for n in ns], f"c{index}", index < num_models
+        xs, color, is_model = [float(n) for n in ns], nth_color(index), index < num_models
         low, high = ([chosen.bounds[n][side] for n in ns] for side in (0, 1))
         means = [chosen.mean(n) for n in ns]
         shares.append(Series(chosen.name, xs, means, low, high, is_dashed=not is_model, color=color))
@@ -122,22 +201,22 @@ def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:
 
 
 def head_to_head_panels(rows: Mapping[str, Mapping[str, Estimate]]) -> list[Panel]:
-    """Win rates over the start with intervals, and the judge's reward against √KL."""
-    rates, plane = [], [Series("start", [0.0], [0.0], is_points=True, color="soft")]
-    for label, name, color, shift in (("judge", "win_rate", "c0", -0.08), ("proxy", "win_rate_proxy", "c1", 0.08)):
+    """Win rates over the start with intervals, and the judge's reward against √KL; rows are numbered by rank."""
+    rates, plane = [], [Series("", [0.0], [0.0], is_points=True, color="soft", mark="start")]
+    for label, name, color, shift in (("judge", "win_rate", "c0", -0.12), ("proxy", "win_rate_proxy", "c1", 0.12)):
         means, low, high = ([measures[name][i] for measures in rows.values()] for i in range(3))
         xs = [index + shift for index in range(len(rows))]
         rates.append(Series(f"by the {label}", xs, means, low, high, is_points=True, color=color))
-    for index, (row, measures) in enumerate(rows.items()):
+    for rank, measures in enumerate(rows.values(), 1):
         if "kl" in measures:  # it could not be measured of every pair of models
             x, (mean, least, most) = math.sqrt(max(0.0, measures["kl"][0])), measures["reward_judge"]
-            plane.append(Series(row, [x], [mean], [least], [most], is_points=True, color=f"c{index}"))
-    names = [(float(index), row) for index, row in enumerate(rows)]
+            plane.append(Series("", [x], [mean], [least], [most], is_points=True, mark=str(rank)))
+    names = [f"{rank} {row}" for rank, row in enumerate(rows, 1)]
     return [
-        Panel("Wins over the start", "share of prompts; bars: 95 %", rates, is_share=True, x_label=" ", x_ticks=names,
-              x_range=(-0.5, len(names) - 0.5), levels=[("as often", 0.5)]),
-        Panel("Reward gained and distance", "under the judge, in deviations of the start's answers", plane,
-              x_label=DISTANCE, levels=[("", 0.0)]),
+        Panel("Wins over the start", "share of prompts, with 95 % intervals; dashed: as often", rates, is_share=True,
+              x_label=" ", levels=[("", 0.5)], names=names),
+        Panel("Reward gained and distance", "under the judge, in deviations of the start's answers; numbered by rank",
+              plane, x_label=DISTANCE, levels=[("", 0.0)]),
     ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("student_mass", "share", "none", "Probability of the candidates under the student."),
         Metric("teacher_mass", "share", "none", "Probability of the candidates under the teacher."),
         Metric("feedback_share", "share", "none", "Share of the tokens in answers that have feedback."),
-        Metric("weights_moved", "share", "none", "1 if a step changed a weight of a sample; measured in the first steps."),
+        Metric("weights_moved", "share", "none", "1 if the step changed a sample of the weights (first steps)."),
         Metric("grad_norm", "number", "none", "Norm of the gradient before clipping."),
         Metric("lr", "number", "none", "Learning rate of the update."),
         Metric("trained_tokens", "count", "none", "Tokens that the update is computed from."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from posttrain.evaluation.statistics import half_width
 from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.reading import read_record
 from posttrain.sweeps.plan import ITEMS, RESULTS
-from posttrain.sweeps.results import Part
+from posttrain.sweeps.results import Answer, Part, Sample
 
 MAX_ITEMS_BYTES = 1 << 30
+NUM_SAMPLES = 3
 # measure -> (column, True for a share)
 MEASURES: Mapping[str, tuple[str, bool]] = {
     "win_rate": ("wins, by the judge", True),
@@ -45,11 +46,15 @@ Estimate = tuple[float, float, float]  # a mean and its 95 % interval
 
 @dataclass(frozen=True)
 class Comparison:
-    """A policy of one seed against the start. ``measures`` by name."""
+    """A policy of one seed against the start. ``measures`` by name.
+
+    ``samples``: the first prompts, each with the answers of the start and of the policy.
+    """
 
     row: str
     seed: int
     measures: Mapping[str, Estimate]
+    samples: Mapping[str, list[Answer]] = field(default_factory=dict)
 
 
 def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
@@ -73,7 +78,13 @@ def read_comparison(folder: Path, row: str, seed: int) -> Comparison:
         for name, key in (stored | {"win_rate_similar": "win_rate_similar", "kl": "kl_ab"}).items():
             if key in results or name in stored:
                 measures[name] = (float(results[key]), float(results[f"{key}_low"]), float(results[f"{key}_high"]))
-        return Comparison(row, seed, measures)
+        samples: dict[str, list[Answer]] = {
+            str(item["question"]): [
+                (who, str(item[side][0]["text"]), item[side][0]["score"]) for who, side in (("start", "b"), (row, "a"))
+            ]
+            for item in items[:NUM_SAMPLES]
+        }
+        return Comparison(row, seed, measures, samples)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(folder, f"its files are damaged ({error!r:.200}); delete the folder and repeat") from None
 
@@ -144,7 +155,16 @@ def head_to_head_part(comparisons: Sequence[Comparison], weights: Mapping[str, s
     findings.append(f"the best model, chosen by the judge, so its own figure is a little too high: {best}")
     header = ["policy", "seeds", *(column for column, _ in MEASURES.values())]
     table = TextTable("Policies against the start", header, lines)
-    return Part([table], findings, NOTES, {"best": best, "policies": data}, (rows,))
+    return Part([table], findings, NOTES, {"best": best, "policies": data}, (rows,), _samples(comparisons))
+
+
+def _samples(comparisons: Sequence[Comparison]) -> list[Sample]:
+    """Return the first prompts with the answers of the start and of each policy of the first seed."""
+    first, *others = [comparison.samples for comparison in comparisons if comparison.seed == comparisons[0].seed]
+    return [
+        (question, [*answers, *(own[question][1] for own in others if question in own)])
+        for question, answers in first.items()
+    ]
 
 
 def _plain(measures: Mapping[str, Estimate]) -> dict[str, Any]:

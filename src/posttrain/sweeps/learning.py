@@ -13,7 +13,7 @@ from posttrain.store.metric_names import ACCURACY, KL, Metric, metric_of
 from posttrain.store.metrics import EvaluationPoint, MetricsRow, evaluation_points
 from posttrain.sweeps.results import Part, show_summary
 
-# Columns of the table; the last two are left out where no row has them.
+# Columns of the table; one that no row has is left out.
 COLUMNS = (
     "reward", "train_seconds", "sampled_tokens", "trained_tokens", KL, "entropy", "completion_length", "margin_last",
     "pair_accuracy_last",
@@ -21,8 +21,9 @@ COLUMNS = (
 NOTES = (
     "Held-out results after the last update, mean over seeds; best mean first. Over the run: the mean height of the "
     "learning curve, so that who learns faster stands higher.",
-    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed there is none. It covers "
-    "sampling and training, not the choice of the problems, which are the same in every evaluation.",
+    "± is the half-width of the 95 % Student-t interval of the mean over seeds; of one seed, or of equal ones, "
+    "there is none, and [ ] is the 95 % interval over the problems in one evaluation. ± covers sampling and training, "
+    "not the choice of the problems, which are the same in every evaluation.",
     "Training time is that of the updates, sampling included and evaluation excluded. KL from the initial model is in "
     f"nats per answer, entropy in nats per token, completion length in tokens. {NOTHING}: not recorded.",
 )
@@ -115,10 +116,18 @@ def rank_rows(trials: Sequence[TrialResult], order: Sequence[str], primary: Metr
     return sorted(rows, key=lambda row: -primary.goodness(means[row.name]) if row.name in means else math.inf)
 
 
-def rows_part(rows: Sequence[RowResult], start_label: str, primary: Metric, sources: Mapping[str, str]) -> Part:
+def rows_part(
+    rows: Sequence[RowResult],
+    start_label: str,
+    primary: Metric,
+    sources: Mapping[str, str],
+    title: str = "",
+    over: tuple[str, Mapping[str, float]] | None = None,
+) -> Part:
     """The learning of the rows as a part of the report.
 
-    ``start_label``: where the initial model is from; ``sources``: where each row is from.
+    ``start_label``: where the initial model is from; ``sources``: where each row is from. ``over``: the key in which
+    the rows differ, and its value in each, where that is a number.
     """
     start = next((trial.start for row in rows for trial in row.trials if "n" in trial.start), {})
     interval = primary.interval(start)
@@ -130,8 +139,7 @@ def rows_part(rows: Sequence[RowResult], start_label: str, primary: Metric, sour
         "rows": {row.name: {"source": sources[row.name], **asdict(row)} for row in rows},
     }
     known = {key for row in rows for key in row.summaries}
-    names = [key for key in COLUMNS if (key in known or not key.endswith("_last")) and key != primary.name]
-    columns = [metric_of(name) for name in names]
+    columns = [metric_of(key) for key in COLUMNS if key in known and key != primary.name]
     lines = [_line(row, columns, primary) for row in rows]
     if start:
         bounds = f" [{', '.join(map(primary.show, interval))}]" if interval is not None else ""
@@ -142,7 +150,7 @@ def rows_part(rows: Sequence[RowResult], start_label: str, primary: Metric, sour
     kind = "Wilson's" if primary.is_share else "the"
     of = f", with {kind} 95 % interval for {start['n']:.0f} {primary.of}" if interval else ""
     notes = [*NOTES, f"start: {start_label}, before the first update{of}."]
-    return Part([TextTable("", header, lines)], [], notes, data, (rows, start, primary))
+    return Part([TextTable(title, header, lines)], [], notes, data, (rows, start, primary, over))
 
 
 def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[str]:
@@ -153,6 +161,10 @@ def _line(row: RowResult, columns: Sequence[Metric], primary: Metric) -> list[st
         return [*line, state, *[NOTHING] * (len(columns) + 1)]
     for key in (primary.name, f"mean_{primary.name}"):
         line.append(show_summary(row.summaries.get(key), is_share=primary.is_share, digits=3))
+    has_spread = (summary := row.summaries.get(primary.name)) is not None and bool(summary.half_width)
+    bounds = primary.interval(row.finished[0].points[-1].results) if row.finished[0].points else None
+    if bounds is not None and not has_spread:
+        line[2] += f" [{', '.join(map(primary.show, bounds))}]"
     gain = row.summaries.get("gain")
     line.append(NOTHING if gain is None else f"{gain.mean:{'+.1%' if primary.is_share else '+.3f'}}")
     for metric in columns:

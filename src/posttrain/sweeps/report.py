@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from posttrain.errors import DataError, RunFailure
 from posttrain.evaluation.items import Item, read_items
+from posttrain.recipes.document import flatten
 from posttrain.store.learning_signal import learning_warnings
-from posttrain.store.metric_names import metric_of
+from posttrain.store.metric_names import Metric, metric_of
 from posttrain.store.metrics import is_evaluation
 from posttrain.sweeps.best_of_n import best_of_n_part, choose
 from posttrain.sweeps.head_to_head import head_to_head_part, read_comparison
 from posttrain.sweeps.learning import rank_rows, read_trial, rows_part
 from posttrain.sweeps.overoptimization import collect_curves, overoptimization_part
-from posttrain.sweeps.plan import ITEMS, Plan
+from posttrain.sweeps.plan import ITEMS, Plan, Training
 from posttrain.sweeps.results import Part, SweepResults
 from posttrain.sweeps.runner import Outcome
 
@@ -31,7 +33,9 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
             failures.setdefault(run.name, status.message or "no reason was recorded")
     parts: dict[str, Part] = {}
     if content.best_of_n is None and content.head_to_head is None:
-        parts["rows"] = _read_rows(plan, failures)
+        stored = [status.primary_metric for run in plan.policies or plan.scorers if (status := run.status)]
+        primary = metric_of(next((name for name in stored if name is not None), "accuracy"))
+        parts["rows"] = _read_rows(plan, failures, plan.trainings, primary)
     if content.best_of_n is not None:
         parts |= _read_choices(plan, content.best_of_n.samples)
     if content.head_to_head is not None:
@@ -40,6 +44,8 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         if not comparisons:
             raise RunFailure("nothing to report yet: no policy has been compared with the start")
         parts["head_to_head"] = head_to_head_part(comparisons, {run.name: run.weights for run in plan.policies})
+    if "rows" not in parts:
+        parts |= _read_learning(plan, failures)
     return SweepResults(
         title=plan.folder.name,
         description=" ".join(content.description.split()),
@@ -48,23 +54,59 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
         problems=[f"{name}: {message}" for name, message in failures.items()] + _describe_no_learning(plan),
+        runs=list(_list_runs(plan)),
     )
 
 
-def _read_rows(plan: Plan, failures: Mapping[str, str]) -> Part:
+def _list_runs(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, state, result and the address of the report (empty where there is none) of each run."""
+    for run in plan.trials:
+        if isinstance(run, Training):
+            page = run.folder / "report.html"
+            address = page.relative_to(plan.folder).as_posix() if page.is_file() else ""
+            yield run.name, run.state, run.result, address
+
+
+def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
+    """Return the learning of the reward models, and of the policies of head-to-head evaluations, by primary metric."""
+    parts = {}
+    policies = plan.policies if plan.content.head_to_head is not None else []
+    for title, runs in (("Reward models", plan.scorers), ("Learning of the policies", policies)):
+        primaries = {run.name: status.primary_metric for run in runs if (status := run.status) is not None}
+        for primary in dict.fromkeys(name for name in primaries.values() if name is not None):
+            own = [run for run in runs if primaries.get(run.name) == primary]
+            metric = metric_of(primary)
+            part = _read_rows(plan, failures, own, metric, title)
+            name = f"{title}: {metric.label}"
+            parts[name] = replace(part, data={name: part.data})
+    return parts
+
+
+def numeric_key(plan: Plan) -> tuple[str, dict[str, float]] | None:
+    """Return the one key in which the rows differ, with its value in each; None unless it is a number in all."""
+    sources = {row.name: flatten(plan.content.rows[row.name]) for row in plan.rows}
+    keys = {key for source in sources.values() for key in source}
+    values = {name: value for name, source in sources.items() for value in source.values()}
+    is_numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    return (keys.pop(), values) if len(keys) == 1 and len(values) == len(plan.rows) > 1 and is_numeric else None
+
+
+def _read_rows(
+    plan: Plan, failures: Mapping[str, str], runs: Sequence[Training], primary: Metric, title: str = ""
+) -> Part:
     own_reward = {row.name for row in plan.rows if any(key.startswith("rewards") for key in row.differs)}
-    statuses = [run.status for run in plan.policies or plan.scorers]
-    stored = [status.primary_metric for status in statuses if status is not None and status.primary_metric is not None]
-    primary, trials = metric_of((stored or ["accuracy"])[0]), []
-    for run in plan.trainings:
+    trials = []
+    for run in runs:
         rows = run.metrics()
         for row in rows if run.row in own_reward else ():  # it would be read as a comparison
             for name in [name for name in row.metrics if name.endswith("/reward")]:
                 del row.metrics[name]
         state = "failed" if run.name in failures else "unfinished"
         trials.append(read_trial(rows, run.row, run.seed, "finished" if run.state == "finished" else state, primary))
-    sources = {row.name: row.source for row in plan.rows}
-    return rows_part(rank_rows(trials, list(sources), primary), plan.start_source, primary, sources)
+    names = {run.row for run in runs}
+    sources = {row.name: row.source for row in plan.rows if row.name in names}
+    ranked = rank_rows(trials, list(sources), primary)
+    return rows_part(ranked, plan.start_source, primary, sources, title, numeric_key(plan))
 
 
 def _describe_no_learning(plan: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ from posttrain.evaluation.tables import NOTHING, TextTable
 from posttrain.store.durable import sayable
 from posttrain.untrusted import bullets, paragraph, plain
 
+Answer = tuple[str, str, float | None]  # who wrote it, the text, its score
+Sample = tuple[str, list[Answer]]  # the prompt, and its answers
+
 
 @dataclass(frozen=True)
 class Part:
@@ -19,6 +23,7 @@ class Part:
 
     ``findings``: a sentence each. ``notes``: how to read the numbers. ``data``: everything as plain data, for
     ``results.json``. ``drawn``: the arguments of the function of ``reports.sweeps`` that draws its panels.
+    ``samples``: prompts with their answers.
     """
 
     tables: list[TextTable]
@@ -26,14 +31,16 @@ class Part:
     notes: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
+    samples: list[Sample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SweepResults:
     """All that is reported about a sweep.
 
-    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``. ``file``: the text of
-    ``sweep.yaml``, with every row as a whole recipe.
+    ``parts`` by name: ``rows``, ``best_of_n``, ``overoptimization``, ``head_to_head``, and the learning of reward
+    models and policies. ``file``: the text of ``sweep.yaml``, with every row as a whole recipe. ``runs``: each run's
+    name, state and result, and the address of its report.
     """
 
     title: str
@@ -43,6 +50,7 @@ class SweepResults:
     file: str = ""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    runs: list[tuple[str, str, str, str]] = field(default_factory=list)
 
     @property
     def tables(self) -> list[TextTable]:
@@ -54,7 +62,7 @@ class SweepResults:
 
     @property
     def notes(self) -> list[str]:
-        return [line for part in self.parts.values() for line in part.notes]
+        return list(dict.fromkeys(line for part in self.parts.values() for line in part.notes))
 
     def to_markdown(self) -> str:
         """The text of ``table.md``."""
@@ -80,9 +88,11 @@ class SweepResults:
 
 
 def show_summary(summary: Summary | None, *, is_share: bool = False, digits: int = 2) -> str:
-    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0 %`` of a share; without interval for one seed."""
+    """Write ``0.61 ± 0.12``, or ``61.2 ± 12.0 %`` of a share; without interval for one seed or equal ones."""
     if summary is None:
         return NOTHING
     scale, places, unit = (100.0, 1, " %") if is_share else (1.0, digits, "")
-    half = "" if summary.half_width is None else f" ± {summary.half_width * scale:.{places}f}"
-    return f"{summary.mean * scale:.{places}f}{half}{unit}"
+    if not summary.half_width:
+        return f"{summary.mean * scale:.{places}f}{unit}"
+    places = max(places, min(9, -math.floor(math.log10(summary.half_width * scale))))  # never ± 0.0
+    return f"{summary.mean * scale:.{places}f} ± {summary.half_width * scale:.{places}f}{unit}"

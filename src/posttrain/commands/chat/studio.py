@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,12 +21,15 @@ from posttrain.evaluation.reward_models.scoring import RewardModel, open_reward_
 from posttrain.recipes.sections import EMBEDDED_MODELS
 from posttrain.runs.directory import run_names
 from posttrain.runs.models import find_source, read_run_recipe
+from posttrain.runs.paths import every_run_name
 from posttrain.sampling.models import OpenedModel, open_model
+from posttrain.store.checkpoint_files import checkpoint_steps
 from posttrain.store.rollouts import RolloutStore
 from posttrain.types import Example, Message
 from posttrain.untrusted import fitting
 
 NOBODY = "(none)"
+EXAMPLE = "A cup costs 3 coins. Eva buys 4 cups. How many coins does she pay?"
 TRAINING = "training"
 SIDES = {"left": (0,), "right": (1,), "both": (0, 1)}
 COLUMNS = ("step", "prompt", "answer", "reward", "advantage", "finish", "correct answer")
@@ -91,18 +94,27 @@ class Library:
         self.model = cache(self._open_model)
         self.reward_model = cache(self._open_reward_model)
 
-    def runs(self, *, trains_scorer: bool) -> list[str]:
-        """Return the runs that trained a reward model, or those that did not."""
-        kept = []
-        for name in run_names(self.runs_dir):
+    def snapshots(self, *, trains_scorer: bool) -> dict[str, str]:
+        """Return runs (``grpo``) and their checkpoints (``grpo, step 40``), each with the name or path that opens it.
+
+        Args:
+            trains_scorer: those of reward models, or all others.
+        """
+        kept: dict[str, str] = {}
+        for name in every_run_name(self.runs_dir):
+            folder = self.runs_dir / name / "checkpoints"
             with suppress(PosttrainError):  # a recipe that cannot be read
                 if read_run_recipe(self.runs_dir / name).trains_scorer == trains_scorer:
-                    kept.append(name)
+                    steps = {
+                        f"{name}, step {step}": str(folder / f"step-{step:06d}") for step in checkpoint_steps(folder)
+                    }
+                    kept |= ({name: name} if steps else {}) | steps
         return kept
 
-    def models(self) -> list[str]:
-        """Return the models that write answers."""
-        return list(dict.fromkeys([*self.named_models, *self.runs(trains_scorer=False), *EMBEDDED_MODELS]))
+    def models(self) -> dict[str, str]:
+        """Return the models that write answers, by what opens them."""
+        own = self.snapshots(trains_scorer=False)
+        return {name: name for name in self.named_models} | own | {name: name for name in EMBEDDED_MODELS}
 
     def dictionaries(self) -> list[str]:
         """Return the sparse autoencoders."""
@@ -111,7 +123,7 @@ class Library:
 
     def rollouts(self, run: str, kind: str, step: int | None, text: str) -> list[list[Any]]:
         """Return the newest rollouts of a run as rows of ``COLUMNS``."""
-        path = self.runs_dir / check_offered(run, run_names(self.runs_dir), "run") / "rollouts.db"
+        path = self.runs_dir / check_offered(run, every_run_name(self.runs_dir), "run") / "rollouts.db"
         if not path.is_file():
             raise UsageError(f"run {run!r} has no rollouts: it learnt from given data and was not evaluated by answers")
         wanted: dict[str, Any] = {"text": text or None, "limit": MAX_ROLLOUTS, "newest_first": step is None}
@@ -124,14 +136,15 @@ class Library:
         ]
 
     def _open_model(self, name: str) -> OpenedModel:
-        return open_model(find_source(check_offered(name, self.models(), "model"), self.runs_dir))
+        offered = self.models()
+        return open_model(find_source(offered[check_offered(name, offered, "model")], self.runs_dir))
 
     def _open_reward_model(self, name: str) -> RewardModel:
-        offered = self.runs(trains_scorer=True)
-        return open_reward_model(find_source(check_offered(name, offered, "reward model"), self.runs_dir))
+        offered = self.snapshots(trains_scorer=True)
+        return open_reward_model(find_source(offered[check_offered(name, offered, "reward model")], self.runs_dir))
 
 
-def check_offered(name: str, offered: Sequence[str], kind: str) -> str:
+def check_offered(name: str, offered: Collection[str], kind: str) -> str:
     """Return the name, if the page offers it.
 
     Raises:
@@ -234,18 +247,22 @@ def build_studio(models: Sequence[str], runs_dir: str | Path, dictionaries: Sequ
 
 
 def _build_chat(gradio: Any, library: Library) -> None:
-    state = gradio.State(None)
-    first, second, *_ = [*(library.named_models or library.models()[:1]), NOBODY, NOBODY]
+    state, offered = gradio.State(None), list(library.models())
+    first, second, *_ = [*(library.named_models or offered[:1]), NOBODY, NOBODY]
     with gradio.Row():
-        left = gradio.Dropdown(library.models(), value=first, label="model")
-        right = gradio.Dropdown([NOBODY, *library.models()], value=second, label="second model")
-        judge = gradio.Dropdown([NOBODY, *library.runs(trains_scorer=True)], value=NOBODY, label="reward model")
+        left = gradio.Dropdown(offered, value=first, label="model")
+        right = gradio.Dropdown([NOBODY, *offered], value=second, label="second model")
+        judges = [NOBODY, *library.snapshots(trains_scorer=True)]
+        judge = gradio.Dropdown(judges, value=NOBODY, label="reward model")
     with gradio.Row():
         plain = {"render_markdown": False, "elem_classes": "talk"}  # what models write is shown as text
-        talks = [gradio.Chatbot(label=side, **plain) for side in ("left", "right")]
+        talks = [gradio.Chatbot(**heading(side, name), **plain) for side, name in (("left", first), ("right", second))]
     with gradio.Row():
-        facts = [gradio.Textbox(show_label=False, interactive=False, elem_id=f"facts-{n}") for n in range(2)]
-    question = gradio.Textbox(label="your message", placeholder="Enter sends it", lines=1, elem_id="question")
+        facts = [
+            gradio.Textbox(show_label=False, interactive=False, elem_id=f"facts-{n}", visible=name != NOBODY)
+            for n, name in enumerate((first, second))
+        ]
+    question = gradio.Textbox(EXAMPLE, label="your message (Enter sends it)", lines=1, elem_id="question")
     with gradio.Row():
         send, stop, clear = (gradio.Button(text) for text in ("Send", "Stop", "New conversation"))
     with gradio.Accordion("how replies are drawn", open=False):
@@ -273,6 +290,12 @@ def _build_chat(gradio: Any, library: Library) -> None:
         except PosttrainError as error:  # the message stays, to be sent again
             raise gradio.Error(str(error), print_exception=False) from None
 
+    for chosen, side, talk, fact in zip((left, right), ("left", "right"), talks, facts, strict=True):
+        chosen.change(
+            lambda name, side=side: (gradio.update(**heading(side, name)), gradio.update(visible=name != NOBODY)),
+            chosen,
+            [talk, fact],
+        )
     inputs = [state, question, left, right, judge, system, temperature, top_p, max_tokens, seed]
     inputs += [dictionary, features, steered]
     outputs = [state, *talks, *facts, question]
@@ -281,9 +304,14 @@ def _build_chat(gradio: Any, library: Library) -> None:
     clear.click(lambda: (None, None, None, "", "", ""), None, outputs)
 
 
+def heading(side: str, name: str) -> dict[str, Any]:
+    """Return the heading of a column with its model; a column without one is not shown."""
+    return {"label": f"{side}: {name}", "visible": name != NOBODY}
+
+
 def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
     with gradio.Row():
-        run = gradio.Dropdown(run_names(library.runs_dir), value=None, label="run")
+        run = gradio.Dropdown(every_run_name(library.runs_dir), value=None, label="run")
         kind = gradio.Radio([TRAINING, "evaluation"], value=TRAINING, label="sampled in")
         step = gradio.Number(value=None, precision=0, minimum=0, label="step (empty: the newest)")
         text = gradio.Textbox(label="containing")
@@ -298,4 +326,4 @@ def _build_rollouts(gradio: Any, page: Any, library: Library) -> None:
     wanted = [run, kind, step, text]
     for listen in (run.change, kind.change, step.submit, text.submit):
         listen(read, wanted, table)
-    page.load(lambda: gradio.update(choices=run_names(library.runs_dir)), None, run)
+    page.load(lambda: gradio.update(choices=every_run_name(library.runs_dir)), None, run)

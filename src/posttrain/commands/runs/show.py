@@ -230,7 +230,14 @@ def to_data(side_by_side: SideBySide, names: Sequence[str]) -> dict[str, Any]:
 def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Sequence[str]) -> None:
     labels = [name.rpartition("/")[2] for name in names]
     labels = labels if len(set(labels)) == len(labels) else list(names)
-    recipe = [(key, [_shorten(value) for value in values]) for key, values in sorted(side_by_side.recipe.items())]
+    recipe: list[tuple[str, list[str]]] = []
+    alone: dict[str, list[str]] = {}
+    for key, values in sorted(side_by_side.recipe.items()):
+        there = {label: _shorten(value) for label, value in zip(labels, values, strict=True) if value is not ABSENT}
+        if len(there) == len(labels):
+            recipe.append((key, list(there.values())))
+        else:
+            alone.setdefault(", ".join(there), []).append(f"{key} {' | '.join(dict.fromkeys(there.values()))}")
     for title, lines in (("outcome", _outcome(side_by_side)), ("recipe", recipe)):
         table = plain_table()
         for label in (title, *labels):
@@ -240,6 +247,8 @@ def _print_side_by_side(console: Console, side_by_side: SideBySide, names: Seque
         if lines:
             console.print(table)
             console.print()
+    for which, keys in alone.items():
+        say(console, f"only in {which}: {', '.join(keys)}\n")
     say(console, f"the recipes are equal in {side_by_side.num_equal_keys} {'further ' * bool(recipe)}keys", "dim")
     say(console, "one run of each is an impression; `posttrain sweep` trains several seeds", "dim")
 
@@ -251,7 +260,7 @@ def _shorten(value: Any) -> str:
 
 def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
     runs = side_by_side.runs
-    lines = [("state", [str(run.state) for run in runs]), ("step", [f"{run.step} of {run.steps}" for run in runs])]
+    lines = []
     for name, results in side_by_side.last.items():
         primaries = [metric_of(run.primary_metric or "accuracy") for run in runs]
         pairs = zip(results, primaries, strict=True)
@@ -261,5 +270,6 @@ def _outcome(side_by_side: SideBySide) -> list[tuple[str, list[str]]]:
         values = [run.metrics.get(metric.name) for run in runs]
         if any(value is not None for value in values):
             lines.append((metric.label, ["–" if value is None else metric.show(value) for value in values]))
+    lines += [("state", [str(run.state) for run in runs]), ("step", [f"{run.step} of {run.steps}" for run in runs])]
     lines.append(("time", [show_duration(seconds) for seconds in side_by_side.seconds]))
     return lines

@@ -32,7 +32,7 @@ from posttrain.interpret.differences.causal import Subject, measure_causes
 from posttrain.interpret.differences.changes import MEASURES, Changes, Seen, see_changes
 from posttrain.interpret.differences.divergence import Patcher, locate_divergence, patch_curves
 from posttrain.interpret.differences.recipe import ChangesSection, DiffRecipe
-from posttrain.interpret.features.features import show_token, strongest_tokens
+from posttrain.interpret.features.features import show_token, show_tokens, strongest_tokens
 from posttrain.randomness import permutation
 from posttrain.recipes.document import flatten
 from posttrain.sampling.models import ModelSource, complete_template, grader_for, open_model
@@ -456,7 +456,7 @@ def _context(store: ActivationStore, documents: Tensor, values: Tensor, row: int
     shown = torch.zeros((2, end - start))
     shown[:, places] = values[:, near]
     base, post = ([round(value, 3) for value in side] for side in shown.tolist())
-    texts = [show_token(tokenizer, i) for i in ids[start:end]]
+    texts = show_tokens(tokenizer, ids[start:end])
     return {"document": document, "tokens": texts, "at": position - start, "base": base, "post": post}
 
 

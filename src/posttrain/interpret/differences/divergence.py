@@ -22,7 +22,7 @@ from posttrain.interpret.activations.sites import device_of, pad, read_sites, re
 from posttrain.interpret.dictionaries.dictionary import Dictionary
 from posttrain.interpret.differences.changes import Seen, random_features
 from posttrain.interpret.differences.recipe import ChangesSection
-from posttrain.interpret.features.features import show_token
+from posttrain.interpret.features.features import show_token, show_tokens
 
 # What is added to activations of the base, [n, d], given those of the base and of the post model at the same tokens.
 Patch = Callable[[Tensor, Tensor], Tensor]
@@ -198,7 +198,7 @@ def locate_divergence(
         "shown": [
             {
                 "prompt": tokenizer.decode(list(ids[:length]), skip_special_tokens=False),
-                "tokens": [show_token(tokenizer, token) for token in ids[length:]],
+                "tokens": show_tokens(tokenizer, ids[length:]),
                 "kl": [round(float(value), 4) for value in kl[length:]],
             }
             for ids, length, kl in texts[:NUM_SHOWN]

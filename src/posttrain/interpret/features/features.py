@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.data.render.encoding import TextStream
 from posttrain.errors import UsageError
 from posttrain.interpret.activations.shards import INDEX, ActivationStore
 from posttrain.interpret.activations.sites import backbone_of, tokenizer_hash
@@ -241,18 +242,17 @@ def _describe(
     ends: tuple[list[list[Likely]], list[list[Likely]]] | None,
     tokenizer: Any,
 ) -> list[Report]:
-    @cache
-    def text(token: int) -> str:
-        return f"<{token}>" if tokenizer is None else show_token(tokenizer, token)
+    def texts(tokens: Sequence[int]) -> list[str]:
+        return [f"<{token}>" for token in tokens] if tokenizer is None else show_tokens(tokenizer, tokens)
 
     active, totals, maxima = found.active.tolist(), found.total.tolist(), found.maximum.tolist()
-    around = _contexts(found, store, text)
+    around = _contexts(found, store, texts)
     described = []
     for i, number in enumerate(found.chosen.tolist()):
         counts = found.counts[i].tolist()
         last = max((place for place, count in enumerate(counts) if count), default=-1)
         width = math.ldexp(1.0, int(found.exponents[i])) / NUM_BINS
-        likely = [[[text(token), token, rounded(x)] for token, x in side[i]] for side in ends or ()] or [[], []]
+        likely = [[[*texts([token]), token, rounded(x)] for token, x in side[i]] for side in ends or ()] or [[], []]
         described.append(
             {
                 "feature": number,
@@ -269,7 +269,9 @@ def _describe(
     return described
 
 
-def _contexts(found: FeatureStatistics, store: ActivationStore, text: Callable[[int], str]) -> list[list[Report]]:
+def _contexts(
+    found: FeatureStatistics, store: ActivationStore, texts: Callable[[Sequence[int]], list[str]]
+) -> list[list[Report]]:
     """Return the contexts of each feature, in the order of the columns."""
     rows = found.top_rows.T.cpu()  # [S, K]
     flat = rows.reshape(-1).clamp(min=0)
@@ -285,7 +287,7 @@ def _contexts(found: FeatureStatistics, store: ActivationStore, text: Callable[[
             shown = store.document_tokens(document)[start : start + len(inside)]
             activations = [None if math.isnan(x) else rounded(x) for x in inside[: len(shown)]]
             facts = {"document": document, "position": position, "start": start}
-            tokens = [text(token) for token in shown]
+            tokens = texts(shown)
             contexts[i].append({"activation": rounded(value), **facts, "tokens": tokens, "activations": activations})
     return contexts
 
@@ -474,12 +476,35 @@ def measure_norm(norm: nn.Module, d: int, device: torch.device) -> tuple[Tensor,
     return plain * centred.square().mean().sqrt() / centred, centres
 
 
+@lru_cache(maxsize=1 << 16)
 def show_token(tokenizer: Any, token: int) -> str:
-    """Return a token as text; where that is part of a character, or empty, the tokenizer's name for it."""
+    """Return a token as text: bytes that are part of a character as ``\\xe2``, and for an empty one its name."""
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     if not text or "\ufffd" in text:
         text = str(tokenizer.convert_ids_to_tokens(token) or f"<{token}>")
+        known = _byte_letters()
+        if all(letter in known for letter in text):
+            text = bytes(known[letter] for letter in text).decode("utf-8", "backslashreplace")
     return text
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """Return the byte that each letter of byte-level tokenizers stands for: itself, or the n-th of the others."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    own = {letter: ord(letter) for letter in ByteLevel.alphabet() if ord(letter) < 256}
+    others = [byte for byte in range(256) if chr(byte) not in own]
+    return own | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def show_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Return tokens that follow one another as text: a character of several tokens is with the last of them."""
+    alone, stream = [show_token(tokenizer, token) for token in tokens], TextStream(tokenizer)
+    if not any("\\x" in text or "<0x" in text for text in alone):
+        return alone
+    added = map(stream.push, tokens)
+    return [text if text and "\ufffd" not in text else own for text, own in zip(added, alone, strict=True)]
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ function shape(kind, attributes, text) {
   return made;
 }
 const visible = text => text.replace(/ /g, "\u00b7").replace(/\n/g, "\u21b5").replace(/\r/g, "\u240d").replace(/\t/g, "\u21e5");
-const short = x => x === 0 ? "0" : Math.abs(x) >= 1000 || Math.abs(x) < 0.001 ? x.toExponential(1)
-  : String(Number(x.toPrecision(3)));
+const short = x => (x !== 0 && Math.abs(x) < 0.001 ? x.toExponential(1)
+  : Number(x.toPrecision(3)).toLocaleString("en", {maximumFractionDigits: 6})).replace("-", "\u2212");
 const percent = x => (x < 0.000001 && x > 0 ? (100 * x).toExponential(1) : Number((100 * x).toPrecision(3))) + "%";
 
 // What a search looks through, made when it is first needed.
