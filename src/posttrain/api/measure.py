@@ -212,7 +212,7 @@ def generate(
     stop_import()
     source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
     is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-    examples = [_example(prompt, i) for i, prompt in enumerate([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+    examples = [example_of(prompt, i) for i, prompt in enumerate([prompts] if is_one else prompts)]  # type: ignore[arg-type]
     if not examples:
         raise UsageError("prompts: there are none. Give at least one")
     word = None if template is None else complete_template(read_word(template, "template"), source)
@@ -253,7 +253,12 @@ def answers_to(
     return answers
 
 
-def _example(prompt: Prompt, number: int) -> Example:
+def example_of(prompt: Prompt, number: int) -> Example:
+    """Return a prompt as an example without an answer.
+
+    Raises:
+        UsageError: it is empty, or its messages are none.
+    """
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UsageError(f"prompts.{number}: the prompt is empty. Give a question")
