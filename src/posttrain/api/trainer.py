@@ -76,9 +76,10 @@ class Trainer:
         with without_command_line():
             overrides = [*overrides_of(keys), ("eval.every", "0"), ("eval.num_kl_prompts", "0")]
             self.recipe, _ = read_recipe(name, overrides, given(runs_dir, data, None, rewards, model))
-        self.parts: Parts = prepare(self.recipe)
-        if not isinstance(self.parts.source, RolloutSource):
+        if self.recipe.rollout is None:
             raise UsageError("recipe: it trains on data, and a trainer samples. Give a recipe with 'rollout'")
+        self.parts: Parts = prepare(self.recipe)
+        assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
         self.source = self.parts.source
         self.step = 0  # number of updates
         self._calls, self._loss = 0, 0.0
