@@ -20,7 +20,7 @@ from posttrain.sweeps.plan import Plan, load_sweep
 from posttrain.sweeps.report import SweepResults, collect_sweep
 from posttrain.sweeps.runner import Outcome, run_trials
 
-ASKED = ("recipe", "over", "rows", "seeds")
+KEYS = ("recipe", "over", "rows", "seeds")
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ def sweep(
         runs/sweep-tiny-grpo-over-train.lr/report.html
     """
     stop_import()
-    asked: dict[str, Any] = {"recipe": spec} if isinstance(spec, str) else dict(spec)
-    for key in asked:
-        if key not in ASKED:
-            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, ASKED)} Known keys: {', '.join(ASKED)}")
-    if "recipe" not in asked:
+    content: dict[str, Any] = {"recipe": spec} if isinstance(spec, str) else dict(spec)
+    for key in content:
+        if key not in KEYS:
+            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
+    if "recipe" not in content:
         raise RecipeError("recipe: a sweep needs this key, such as tiny/grpo")
-    over = _read_over(asked.get("over"))
-    folder = folder_of(run, str(asked["recipe"]), None if over is None else over[0], runs_dir)
+    over = _read_over(content.get("over"))
+    folder = folder_of(run, str(content["recipe"]), None if over is None else over[0], runs_dir)
     with without_command_line():
         overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
         plan = load_sweep(
-            asked["recipe"], overrides, folder=folder, rows=asked.get("rows"), num_seeds=asked.get("seeds"), over=over
+            content["recipe"], overrides, folder=folder, rows=content.get("rows"), num_seeds=content.get("seeds"), over=over
         )
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
@@ -91,7 +91,7 @@ def sweep(
         if progress or is_failure:
             say(console, line, "red" if is_failure else "dim")
 
-    return carry_out(plan, f"pt.sweep({json.dumps(asked, default=str)})", jobs, tell)
+    return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, tell)
 
 
 def _read_over(over: Any) -> tuple[str, list[str]] | None:

@@ -72,11 +72,11 @@ class Callbacks:
         callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
         if callback is None:
             return
-        told = Event(int(facts["step"]), dict(facts.get("metrics") or facts.get("results") or {}), facts.get("name"))
+        happened = Event(int(facts["step"]), dict(facts.get("metrics") or facts.get("results") or {}), facts.get("name"))
         if "path" in facts:
-            told.path, told.is_best = Path(facts["path"]), bool(facts.get("best"))
-        callback(told)
-        self.is_stopped = self.is_stopped or told.is_stopped
+            happened.path, happened.is_best = Path(facts["path"]), bool(facts.get("best"))
+        callback(happened)
+        self.is_stopped = self.is_stopped or happened.is_stopped
 
 
 def train(
