@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.api.inputs import Data, Model, Place, data_word, model_name
 from posttrain.commands.console import open_console
+from posttrain.commands.evaluate import DEFAULT_BATCH
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
 from posttrain.data.messages import read_messages
 from posttrain.data.reading import Row
@@ -132,19 +133,10 @@ def evaluate(
     stop_import()
     runs = os.fspath(runs_dir)
     word = None if data is None else data_word(data, runs)
-    asked = EvaluationRequest(
+    rest = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
-        drawing=choose_drawing(
-            n=n,
-            samples=samples,
-            k=k,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            seed=seed,
-            batch=256,
-        ),
+        drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
         tasks=[] if word is None else [read_word(word, "data")],
         templates=[] if template is None else [read_word(template, "template")],
         engine=read_word(engine, "engine"),
@@ -152,7 +144,7 @@ def evaluate(
         out=None if out is None else Path(out),
     )
     with choose_evaluation_progress(open_console(), not progress) as view:
-        return Measured(carry_out(make_plan(asked), view)[0])
+        return Measured(carry_out(make_plan(request), view)[0])
 
 
 def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:

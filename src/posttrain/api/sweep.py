@@ -76,13 +76,11 @@ def sweep(
             raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
     if "recipe" not in content:
         raise RecipeError("recipe: a sweep needs this key, such as tiny/grpo")
-    over = _read_over(content.get("over"))
+    over, rows, seeds = _read_over(content.get("over")), content.get("rows"), content.get("seeds")
     folder = folder_of(run, str(content["recipe"]), None if over is None else over[0], runs_dir)
     with without_command_line():
         overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
-        plan = load_sweep(
-            content["recipe"], overrides, folder=folder, rows=content.get("rows"), num_seeds=content.get("seeds"), over=over
-        )
+        plan = load_sweep(content["recipe"], overrides, folder=folder, rows=rows, num_seeds=seeds, over=over)
     for row in plan.rows:
         session_notes(row.recipe, is_alone=False)
     console = open_console()

@@ -72,7 +72,8 @@ class Callbacks:
         callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
         if callback is None:
             return
-        happened = Event(int(facts["step"]), dict(facts.get("metrics") or facts.get("results") or {}), facts.get("name"))
+        metrics = dict(facts.get("metrics") or facts.get("results") or {})
+        happened = Event(int(facts["step"]), metrics, facts.get("name"))
         if "path" in facts:
             happened.path, happened.is_best = Path(facts["path"]), bool(facts.get("best"))
         callback(happened)

@@ -69,15 +69,12 @@ def launch(
     """Train by ``recipe`` in ``root/name``, or continue the run there.
 
     Args:
-        recipe: resolved here.
         root: the folder that holds run directories.
-        name: the run's name. By default it comes from ``recipe_name``, with a counter where that is taken; with
-            ``resume``, the newest run of that name.
+        name: the run's name; by default ``recipe_name`` with a counter, or with ``resume`` the newest run of that name.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
         accept_changes: continue although recipe or records are others than those of the newest checkpoint.
-        observer: receives events (``train/files.py``).
-        notes: further notices at the start.
+        observer: receives events (``train/files.py``); notes: further notices at the start.
         should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
         train: the loop, if another than ``posttrain.training.loop.train``.
 
@@ -92,8 +89,7 @@ def launch(
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
-    is_new_root = not Path(root).exists()
-    place = Path(root)
+    place, is_new_root = Path(root), not Path(root).exists()
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
