@@ -19,7 +19,7 @@ import posttrain as pt
 from posttrain import registry
 from posttrain.api.inputs import data_word, model_name, overrides_of, reward_words
 from posttrain.api.run import Run
-from posttrain.errors import RecipeError, RewardFailure, RunConflict, UnknownWord, UsageError
+from posttrain.errors import RecipeError, RewardFailure, RunConflict, UnallowedCode, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(40)]
@@ -168,7 +168,7 @@ def test_train_in_a_thread_and_again_gives_two_equal_runs(tmp_path: Path):
     assert len(list((tmp_path / ".rows").iterdir())) == 1
 
 
-def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path):
+def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     steps, paths = [], []
 
     def on_step(event: Any) -> None:
@@ -189,6 +189,9 @@ def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path):
     with pytest.raises(RunConflict, match=r"is at step 1 of 2 \(stopped\)"):
         pt.train(RECIPE, **options, **SMALL)
     resumed = pt.train(RECIPE, **options, **SMALL, resume=True)
+    monkeypatch.setattr(registry, "_FUNCTIONS", {})  # as in another session
+    assert pt.evaluate(resumed, data=ROWS[:2], max_tokens=2, progress=False).results["n"] == 2
+    monkeypatch.undo()
     whole = pt.train(RECIPE, **{**options, "run": "whole"}, **SMALL)
     assert resumed.status.state == "finished"
     assert same(resumed.checkpoint(), whole.checkpoint())
@@ -201,7 +204,7 @@ def test_function_of_a_session_with_several_processes_is_refused(tmp_path: Path)
 
 
 def test_function_of_another_session_is_refused_by_name():
-    with pytest.raises(UnknownWord, match=r"is in no file\. Put it into a file"):
+    with pytest.raises(UnallowedCode, match=r"is in no file\. Put it into a file"):
         registry.find("reward", "python_session:gone", "rewards.0")
 
 

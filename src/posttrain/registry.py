@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
+from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
 from posttrain.untrusted import declare_code, is_declared, prepare_import
 
@@ -275,9 +275,9 @@ def import_word(kind: str, path: str, where: str) -> Entry:
     """
     module_name, _, attribute = path.partition(":")
     place = f"{where}: " if where else ""
-    if module_name == SESSION and path not in _FUNCTIONS:
+    if is_lost(path):
         what = "this function was given by a Python session and is in no file"
-        raise UnknownWord(f"{place}{kind} {path!r}: {what}. Put it into a file, and give its name")
+        raise UnallowedCode(f"{place}{kind} {path!r}: {what}. Put it into a file, and train with that")
     prepare_import(path, f"{place}{kind} ")
     if path in _FUNCTIONS:
         function = _FUNCTIONS[path]
@@ -337,6 +337,11 @@ def _import_until_call(name: str) -> ModuleType:
     return module
 
 
+def is_lost(path: str) -> bool:
+    """Return True for the name of a function that only another Python session knows."""
+    return path.startswith(f"{SESSION}:") and path not in _FUNCTIONS
+
+
 def name_function(function: Callable[..., Any]) -> str:
     """Return ``module:function`` for a function, and allow it: from here on the name means this function.
 
@@ -351,7 +356,8 @@ def name_function(function: Callable[..., Any]) -> str:
     called = module.__name__ if module is not None else ""
     if called == "__main__":
         called = module.__spec__.name if getattr(module, "__spec__", None) is not None else Path(file or "").stem
-        if called in sys.modules or code is None or not Path(code.co_filename).is_file():
+        is_other = getattr(sys.modules.get(called), "__file__", file) != file
+        if is_other or code is None or not Path(code.co_filename).is_file():
             file = None  # the name means another module, or the code is of a notebook
     if file is None or getattr(module, name, None) is not function or not called.replace(".", "").isidentifier():
         plain = name if name.isidentifier() else f"function_{len(_FUNCTIONS) + 1}"
@@ -359,7 +365,7 @@ def name_function(function: Callable[..., Any]) -> str:
         declare_code(path)
     else:
         path = f"{called}:{name}"
-        declare_code(path, Path(file).resolve().parents[called.count(".")])
+        declare_code(path, Path(file).resolve().parents[called.count(".") + (Path(file).stem == "__init__")])
     _FUNCTIONS[path] = function
     return path
 
