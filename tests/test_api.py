@@ -190,6 +190,7 @@ def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, m
         pt.train(RECIPE, **options, **SMALL)
     resumed = pt.train(RECIPE, **options, **SMALL, resume=True)
     monkeypatch.setattr(registry, "_FUNCTIONS", {})  # as in another session
+    monkeypatch.setattr("posttrain.untrusted._FOLDERS", {})
     assert pt.evaluate(resumed, data=ROWS[:2], max_tokens=2, progress=False).results["n"] == 2
     monkeypatch.undo()
     whole = pt.train(RECIPE, **{**options, "run": "whole"}, **SMALL)

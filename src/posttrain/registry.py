@@ -353,9 +353,9 @@ def name_function(function: Callable[..., Any]) -> str:
             return path
     name, module = getattr(function, "__name__", ""), sys.modules.get(getattr(function, "__module__", ""))
     file, code = getattr(module, "__file__", None), getattr(inspect.unwrap(function), "__code__", None)
-    called = module.__name__ if module is not None else ""
+    called, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
     if called == "__main__":
-        called = module.__spec__.name if getattr(module, "__spec__", None) is not None else Path(file or "").stem
+        called = spec.name if spec is not None else Path(file or "").stem
         is_other = getattr(sys.modules.get(called), "__file__", file) != file
         if is_other or code is None or not Path(code.co_filename).is_file():
             file = None  # the name means another module, or the code is of a notebook

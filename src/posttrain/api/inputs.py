@@ -143,7 +143,8 @@ def reward_words(rewards: Rewards) -> list[dict[str, Any]]:
         UsageError: one is something else.
     """
     words = []
-    for number, given in enumerate([rewards] if isinstance(rewards, str) or callable(rewards) else rewards):
+    listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    for number, given in enumerate(listed):
         reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if callable(reward):
             word: dict[str, Any] = {"name": registry.name_function(reward)}

@@ -133,7 +133,7 @@ def evaluate(
     stop_import()
     runs = os.fspath(runs_dir)
     word = None if data is None else data_word(data, runs)
-    rest = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    rest: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
     request = EvaluationRequest(
         models=[find_source(model_name(model, runs), runs)],
         drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
@@ -204,7 +204,8 @@ def generate(
     stop_import()
     source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
     is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-    examples = [example_of(prompt, i) for i, prompt in enumerate([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+    listed: Sequence[Any] = [prompts] if is_one else prompts
+    examples = [example_of(prompt, i) for i, prompt in enumerate(listed)]
     if not examples:
         raise UsageError("prompts: there are none. Give at least one")
     word = None if template is None else complete_template(read_word(template, "template"), source)

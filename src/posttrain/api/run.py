@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,8 @@ class Run:
         """
         folder = self.folder / "checkpoints"
         steps = checkpoint_steps(folder)
-        known: Mapping[str | int, int | None] = {n: n for n in steps}
-        known = known | {"last": steps[-1] if steps else None}
-        known = known | {"best": best_step(folder) or known["last"]}
+        last = steps[-1] if steps else None
+        known: dict[str | int, int | None] = {"best": best_step(folder) or last, "last": last, **{n: n for n in steps}}
         if (step := known.get(which)) is None:
             there = ", ".join(map(str, steps)) or "none"
             raise UsageError(
