@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import posttrain
 from posttrain import cli
 from posttrain.commands.explain import KINDS, recipes_called
 from posttrain.evaluation.plan import EVALUATIONS
@@ -217,6 +219,12 @@ def test_the_reference_runs_are_those_of_the_results() -> None:
     demo = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["demos"][0]["results"]
     after = 100 * demo["after GRPO"]["accuracy"]
     assert next(line for line in page.splitlines() if line.startswith("| 0 | ")).split(" | ")[3] == f"{after:.1f} %"
+
+
+def test_the_page_on_python_calls_every_public_function() -> None:
+    written = [text for page, text in blocks("python") if page == "python.md"]
+    calls = {ast.unparse(n.func) for text in written for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)}
+    assert {f"pt.{name}" for name in posttrain._PUBLIC} <= calls
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -9,17 +9,22 @@ imported when the component is first used; torch is not imported here.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnknownWord, nearest
+from posttrain.errors import GONE, PosttrainError, RecipeError, RunFailure, UnallowedCode, UnknownWord, nearest
 from posttrain.option_types import Options, explain_type, faults, shorten
-from posttrain.untrusted import is_declared, prepare_import
+from posttrain.untrusted import declare_code, is_declared, prepare_import
 
 # The components of each kind, by the module that registers them.
 HOMES: dict[str, dict[str, str]] = {
@@ -270,9 +275,16 @@ def import_word(kind: str, path: str, where: str) -> Entry:
     """
     module_name, _, attribute = path.partition(":")
     place = f"{where}: " if where else ""
+    if is_lost(path):
+        what = "this function was given by a Python session and is in no file"
+        raise UnallowedCode(f"{place}{kind} {path!r}: {what}. Put it into a file, and train with that")
     prepare_import(path, f"{place}{kind} ")
+    if path in _FUNCTIONS:
+        function = _FUNCTIONS[path]
+        own = (entry for entry in _ENTRIES.get(kind, {}).values() if entry.function is function)
+        return next(own, Entry(kind, path, function, {}))
     try:
-        module = importlib.import_module(module_name)
+        module = _import_until_call(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit too; the cause is kept
@@ -290,6 +302,72 @@ def import_word(kind: str, path: str, where: str) -> Entry:
             "Give one that is there"
         )
     return Entry(kind, path, function, {})
+
+
+SESSION = "python_session"  # the module in the name of a function that is in no file
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # those that Python code gave, by name
+_IS_IMPORTING: ContextVar[bool] = ContextVar("is_importing", default=False)
+
+
+class CalledWhileImported(BaseException):
+    """The end of an import: the module calls a function of ``posttrain.api``, and has defined what stands above."""
+
+
+def stop_import() -> None:
+    """Raise ``CalledWhileImported`` in a module that is being imported for one of its functions."""
+    if _IS_IMPORTING.get():
+        raise CalledWhileImported
+
+
+def _import_until_call(name: str) -> ModuleType:
+    """Import a module; a script that trains when it runs is read up to there."""
+    if name in sys.modules or (spec := importlib.util.find_spec(name)) is None or spec.loader is None:
+        return importlib.import_module(name)
+    token, module = _IS_IMPORTING.set(True), importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except CalledWhileImported:
+        pass
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _IS_IMPORTING.reset(token)
+    return module
+
+
+def is_lost(path: str) -> bool:
+    """Return True for the name of a function that only another Python session knows."""
+    return path.startswith(f"{SESSION}:") and path not in _FUNCTIONS
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """Return ``module:function`` for a function, and allow it: from here on the name means this function.
+
+    Other processes import its file. One that is in no file (of a notebook, a lambda, inside another function) is
+    called ``python_session:NAME`` and is known to this process alone.
+    """
+    for path, known in _FUNCTIONS.items():
+        if known is function:
+            return path
+    name, module = getattr(function, "__name__", ""), sys.modules.get(getattr(function, "__module__", ""))
+    file, code = getattr(module, "__file__", None), getattr(inspect.unwrap(function), "__code__", None)
+    called, spec = getattr(module, "__name__", ""), getattr(module, "__spec__", None)
+    if called == "__main__":
+        called = spec.name if spec is not None else Path(file or "").stem
+        is_other = getattr(sys.modules.get(called), "__file__", file) != file
+        if is_other or code is None or not Path(code.co_filename).is_file():
+            file = None  # the name means another module, or the code is of a notebook
+    if file is None or getattr(module, name, None) is not function or not called.replace(".", "").isidentifier():
+        plain = name if name.isidentifier() else f"function_{len(_FUNCTIONS) + 1}"
+        path = f"{SESSION}:{plain}"
+        declare_code(path)
+    else:
+        path = f"{called}:{name}"
+        declare_code(path, Path(file).resolve().parents[called.count(".") + (Path(file).stem == "__init__")])
+    _FUNCTIONS[path] = function
+    return path
 
 
 def call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:

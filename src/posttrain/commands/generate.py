@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 from rich.console import Console
 
+from posttrain.api.measure import Answer, answers_to
 from posttrain.commands.console import Text, open_console
 from posttrain.commands.interpret.steering import check_steering, steering_of
 from posttrain.commands.options import chosen_words
 from posttrain.data.base import build_task, choose_task
-from posttrain.data.render import decode_response, encode_prompt
 from posttrain.errors import UsageError
-from posttrain.randomness import derive_key
 from posttrain.runs.models import find_source
-from posttrain.sampling.models import OpenedModel, complete_template, open_model
-from posttrain.sampling.rollout import Attempt
-from posttrain.types import Completion, Example, Message
+from posttrain.sampling.models import complete_template, open_model
+from posttrain.types import Example, Message
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -36,36 +33,33 @@ def run_generate(arguments: argparse.Namespace) -> int:
         places = range(arguments.seed, arguments.seed + min(arguments.limit or 1, len(task.examples)))
         examples = [task.examples[place % len(task.examples)] for place in places]
     sampler = open_model(source, complete_template(words.get("template"), source))
-    template = sampler.grader.template
-    prompts = [encode_prompt(sampler.tokenizer, template, one.messages, one.variables) for one in examples]
-    keys = [derive_key(arguments.seed, "generate", i) for i in range(arguments.samples)]
-    sampling = sampler.sampling(arguments.max_tokens or source.max_tokens, arguments.temperature)
     steered, change = steering_of(arguments, sampler.model)
     with steered:
-        answers = sampler.engine.generate(prompts, [keys] * len(prompts), sampling)
+        answers = answers_to(
+            sampler,
+            examples,
+            n=arguments.samples,
+            seed=arguments.seed,
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+        )
     console = open_console()
     if change:
         console.print(Text(f"steered at {change}", style="dim"))
-    for example, prompt, completions in zip(examples, prompts, answers, strict=True):
+    for number, example in enumerate(examples):
         console.print(Text("\n".join(message.content for message in example.messages), style="bold"))
-        for completion in completions:
-            _print_completion(console, sampler, example, completion, prompt)
+        for answer in answers[number * arguments.samples : (number + 1) * arguments.samples]:
+            _print_answer(console, answer, example)
     return 0
 
 
-def _print_completion(
-    console: Console, sampler: OpenedModel, example: Example, completion: Completion, prompt: list[int]
-) -> None:
-    template = sampler.grader.template
-    text = decode_response(sampler.tokenizer, template, completion.ids, prompt)
-    extracted = template.extract(text)
-    facts = [f"{len(completion.ids)} tokens", "cut off" if completion.finish == "length" else "ended by itself"]
-    if completion.logprobs:
-        facts.append(f"mean log-prob {math.fsum(completion.logprobs) / len(completion.logprobs):.3f}")
-    facts.append("no answer found" if extracted is None else f"answer {extracted}")
-    if example.answer is not None:
-        grade = sampler.grader.grade([Attempt(example, "", text, completion)])[0]
-        facts.append("right" if grade.outcome == "right" else f"wrong, it is {example.answer}")
+def _print_answer(console: Console, answer: Answer, example: Example) -> None:
+    facts = [f"{answer.num_tokens} tokens", "cut off" if answer.finish == "length" else "ended by itself"]
+    if answer.logprob is not None:
+        facts.append(f"mean log-prob {answer.logprob:.3f}")
+    facts.append("no answer found" if answer.answer is None else f"answer {answer.answer}")
+    if answer.outcome is not None:
+        facts.append("right" if answer.outcome == "right" else f"wrong, it is {example.answer}")
     console.print()
-    console.print(Text(text))
+    console.print(Text(answer.text))
     console.print(Text(" · ".join(facts), style="dim"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.commands.options import names, positive, repetitions, shown
@@ -56,15 +55,15 @@ def read_over(text: str) -> tuple[str, list[str]]:
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Check every trial, make those that are not finished, and write results, tables, picture and page."""
+    from posttrain.api.sweep import carry_out, folder_of
     from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
-    from posttrain.errors import INTERRUPTED, RunFailure
-    from posttrain.reports.sweeps import write_sweep
+    from posttrain.errors import INTERRUPTED
     from posttrain.sweeps.plan import load_sweep
-    from posttrain.sweeps.report import collect_sweep
-    from posttrain.sweeps.runner import run_trials
 
     asked = {"rows": arguments.rows, "num_seeds": arguments.seeds, "over": arguments.over}
-    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder_of(arguments), **asked)
+    over = None if arguments.over is None else arguments.over[0]
+    folder = folder_of(arguments.run, arguments.recipe, over, arguments.runs_dir)
+    plan = load_sweep(arguments.recipe, arguments.overrides, folder=folder, **asked)
     console = open_console()
     if arguments.dry_run:
         for line in describe_plan(plan):
@@ -77,32 +76,27 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         if is_failure or not arguments.quiet:
             say(console, line, "red" if is_failure else "dim")
 
-    outcome = run_trials(plan, jobs=arguments.jobs, say=tell)
-    try:
-        results = collect_sweep(plan, outcome, command_of(arguments))
-    except RunFailure as failure:
-        tell(str(failure), True)
-    else:
-        page = write_sweep(results, plan.folder)
-        if not leaves_out_tables(arguments.quiet):
-            for table in results.tables:
-                print_table(console, table)
-            for line in (*results.problems, *results.findings, *results.notes, *results.differences):
-                say(console, line)
-            say(console, f"report: {page}")
-            say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
+    done = carry_out(plan, command_of(arguments), arguments.jobs, tell)
+    if done.results is not None and not leaves_out_tables(arguments.quiet):
+        for table in done.results.tables:
+            print_table(console, table)
+        lines = done.results
+        for line in (*lines.problems, *lines.findings, *lines.notes, *lines.differences):
+            say(console, line)
+        say(console, f"report: {done.report}")
+        say(console, f"its runs: posttrain runs --runs-dir {plan.folder / 'cells'}")
     say(console, f"sweep: {plan.folder}")
-    if plan.content.page and not (arguments.quiet or outcome.interrupted):
+    if plan.content.page and not (arguments.quiet or done.is_interrupted):
         say(console, f"read on: {plan.content.page}")
-    if outcome.interrupted:
-        tell("stopped; everything so far is saved. The same command goes on from here", True)
+    if done.is_interrupted:
         return INTERRUPTED
-    return 1 if outcome.failures else 0
+    return 1 if done.failures else 0
 
 
 def _check_rows(plan: Plan) -> None:
     """Check the recipe of every row as a run does before it trains, and say what is missing."""
-    from posttrain.commands.train import check_data, check_tools, refuse_tasks, tell_missing
+    from posttrain.api.training import refuse_tasks
+    from posttrain.commands.train import check_data, check_tools, tell_missing
 
     starts = [plan.start.recipe] if plan.start is not None else []
     for recipe in [*starts, *(row.recipe for row in plan.rows if "labelled" not in row.needs)]:
@@ -122,17 +116,6 @@ def describe_plan(plan: Plan) -> list[str]:
         changes = ", ".join(sorted(row.differs)) or "nothing but the method"
         lines.append(f"{row.name} ({row.source}) differs from the base in {changes}")
     return lines
-
-
-def folder_of(arguments: argparse.Namespace) -> Path:
-    """The folder of the sweep: called as asked for, else ``sweep-`` and its recipe's name."""
-    from posttrain.runs.directory import check_run_name, name_of_recipe
-
-    if arguments.run is not None:
-        return Path(arguments.runs_dir) / check_run_name(arguments.run)
-    name = name_of_recipe(arguments.recipe)
-    name = f"{name}-over-{arguments.over[0]}" if arguments.over is not None else name
-    return Path(arguments.runs_dir) / (name if name.startswith("sweep") else f"sweep-{name}")
 
 
 def command_of(arguments: argparse.Namespace) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.api.training import carry_out, read_recipe
 from posttrain.commands.progress import choose_progress
 from posttrain.data.base import build_task, eval_words
 from posttrain.errors import INTERRUPTED, DataNotThere, MissingExtra, UsageError
 from posttrain.models.sources import is_missing
-from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
+from posttrain.recipes.recipe import Recipe
 from posttrain.recipes.sections import task_words
-from posttrain.registry import find
-from posttrain.training.checks import words_of
+from posttrain.runs.processes import follow, is_follower
 from posttrain.untrusted import harmless
 
 
@@ -37,10 +37,8 @@ class TrainRequest:
 
 def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
     """Check the recipe, train, draw the curves and write the report."""
-    recipe = load_recipe(arguments.recipe, arguments.overrides).resolve()
-    refuse_tasks(recipe)
-    words_of(recipe)  # a dry run refuses what training would
-    for line in lost_options(arguments.recipe, arguments.overrides):
+    recipe, notes = read_recipe(arguments.recipe, arguments.overrides)
+    for line in notes:
         _note(line)
     if arguments.memory and not arguments.dry_run:
         raise UsageError("--memory needs --dry-run, which prints the recipe and trains nothing")
@@ -53,42 +51,17 @@ def run_train(arguments: argparse.Namespace | TrainRequest) -> int:
         if arguments.memory:
             _print_memory(recipe)
         return 0
-    from posttrain.runs.launch import launch
-    from posttrain.runs.processes import follow, is_follower
-
     if is_follower():  # torchrun has started several of this command; the first one reports
         return follow()
     with choose_progress(arguments.recipe, arguments.quiet) as progress:
-        result = launch(
-            recipe,
-            root=arguments.runs_dir,
-            name=arguments.run,
-            recipe_name=arguments.recipe,
-            resume=arguments.resume,
-            accept_changes=arguments.accept_changes,
-            observer=progress,
-        )
-    from posttrain.commands.summary import write_summary
-
-    report = write_summary(result.folder)
+        how = {"resume": arguments.resume, "accept_changes": arguments.accept_changes}
+        result, report = carry_out(recipe, arguments.recipe, arguments.runs_dir, arguments.run, progress, **how)
     print(f"run:    {result.folder}")
     if not arguments.quiet:
         print(f"report: {report}")
         if not recipe.trains_scorer:
             print(f"ask it: posttrain generate {result.folder}")
     return 0 if result.reason == "finished" else INTERRUPTED
-
-
-def refuse_tasks(recipe: Recipe) -> None:
-    """Call the trait ``refuse`` of tasks, which knows options that cannot be used; nothing is read for that.
-
-    Raises:
-        UsageError: from the trait.
-    """
-    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_words(named)):
-        refuse = find("task", word.name).traits.get("refuse")
-        if refuse is not None:
-            refuse(**word.options)
 
 
 def check_data(recipe: Recipe) -> None:

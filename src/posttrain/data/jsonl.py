@@ -20,7 +20,7 @@ from posttrain.registry import find, register
 from posttrain.types import Example, Message, Turn
 
 # Other names of the parts in the common layouts: ShareGPT, Alpaca, prompts with completions.
-ALIASES = {"messages": ("conversations",), "prompt": ("instruction",), "response": ("completion", "output")}
+ALIASES = {"messages": ("conversations",), "prompt": ("instruction", "question"), "response": ("completion", "output")}
 # Why a response whose grader's word is not ``right`` was left out.
 OUTCOMES: dict[Outcome, str] = {
     "wrong": "a wrong answer",
@@ -65,7 +65,7 @@ def jsonl(
     Args:
         split: ``validation`` and ``test`` are parts of the rows chosen by a hash of the prompt up to the user's first
             message, ``train`` is the rest, ``all`` the whole file.
-        prompt_key: of a text or messages; else ``instruction`` with ``input``. A row with messages uses these.
+        prompt_key: of a text or messages; else ``instruction`` with ``input``, or ``question``. Messages come first.
         messages_key: of the conversation; else ``conversations``.
         answer_key: where the gold answer stands (maybe after a solution and ``####``); ``""`` if the data have none.
         solution_key: where the worked solution, without the answer, stands; rows may lack it.

@@ -2,7 +2,8 @@
 
 A reward is any function that returns a number, a ``Verdict`` or ``Measured``. Its positional parameters are names from
 ``AVAILABLE``; its keyword-only parameters are options of the recipe. One that is registered with ``batched=True`` is
-called once for many completions: each parameter is then a sequence, and so is the result.
+called once for many completions: each parameter is then a sequence, and so is the result. One in TRL's form,
+``(completions, **columns) -> list[float]``, is called so, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from posttrain.graders.answers import last_boxed
 from posttrain.graders.grading import Measured, Submission, Verdict, grade, is_blank
 from posttrain.recipes.sections import RewardWord
 from posttrain.registry import Entry, register, suggest
-from posttrain.types import TRUNCATED, Turn
+from posttrain.types import TRUNCATED, Example, Turn
 
 # What a reward may ask for, with its meaning.
 AVAILABLE: dict[str, str] = {
@@ -131,7 +132,33 @@ def bind_reward(
     else:
         name, function = getattr(reward, "__name__", repr(reward)), reward
         bound, batched = partial(reward, **(options or {})), False
-    return BoundReward(name, bound, _asked(name, function, where, bound.keywords), batched)
+    asked = _asked(name, function, where, bound.keywords)
+    if takes_columns(function):
+        return BoundReward(name, partial(_call_with_columns, bound), asked, batched=True)
+    return BoundReward(name, bound, asked, batched)
+
+
+def takes_columns(function: Callable[..., Any]) -> bool:
+    """Return True for a reward in TRL's form: ``(completions, **columns) -> list[float]``."""
+    return "completions" in inspect.signature(function).parameters
+
+
+def _call_with_columns(
+    reward: partial[Any], prompt: Sequence[str], text: Sequence[str], example: Sequence[Example]
+) -> Any:
+    """Call a reward in TRL's form: with ``prompts``, ``completions`` and a list for each key of the rows.
+
+    A row without the key, and a None in the result (the reward says nothing of it), count as None and 0.
+    """
+    keys = dict.fromkeys(key for one in example for key in one.meta)
+    columns: dict[str, Sequence[Any]] = {key: [one.meta.get(key) for one in example] for key in keys}
+    columns |= {"solution": [one.solution for one in example], "answer": [one.answer for one in example]}
+    columns |= {"prompts": prompt, "completions": text}
+    parameters = inspect.signature(reward.func).parameters.values()
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        columns = {one.name: columns[one.name] for one in parameters if one.name in columns}
+    values = reward(**{key: column for key, column in columns.items() if key not in reward.keywords})
+    return [0.0 if value is None else value for value in values] if isinstance(values, list | tuple) else values
 
 
 def reward_parts(words: Sequence[RewardWord], template: str, *, has_tags: bool) -> list[str]:
@@ -165,6 +192,8 @@ def format_part(template: str, *, has_tags: bool) -> str | None:
 
 def _asked(name: str, function: Callable[..., Any], where: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
     """The names that the function asks for, next to those that are ``bound`` already."""
+    if takes_columns(function):
+        return ("prompt", "text", "example")
     place = f"{where}: " if where else ""
     asked: list[str] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -94,12 +94,19 @@ class Document(Generic[T]):
     is_own: bool = True
 
     @classmethod
-    def load(cls, model: type[T], name_or_path: str, *, is_own: bool = True, shelf: str = "") -> Document[T]:
+    def load(
+        cls, model: type[T], name_or_path: str | Mapping[str, Any], *, is_own: bool = True, shelf: str = ""
+    ) -> Document[T]:
         """The file of a path, or of a shipped recipe's name, as it stands there; ``shelf``: whose names to suggest.
+
+        A mapping is the content itself, which the caller has written.
 
         Raises:
             RecipeError: neither a file nor a known name; not YAML, or not what recipes are made of (``strict_yaml``).
         """
+        if isinstance(name_or_path, Mapping):
+            declare_code(name_or_path)
+            return cls(model, copy.deepcopy(dict(name_or_path)))
         place, text = recipe_text(name_or_path, shelf)
         return cls.read(model, place, text, is_own=is_own)
 
@@ -204,25 +211,25 @@ class Document(Generic[T]):
         where = f"{self.line_of(key)}{key}: " if key else self.line_of(key)
         what = f"section {'.'.join(path[:-1])!r}" if path[:-1] else self.model.label
         if item["type"] != "extra_forbidden":
-            names_one = isinstance(item["input"], str) and "name" in _known_keys(self.model, path)
+            names_one = isinstance(item["input"], str) and "name" in known_keys(self.model, path)
             hint = f". Did you mean {key}.name?" if names_one else ""
             return f"{where}{registry.explain_fault(item, key, what, (), hint)}"
         from posttrain.other_names import answer_other_name
 
-        known = _known_keys(self.model, path[:-1])
+        known = known_keys(self.model, path[:-1])
         inner = next((name for name in self.overridden if name.startswith(f"{key}.")), key)  # trainer.total_epochs
         meant = nearest(path[0], known) if inner != key else None
-        is_slip = meant is not None and inner.partition(".")[2] in _known_keys(self.model, [meant])
+        is_slip = meant is not None and inner.partition(".")[2] in known_keys(self.model, [meant])
         if inner != key and key not in GONE and not is_slip and (answer := answer_other_name(inner)):
             return f"{where}{what} has no key {inner!r}.{answer}"
         if len(path) == 1 and self.model.extensible and path != ["extends"]:
             known.append("extends")  # a file's key, gone by the time that a recipe is checked
-        inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in _known_keys(self.model, [name])]
+        inside = [f"{name}.{key}" for name in known if len(path) == 1 and key in known_keys(self.model, [name])]
         hint = f" Did you mean {' or '.join(inside)}?" if inside else ""
         return f"{where}{registry.explain_fault(item, key, what, known, hint)}"
 
 
-def _known_keys(model: Any, path: Sequence[str]) -> list[str]:
+def known_keys(model: Any, path: Sequence[str]) -> list[str]:
     """The keys of the section at ``path``; none where that is no section."""
     for part in (part for part in path if not part.isdigit()):  # in a list of sections each has the same keys
         section = getattr(model, "model_fields", {}).get(part)

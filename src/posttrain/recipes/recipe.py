@@ -251,10 +251,12 @@ def stored_recipe(stored: Mapping[str, Any], place: str) -> Recipe:
     return validate_recipe(without_remote_code(stored), place, is_own=False)
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True) -> Recipe:
+def load_recipe(
+    name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (), *, is_own: bool = True
+) -> Recipe:
     """Read a recipe, apply dotted overrides, validate. Words are checked by ``resolve``.
 
-    ``is_own``: a file of the user's may name code (``untrusted``).
+    A mapping is the recipe itself. ``is_own``: a file of the user's may name code (``untrusted``).
 
     Raises:
         RecipeError: with file, line and key.
@@ -266,7 +268,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[tuple[str, str]] = (), *,
     return document.extend().override(overrides).check()
 
 
-def lost_options(name_or_path: str, overrides: Sequence[tuple[str, str]]) -> list[str]:
+def lost_options(name_or_path: str | Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each component that the command line replaces: which options of a recipe go with it."""
     below = Document.load(Recipe, name_or_path).extend()
     after, lines = below.override(overrides).content, []

@@ -33,7 +33,7 @@ from posttrain.store.metric_names import ACCURACY, Metric, metric_of
 from posttrain.store.reading import read_stated, read_yaml
 from posttrain.untrusted import harmless, kind_of_file
 
-State = Literal["running", "finished", "failed", "interrupted"]
+State = Literal["running", "finished", "failed", "interrupted", "stopped"]
 # The name of a run or a sweep, or of a part of one: a folder with room for what is written aside.
 MAX_NAME_CHARS = 200
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {MAX_NAME_CHARS}"

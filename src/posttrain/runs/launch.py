@@ -45,7 +45,7 @@ Train = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run: ``reason`` is ``finished`` or ``interrupted``; the last evaluation by name."""
+    """The end of a run: ``reason`` is ``finished``, ``interrupted`` or ``stopped``; the last evaluation by name."""
 
     folder: Path
     step: int
@@ -62,19 +62,20 @@ def launch(
     resume: bool = False,
     accept_changes: bool = False,
     observer: Observer = lambda event, facts: None,
+    notes: Sequence[str] = (),
+    should_stop: Callable[[], bool] = lambda: False,
     train: Train | None = None,
 ) -> RunResult:
     """Train by ``recipe`` in ``root/name``, or continue the run there.
 
     Args:
-        recipe: resolved here.
         root: the folder that holds run directories.
-        name: the run's name. By default it comes from ``recipe_name``, with a counter where that is taken; with
-            ``resume``, the newest run of that name.
+        name: the run's name; by default ``recipe_name`` with a counter, or with ``resume`` the newest run of that name.
         recipe_name: what the recipe was called on the command line.
         resume: continue instead of starting.
         accept_changes: continue although recipe or records are others than those of the newest checkpoint.
-        observer: receives events (``train/files.py``).
+        observer: receives events (``train/files.py``); notes: further notices at the start.
+        should_stop: ends the run after a step, with a checkpoint and the state ``stopped``.
         train: the loop, if another than ``posttrain.training.loop.train``.
 
     Raises:
@@ -88,18 +89,17 @@ def launch(
         raise UsageError("--accept-changes is about a run that goes on; give --resume as well, or leave it out")
     if name is not None:
         check_run_name(name)
-    is_new_root = not Path(root).exists()
-    place = Path(root)
+    place, is_new_root = Path(root), not Path(root).exists()
     folder = _folder_to_resume(place, name, recipe_name) if resume else _new_folder(place, name, recipe, recipe_name)
     with lock_run(folder):
         directory = RunDirectory(folder)
         notices = _claim(directory, recipe, resume, accept_changes)
         directory.write_environment(recipe_name, recipe.fingerprint())
         status = new_status(recipe.train.steps or 0, directory.read_status() if resume else None)
-        record = _Record(directory, status, observer)
+        record = _Record(directory, status, observer, should_stop)
         try:
             record.update()
-            for message in notices:
+            for message in [*notices, *notes]:
                 record("notice", {"message": message})
             result = _train(recipe, directory, resume, record, train)
         except BaseException as error:
@@ -122,7 +122,11 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     if leftovers:
         record("notice", {"message": f"removed what a killed write left behind: {', '.join(leftovers)}"})
     loop: Any = train or import_module("posttrain.training.loop").train
-    with stop_on_signals() as should_stop:
+    with stop_on_signals() as was_signalled:
+
+        def should_stop() -> bool:
+            return was_signalled() or record.should_stop()
+
         about: dict[str, Any] = {"resume": resume, "observer": record, "should_stop": should_stop}
         if not isinstance(recipe, Recipe):  # of a sparse autoencoder, which one process trains
             result = loop(recipe, files, **about)
@@ -137,7 +141,8 @@ def _train(recipe: Recipe, directory: RunDirectory, resume: bool, record: _Recor
     if result.reason == "interrupted":
         what = f"stopped after step {result.step} of {record.status.steps}, which is saved"
         record("notice", {"message": f"{what}; continue with: {resume_command(directory.folder)}"})
-    return RunResult(directory.folder, result.step, result.reason, dict(result.evaluations))
+    reason = record.reason if result.reason == "interrupted" else result.reason
+    return RunResult(directory.folder, result.step, reason, dict(result.evaluations))
 
 
 def find_or_train(
@@ -286,9 +291,11 @@ def start_text(facts: Mapping[str, Any]) -> str:
 class _Record:
     """An observer that keeps status and log, and passes every event on."""
 
-    def __init__(self, directory: RunDirectory, status: RunStatus, observer: Observer) -> None:
-        self.directory, self.status, self.observer = directory, status, observer
-        self.started = self.interrupted = False
+    def __init__(
+        self, directory: RunDirectory, status: RunStatus, observer: Observer, should_stop: Callable[[], bool]
+    ) -> None:
+        self.directory, self.status, self.observer, self.should_stop = directory, status, observer, should_stop
+        self.started, self.reason = False, "finished"
 
     def __call__(self, event: str, facts: dict[str, Any]) -> None:
         if event == "start":
@@ -310,7 +317,9 @@ class _Record:
         elif event == "notice":
             self.directory.log(str(facts["message"]))
         elif event == "finish":
-            self.interrupted = facts["reason"] != "finished"
+            if facts["reason"] != "finished":
+                facts = facts | {"reason": "stopped" if self.should_stop() else "interrupted"}
+            self.reason = facts["reason"]
             self.update(step=facts["step"])
         self.observer(event, facts)
 
@@ -321,7 +330,7 @@ class _Record:
 
     def end(self, error: BaseException | None, *, goes: bool = False) -> None:
         """Set the final state; after an error, write how to continue unless the run ``goes`` away."""
-        state, message = "interrupted" if self.interrupted else "finished", None
+        state, message = self.reason, None
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if error is not None:
             state = "interrupted" if stopped else "failed"

@@ -19,7 +19,7 @@ from posttrain.store.metric_names import metric_of
 from posttrain.store.metrics import MetricsLog, MetricsRow, evaluation_points, is_evaluation
 from posttrain.store.rollouts import RolloutStore
 
-RunState = Literal["running", "finished", "failed", "interrupted", "dead", "damaged"]
+RunState = Literal["running", "finished", "failed", "interrupted", "stopped", "dead", "damaged"]
 T = TypeVar("T")
 ABSENT = "not there"  # in place of the value of a key that a recipe does not have
 _MAX_CHARACTERS = 200

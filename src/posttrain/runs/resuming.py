@@ -105,7 +105,7 @@ def _missing_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[str]:
     """Tell of a run without any checkpoint whose status or metrics show that it had one."""
     status = directory.read_status()
     last = max((row.step for row in MetricsLog(directory.folder / "metrics.jsonl").read()), default=0)
-    if status is not None and status.state in ("finished", "interrupted"):  # both save a checkpoint
+    if status is not None and status.state in ("finished", "interrupted", "stopped"):  # both save a checkpoint
         last = max(last, status.step)
     elif last <= (recipe.train.save_every or last):
         return []

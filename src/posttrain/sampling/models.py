@@ -177,7 +177,8 @@ def check_rewards(source: ModelSource, template: Word | None) -> None:
     """
     if source.recipe is not None and (template is None or template.name == source.template.name):
         for index, reward in enumerate(source.recipe.rewards):
-            registry.find("reward", reward.name, f"rewards.{index}")
+            if not registry.is_lost(reward.name):  # that of a notebook, which nobody can import
+                registry.find("reward", reward.name, f"rewards.{index}")
 
 
 def complete_template(template: Word | None, source: ModelSource) -> Word | None:

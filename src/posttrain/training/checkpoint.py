@@ -107,7 +107,7 @@ def save_checkpoint(
                     return final
             else:
                 save_file(_storable(optimizer), aside / "optimizer.safetensors")
-            _write_model(aside, model, score, None if weights is None else _storable(weights))
+            write_model(aside, model, score, None if weights is None else _storable(weights))
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
             for name, tensors in (("rollout_buffer", rollout_buffer), ("heads", heads or None)):
@@ -257,8 +257,8 @@ def names_to_write(model: Any) -> set[str]:
     return set(places.values())
 
 
-def _write_model(path: Path, model: Any, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
-    """The model as its library writes it, or ``own`` as its weights in one file."""
+def write_model(path: Path, model: Any, score: tuple[Tensor, int] | None, own: dict[str, Tensor] | None) -> None:
+    """Write the model as its library does, or ``own`` as its weights in one file."""
     if score is not None:
         from posttrain.models.scorer import save_adapter_scorer, save_scorer
     with _without_progress_bars():

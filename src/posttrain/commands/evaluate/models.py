@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.api.measure import carry_out
 from posttrain.commands.console import leaves_out_tables, open_console, print_table, say
 from posttrain.commands.evaluate import DEFAULT_BATCH, SECTIONS
 from posttrain.commands.evaluate.progress import choose_evaluation_progress
@@ -21,7 +22,6 @@ from posttrain.evaluation.plan import (
     make_plan,
     notes_of,
     rows_of,
-    run_plan,
     slug,
 )
 from posttrain.evaluation.reward_models.measures import run_scoring, write_scores
@@ -40,8 +40,6 @@ from posttrain.reports.evaluation import (
     contest_table,
     shown_value,
     write_contest_page,
-    write_page,
-    write_table_page,
 )
 from posttrain.reports.reward_model import NOTES, difference_tables, score_tables, write_score_page
 from posttrain.runs.models import find_source
@@ -89,7 +87,7 @@ def request_of(
 def _run(plan: Plan, quiet: bool) -> list[Finished]:
     """Carry out a plan and print its tables."""
     with choose_evaluation_progress(open_console(), quiet) as progress:
-        finished = run_plan(plan, write_page, write_table_page, open_reward_model, progress)
+        finished = carry_out(plan, progress)
     tables = [results_table(own) for own in by_evaluation(rows_of(finished))]
     _print(tables, notes_of(finished), f"summary, results and every answer: {plan.folder}", quiet)
     return finished

@@ -38,6 +38,7 @@ STYLES = {
     "finished": "green",
     "failed": "red",
     "interrupted": "yellow",
+    "stopped": "green",
     "dead": "red",
     "damaged": "red",
     "sweep": "",

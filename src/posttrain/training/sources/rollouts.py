@@ -165,7 +165,7 @@ class RolloutSource(Source):
             _record_advantages(chosen, self.credit.from_groups(rewards))
         trained = self._unmasked(chosen, units)
         rows = units if self.credit.needs_batch else trained  # the credit of tokens is over all completions, too
-        batch = self._batch_of(chosen, rows) if rows else None
+        batch = self.batch_of(chosen, rows) if rows else None
         grading = drawn.timing["score_seconds"] + time.perf_counter() - scored
         scored = time.perf_counter()
         metrics = describe_rollouts(sampled, self.grader.format_part)
@@ -307,7 +307,8 @@ class RolloutSource(Source):
         masks = self.options.mask_truncated
         return [unit for unit in units if not (masks and any(groups[n][g].completion.is_truncated for n, g in unit))]
 
-    def _batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
+    def batch_of(self, groups: Sequence[Sequence[Rollout]], units: Units) -> Batch:
+        """Return the rows of the selected units, with the numbers that come with rollouts."""
         needs = self.streams.needs
         samples = []
         for unit in units:

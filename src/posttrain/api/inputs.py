@@ -1,0 +1,209 @@
+"""Rows, models, functions and keywords of Python as what recipes name: files, folders, components and keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from posttrain import registry
+from posttrain.data.reading import HUB
+from posttrain.errors import PosttrainError, RecipeError, UsageError
+from posttrain.other_names import OTHER_NAMES, answer_other_name
+from posttrain.recipes.document import known_keys
+from posttrain.recipes.recipe import Recipe
+from posttrain.store.durable import replace_file, storage_errors
+
+Place: TypeAlias = str | os.PathLike[str]
+Function: TypeAlias = Callable[..., Any]
+# A task by name or function, a file, a task with options, or rows (a list of mappings, a Hugging Face Dataset).
+Data: TypeAlias = Place | Function | Mapping[str, Any] | Iterable[Mapping[str, Any]]
+Model: TypeAlias = Place | tuple[Any, Any]  # a name, a folder, a run; or a loaded model with its tokenizer
+Reward: TypeAlias = str | Function | Mapping[str, Any]
+Rewards: TypeAlias = Sequence[Reward | tuple[Reward, float]]
+Override: TypeAlias = tuple[str, str]
+# Folders next to the runs, for what Python gave them; hidden folders are no runs.
+ROWS, MODELS = ".rows", ".models"
+
+
+def data_word(data: Data, runs_dir: Place) -> dict[str, Any]:
+    """Return the task of what was given as data; rows become a file in ``runs_dir``, named by its content.
+
+    Raises:
+        UsageError: it is none of ``Data``.
+    """
+    if callable(data):
+        return {"name": registry.name_function(data)}
+    if isinstance(data, Mapping):
+        if "name" not in data:
+            raise UsageError(
+                "data: a mapping is a task with its options, and this one has no 'name'. Give rows as a list of "
+                "mappings, or one split of a data set"
+            )
+        return dict(data)
+    if isinstance(data, str | os.PathLike):
+        text = os.fspath(data)
+        is_code = ":" in text and not text.startswith(HUB) and not Path(text).exists()
+        return {"name": text} if is_code or text in registry.names("task") else {"name": "jsonl", "path": text}
+    first, path = store_rows(data, runs_dir)
+    return {"name": "preferences" if "chosen" in first else "jsonl", "path": str(path)}
+
+
+def store_rows(rows: Iterable[Mapping[str, Any]], runs_dir: Place) -> tuple[Mapping[str, Any], Path]:
+    """Write rows to a file named by their content, so that other processes find them; return the first, and its path.
+
+    Raises:
+        UsageError: there are no rows, or one is no mapping of plain values.
+    """
+    lines, first = list[str](), None
+    for number, row in enumerate(_iterated(rows), start=1):
+        if not isinstance(row, Mapping):
+            raise UsageError(f"data: row {number} is a {type(row).__name__}. Give a mapping, such as a dict")
+        try:
+            lines.append(json.dumps(_without_nulls(row), default=_plain))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"data: row {number} cannot be stored as JSON: {error}. Give texts and numbers") from None
+        first = row if first is None else first
+    if first is None:
+        raise UsageError("data: there are no rows. Give at least one")
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path = Path(runs_dir).absolute() / ROWS / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    if not path.is_file():
+        with storage_errors("the rows", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    return first, path
+
+
+def _iterated(rows: Any) -> Iterator[Any]:
+    if not isinstance(rows, Iterable):
+        what = f"data: {type(rows).__name__} is no data"
+        raise UsageError(f"{what}. Give rows, a Dataset, a file or a task's name")
+    return iter(rows)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out keys without a value, as columns of a table have them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and numbers of numpy or torch as lists and numbers, functions and paths as their names."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(value):
+        return registry.name_function(value)
+    raise TypeError(f"a {type(value).__name__} is neither text nor number, list nor mapping")
+
+
+def model_name(model: Model, runs_dir: Place) -> str:
+    """Return the name of a model; a loaded one is saved in ``runs_dir``, in a folder named by its weights.
+
+    Raises:
+        UsageError: it is none of ``Model``.
+    """
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    if not (isinstance(model, tuple) and len(model) == 2 and all(hasattr(part, "save_pretrained") for part in model)):
+        raise UsageError(
+            f"model: {type(model).__name__} is no model. Give a name, a folder, a run, or a loaded model of "
+            "transformers with its tokenizer: (model, tokenizer)"
+        )
+    place = Path(runs_dir).absolute() / MODELS
+    with storage_errors("the model", place):
+        place.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=place, prefix=".tmp-") as aside:
+            for part in model:
+                part.save_pretrained(aside)
+            digest = hashlib.sha256()
+            for file in sorted(Path(aside).rglob("*")):
+                with suppress(IsADirectoryError), file.open("rb") as content:
+                    digest.update(hashlib.file_digest(content, "sha256").digest())
+            folder = place / digest.hexdigest()[:16]
+            if not folder.is_dir():
+                os.rename(aside, folder)
+                os.mkdir(aside)  # which the block removes
+    return str(folder)
+
+
+def reward_words(rewards: Rewards) -> list[dict[str, Any]]:
+    """Return the entries of ``rewards`` in a recipe: names, functions, each maybe with a weight.
+
+    Raises:
+        UsageError: one is something else.
+    """
+    words = []
+    listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    for number, given in enumerate(listed):
+        reward, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if callable(reward):
+            word: dict[str, Any] = {"name": registry.name_function(reward)}
+        elif isinstance(reward, str):
+            word = {"name": reward}
+        elif isinstance(reward, Mapping):
+            word = dict(reward)
+        else:
+            raise UsageError(
+                f"rewards.{number}: {type(reward).__name__} is no reward. Give a name, a function, a mapping with "
+                "name and options, or one of these with its weight: (short, 0.1)"
+            )
+        words.append(word if weight is None else word | {"weight": weight})
+    return words
+
+
+def overrides_of(keys: Mapping[str, Any]) -> list[Override]:
+    """Return keywords as dotted keys of a recipe, with their values as the command line would have them.
+
+    ``lr`` is ``train.lr``, as no other section has it; ``rollout__max_tokens``, ``rollout={"max_tokens": 96}`` and
+    ``**{"rollout.max_tokens": 96}`` are the same. A function stands for its name.
+
+    Raises:
+        RecipeError: no section has such a key, or several have; the message says what would do.
+    """
+    return [pair for name, value in keys.items() for pair in _flat(_whole_key(name), value)]
+
+
+def _flat(key: str, value: Any) -> list[Override]:
+    if isinstance(value, Mapping) and value and "name" not in value:
+        return list(chain.from_iterable(_flat(f"{key}.{name}", part) for name, part in value.items()))
+    try:
+        return [(key, json.dumps(value, default=_plain))]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{key}: {error}. Give a plain value, or a function") from None
+
+
+def _whole_key(name: str) -> str:
+    dotted = name.replace("__", ".")
+    if "." in dotted or dotted in Recipe.model_fields:
+        return dotted
+    sections = {section: known_keys(Recipe, [section]) for section in Recipe.model_fields}
+    inside = [f"{section}.{name}" for section, known in sections.items() if name in known]
+    called = OTHER_NAMES.get(name)
+    if len(inside) == 1 or called in inside:
+        return called if called in inside else inside[0]
+    if inside:
+        keys = " or ".join(key.replace(".", "__") for key in inside)
+        raise RecipeError(f"{name}: several sections of a recipe have this key. Write {keys}")
+    every = [key for known in sections.values() for key in known] + list(sections)
+    hint = answer_other_name(name) or registry.suggest(name, every)
+    raise RecipeError(f"{name}: no section of a recipe has this key.{hint} `posttrain explain` describes them")
+
+
+@contextmanager
+def without_command_line() -> Iterator[None]:
+    """Leave the words ``command line`` out of the errors in the block: keys were given in Python."""
+    try:
+        yield
+    except PosttrainError as error:
+        error.args = (str(error).replace("command line: ", ""), *error.args[1:])
+        raise

@@ -1,0 +1,260 @@
+"""Measuring models on held-out tasks, and asking them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.inputs import Data, Model, Place, data_word, model_name
+from posttrain.commands.console import open_console
+from posttrain.commands.evaluate import DEFAULT_BATCH
+from posttrain.commands.evaluate.progress import choose_evaluation_progress
+from posttrain.data.messages import read_messages
+from posttrain.data.reading import Row
+from posttrain.data.render import decode_response, encode_prompt
+from posttrain.errors import UsageError
+from posttrain.evaluation.files import Finished
+from posttrain.evaluation.items import Item
+from posttrain.evaluation.plan import (
+    EvaluationProgress,
+    EvaluationRequest,
+    Plan,
+    choose_drawing,
+    make_plan,
+    run_plan,
+)
+from posttrain.evaluation.reward_models.scoring import open_reward_model
+from posttrain.randomness import derive_key
+from posttrain.recipes.sections import read_word
+from posttrain.registry import stop_import, suggest
+from posttrain.reports.evaluation import write_page, write_table_page
+from posttrain.runs.models import find_source
+from posttrain.sampling.models import OpenedModel, complete_template, open_model
+from posttrain.sampling.rollout import Attempt
+from posttrain.types import Example, Message
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a question, or messages with role and content
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One result: its value, its 95 % interval (None where it has none), and the items that it was computed from."""
+
+    value: float
+    interval: tuple[float, float] | None
+    items: list[Item]
+
+    def __float__(self) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished evaluation. Its results are by name: ``measured.accuracy``, ``measured["pass@4"]``."""
+
+    finished: Finished
+
+    @property
+    def folder(self) -> Path:
+        """The folder of ``summary.md``, ``results.json`` and ``items.jsonl``."""
+        return self.finished.folder
+
+    @property
+    def results(self) -> dict[str, float]:
+        """All results by name."""
+        return self.finished.results
+
+    @property
+    def accuracy(self) -> Measure:
+        """The share of the items that were answered correctly."""
+        return self["accuracy"]
+
+    def __getitem__(self, name: str) -> Measure:
+        """Return a result by name.
+
+        Raises:
+            UsageError: it was not measured; the message names what was.
+        """
+        results = self.results
+        if name not in results:
+            names = [known for known in results if not known.endswith(("_low", "_high"))]
+            what = f"{self.folder}: there is no result {name!r}.{suggest(name, names)}"
+            raise UsageError(f"{what} Give one of: {', '.join(names)}")
+        low, high = results.get(f"{name}_low"), results.get(f"{name}_high")
+        interval = None if low is None or high is None else (low, high)
+        return Measure(results[name], interval, self.finished.items())
+
+
+def evaluate(
+    model: Model,
+    data: Data | None = None,
+    *,
+    n: int = 500,
+    samples: int = 1,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    template: str | Mapping[str, Any] | None = None,
+    engine: str | Mapping[str, Any] = "native",
+    best_of: Place | None = None,
+    out: Place | None = None,
+    runs_dir: Place = "runs",
+    progress: bool = True,
+) -> Measured:
+    """Measure a model on held-out data, as ``posttrain evaluate`` does; results, page and every answer are stored.
+
+    Args:
+        model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
+        data: rows, a Hugging Face Dataset, a file, a task's name, or a task with options. By default that of the run.
+        n: items at most.
+        samples: answers to each item; ``k``: of pass@k.
+        temperature: 0 is greedy; by default 0 for one answer to each item, else 1.
+        max_tokens: of an answer; by default those of the run, else 256.
+        template: the prompt template; by default that of the run.
+        best_of: a reward model's run that chooses among the samples.
+        out: the folder of the results; by default in the run, else below ``evaluations``.
+        progress: show a bar.
+
+    Raises:
+        UsageError: something that cannot be measured; the message says what would work.
+
+    Example:
+        >>> accuracy = pt.evaluate(run, data=held_out).accuracy
+        >>> accuracy.value, accuracy.interval, len(accuracy.items)
+        (0.82, (0.73, 0.89), 100)
+    """
+    stop_import()
+    runs = os.fspath(runs_dir)
+    word = None if data is None else data_word(data, runs)
+    rest: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "seed": seed, "batch": DEFAULT_BATCH}
+    request = EvaluationRequest(
+        models=[find_source(model_name(model, runs), runs)],
+        drawing=choose_drawing(samples=samples, k=k, temperature=temperature, top_p=top_p, top_k=top_k, **rest),
+        tasks=[] if word is None else [read_word(word, "data")],
+        templates=[] if template is None else [read_word(template, "template")],
+        engine=read_word(engine, "engine"),
+        best_of=None if best_of is None else find_source(os.fspath(best_of), runs),
+        out=None if out is None else Path(out),
+    )
+    with choose_evaluation_progress(open_console(), not progress) as view:
+        return Measured(carry_out(make_plan(request), view)[0])
+
+
+def carry_out(plan: Plan, progress: EvaluationProgress) -> list[Finished]:
+    """Carry out a plan; write results, records and pages."""
+    return run_plan(plan, write_page, write_table_page, open_reward_model, progress)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer to a prompt.
+
+    ``text``: as graders see it, with the template's opening. ``answer``: found in it; None where there is none.
+    ``finish``: ``stop``, or ``length`` where it was cut off. ``logprob``: the mean log-probability of its tokens.
+    ``outcome``: the grader's verdict, where the gold answer is known.
+    """
+
+    prompt: str
+    text: str
+    answer: str | None
+    num_tokens: int
+    finish: str
+    logprob: float | None
+    outcome: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    n: int = 1,
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    template: str | Mapping[str, Any] | None = None,
+    runs_dir: Place = "runs",
+) -> list[Answer]:
+    """Sample ``n`` answers to each prompt, as ``posttrain generate`` does; those of the first prompt come first.
+
+    Args:
+        model: a run, a folder, a name, or a loaded ``(model, tokenizer)``.
+        prompts: questions, or conversations as lists of messages.
+        temperature: 0 is greedy.
+        max_tokens, template: by default those of the run.
+
+    Raises:
+        UsageError: no prompt, or a model that cannot be asked.
+
+    Example:
+        >>> print(pt.generate(run, ["What is 3 plus 4?"], temperature=0)[0].answer)
+        7
+    """
+    stop_import()
+    source = find_source(model_name(model, runs_dir), os.fspath(runs_dir))
+    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+    listed: Sequence[Any] = [prompts] if is_one else prompts
+    examples = [example_of(prompt, i) for i, prompt in enumerate(listed)]
+    if not examples:
+        raise UsageError("prompts: there are none. Give at least one")
+    word = None if template is None else complete_template(read_word(template, "template"), source)
+    opened = open_model(source, word)
+    return answers_to(
+        opened, examples, n=n, seed=seed, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+
+
+def answers_to(
+    model: OpenedModel,
+    examples: Sequence[Example],
+    *,
+    n: int,
+    seed: int,
+    max_tokens: int | None,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+) -> list[Answer]:
+    """Sample ``n`` answers to each example, and grade those with a gold answer."""
+    template = model.grader.template
+    prompts = [encode_prompt(model.tokenizer, template, one.messages, one.variables) for one in examples]
+    places = [() if number == 0 else (number,) for number in range(len(examples))]
+    keys = [[derive_key(seed, "generate", *place, i) for i in range(n)] for place in places]
+    sampling = model.sampling(max_tokens or model.source.max_tokens, temperature, top_k, top_p)
+    answers = []
+    for example, prompt, completions in zip(
+        examples, prompts, model.engine.generate(prompts, keys, sampling), strict=True
+    ):
+        for one in completions:
+            text, count = decode_response(model.tokenizer, template, one.ids, prompt), len(one.ids)
+            asked = "\n".join(message.content for message in example.messages)
+            logprob = math.fsum(one.logprobs) / len(one.logprobs) if one.logprobs else None
+            graded = [Attempt(example, "", text, one)] if example.answer is not None else []
+            outcome = model.grader.grade(graded)[0].outcome if graded else None
+            answers.append(Answer(asked, text, template.extract(text), count, one.finish, logprob, outcome))
+    return answers
+
+
+def example_of(prompt: Prompt, number: int) -> Example:
+    """Return a prompt as an example without an answer.
+
+    Raises:
+        UsageError: it is empty, or its messages are none.
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UsageError(f"prompts.{number}: the prompt is empty. Give a question")
+        return Example(f"prompt/{number}", (Message("user", prompt),))
+    row = Row("prompts", number, {"messages": list(prompt)})
+    return Example(f"prompt/{number}", read_messages(row, "messages"))

@@ -1,0 +1,135 @@
+"""A run as an object: its records, checkpoints, report and export."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UsageError
+from posttrain.registry import suggest
+from posttrain.runs.directory import RunDirectory, RunStatus, find_run
+from posttrain.runs.export import Weights, export_run
+from posttrain.store.checkpoint_files import best_step, checkpoint_steps, step_folder
+from posttrain.store.metrics import MetricsLog, evaluation_points, is_evaluation
+from posttrain.store.rollouts import RecordedRollout, RolloutStore
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of ``pt.train`` or ``posttrain train``. It stands for its model wherever a model is named.
+
+    Example:
+        >>> run = pt.load_run("runs/mine")
+        >>> run.status.state, run.metrics[-1]["reward"]
+        ('finished', 0.91)
+    """
+
+    folder: Path
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def status(self) -> RunStatus:
+        """State, step and primary metric.
+
+        Raises:
+            DataError: the record is damaged.
+            UsageError: nothing was started in it.
+        """
+        status = RunDirectory(self.folder).read_status()
+        if status is None:
+            raise UsageError(f"{self.folder}: this run was never started. Train it with pt.train")
+        return status
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe as plain data."""
+        return RunDirectory(self.folder).read_recipe()
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics and times of each step: ``pandas.DataFrame(run.metrics)`` makes a table of them."""
+        rows = MetricsLog(self.folder / "metrics.jsonl").read()
+        return [{"step": row.step, **row.metrics, **row.timing} for row in rows if not is_evaluation(row)]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The held-out results in the order of their steps: ``step``, ``task`` and the results."""
+        points = evaluation_points(MetricsLog(self.folder / "metrics.jsonl").read())
+        return [{"step": point.step, "task": point.name, **point.results} for point in points]
+
+    def rollouts(self, step: int | None = None, *, evaluation: str | None = None) -> list[RecordedRollout]:
+        """Return the sampled completions of a training step (None: of all), or those of a held-out ``evaluation``.
+
+        Example:
+            >>> [(rollout.completion, rollout.reward) for rollout in run.rollouts(step=10)][:1]
+            [('7 plus 7 is 14. </think> <answer>14</answer>', 1.2)]
+        """
+        store = RolloutStore(self.folder / "rollouts.db", read_only=True)
+        return store.training(step) if evaluation is None else store.evaluations(evaluation, step)
+
+    def checkpoint(self, which: str | int = "best") -> Path:
+        """Return the folder of a checkpoint: ``best``, ``last``, or that of a step.
+
+        Without a best one (nothing was evaluated), ``best`` is the last.
+
+        Raises:
+            UsageError: there is no such checkpoint.
+
+        Example:
+            >>> transformers.AutoModelForCausalLM.from_pretrained(run.checkpoint("best"))
+        """
+        folder = self.folder / "checkpoints"
+        steps = checkpoint_steps(folder)
+        last = steps[-1] if steps else None
+        known: dict[str | int, int | None] = {"best": best_step(folder) or last, "last": last, **{n: n for n in steps}}
+        if (step := known.get(which)) is None:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UsageError(
+                f"{self.folder}: there is no checkpoint {which!r}.{suggest(str(which), map(str, known))} "
+                f"Give best, last or a step. There: {there}"
+            )
+        return step_folder(folder, step)
+
+    @property
+    def report(self) -> Path:
+        """The page ``report.html``, which is written now if it is not there."""
+        from posttrain.commands.summary import write_summary  # it draws
+
+        page = self.folder / "report.html"
+        return page if page.is_file() else write_summary(self.folder)
+
+    def export(self, to: str | os.PathLike[str], *, weights: Weights | None = None, merge: bool = False) -> Path:
+        """Copy model, recipe and results to a new folder, as ``posttrain runs export`` does; return it.
+
+        Args:
+            to: a new folder outside of the runs.
+            weights: ``best``, ``last`` or ``none``; by default the best, else the last.
+            merge: add a LoRA adapter to its base, so that the model stands alone.
+
+        Example:
+            >>> run.export("out", merge=True)
+            PosixPath('out')
+        """
+        return export_run(self.folder.parent, self.folder, to, weights=weights, merge=merge).target
+
+
+def load_run(name: str | os.PathLike[str], *, runs_dir: str | os.PathLike[str] = "runs") -> Run:
+    """Return a run by its path, or by its name below ``runs_dir``.
+
+    Raises:
+        UsageError: there is no such run; the message names those that there are.
+
+    Example:
+        >>> pt.load_run("runs/mine").checkpoint("last")
+        PosixPath('runs/mine/checkpoints/step-000050')
+    """
+    return Run(find_run(os.fspath(runs_dir), os.fspath(name)))

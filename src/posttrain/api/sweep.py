@@ -1,0 +1,127 @@
+"""Sweeps: rows and seeds of one question, each trial a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.inputs import Data, Model, Place, Rewards, overrides_of, without_command_line
+from posttrain.api.run import Run
+from posttrain.api.training import given, session_notes
+from posttrain.commands.console import open_console, say
+from posttrain.errors import RecipeError, RunFailure
+from posttrain.registry import stop_import, suggest
+from posttrain.reports.sweeps import write_sweep
+from posttrain.runs.directory import check_run_name, name_of_recipe
+from posttrain.sweeps.plan import Plan, load_sweep
+from posttrain.sweeps.report import SweepResults, collect_sweep
+from posttrain.sweeps.runner import Outcome, run_trials
+
+KEYS = ("recipe", "over", "rows", "seeds")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that ended.
+
+    ``results``: tables and findings (None: nothing finished); ``report``: its page. ``failures``: the reason of each
+    failed trial by its name. ``is_interrupted``: it was stopped, and the same call goes on.
+    """
+
+    folder: Path
+    results: SweepResults | None
+    report: Path | None
+    runs: list[Run]
+    failures: dict[str, str] = field(default_factory=dict)
+    is_interrupted: bool = False
+
+
+def sweep(
+    spec: str | Mapping[str, Any],
+    *,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    rewards: Rewards | None = None,
+    model: Model | None = None,
+    jobs: int | None = None,
+    run: str | None = None,
+    runs_dir: Place = "runs",
+    progress: bool = True,
+    **keys: Any,
+) -> Sweep:
+    """Train rows x seeds and compare them, as ``posttrain sweep`` does; finished trials of an earlier call are kept.
+
+    Args:
+        spec: a sweep that ships, its file, or a mapping: ``recipe`` (a sweep or a recipe), ``over`` (one key with its
+            values), ``rows`` (names of the rows wanted) and ``seeds``.
+        data, eval_data, rewards, model, keys: as of ``pt.train``, for every row.
+        jobs: trials at a time; by default one for each core, or one on a GPU.
+        run: the name of its folder; by default ``sweep-`` and the recipe's name.
+
+    Raises:
+        UsageError: a trial cannot be trained; nothing was begun.
+
+    Example:
+        >>> done = pt.sweep({"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2})
+        >>> print(done.report)
+        runs/sweep-tiny-grpo-over-train.lr/report.html
+    """
+    stop_import()
+    content: dict[str, Any] = {"recipe": spec} if isinstance(spec, str) else dict(spec)
+    for key in content:
+        if key not in KEYS:
+            raise RecipeError(f"{key}: a sweep has no such key.{suggest(key, KEYS)} Known keys: {', '.join(KEYS)}")
+    if "recipe" not in content:
+        raise RecipeError("recipe: a sweep needs this key, such as tiny/grpo")
+    over, rows, seeds = _read_over(content.get("over")), content.get("rows"), content.get("seeds")
+    folder = folder_of(run, str(content["recipe"]), None if over is None else over[0], runs_dir)
+    with without_command_line():
+        overrides = [*given(runs_dir, data, eval_data, rewards, model), *overrides_of(keys)]
+        plan = load_sweep(content["recipe"], overrides, folder=folder, rows=rows, num_seeds=seeds, over=over)
+    for row in plan.rows:
+        session_notes(row.recipe, is_alone=False)
+    console = open_console()
+
+    def tell(line: str, is_failure: bool) -> None:
+        if progress or is_failure:
+            say(console, line, "red" if is_failure else "dim")
+
+    return carry_out(plan, f"pt.sweep({json.dumps(content, default=str)})", jobs, tell)
+
+
+def _read_over(over: Any) -> tuple[str, list[str]] | None:
+    if over is None:
+        return None
+    if not isinstance(over, Mapping) or len(over) != 1 or not all(isinstance(v, list | tuple) for v in over.values()):
+        raise RecipeError('over: one key with its values is needed, such as {"train.lr": [1e-5, 1e-4]}')
+    ((name, values),) = over.items()
+    pairs = [overrides_of({name: value})[0] for value in values]
+    return pairs[0][0], [text.strip('"') for _, text in pairs]
+
+
+def folder_of(run: str | None, recipe: str, over: str | None, runs_dir: Place) -> Path:
+    """Return the folder of a sweep: called ``run``, else ``sweep-`` and its recipe's name."""
+    if run is not None:
+        return Path(runs_dir) / check_run_name(run)
+    name = name_of_recipe(recipe)
+    name = name if over is None else f"{name}-over-{over}"
+    return Path(runs_dir) / (name if name.startswith("sweep") else f"sweep-{name}")
+
+
+def carry_out(plan: Plan, command: str, jobs: int | None, tell: Callable[[str, bool], None]) -> Sweep:
+    """Make the trials that are not finished, and write results, tables, picture and page."""
+    outcome: Outcome = run_trials(plan, jobs=jobs, say=tell)
+    results, page = None, None
+    try:
+        results = collect_sweep(plan, outcome, command)
+    except RunFailure as failure:
+        tell(str(failure), True)
+    else:
+        page = write_sweep(results, plan.folder)
+    if outcome.interrupted:
+        tell("stopped; everything so far is saved. The same command goes on from here", True)
+    runs = [Run(trial.folder) for trial in plan.trainings if trial.state == "finished"]
+    return Sweep(plan.folder, results, page, runs, outcome.failures, outcome.interrupted)

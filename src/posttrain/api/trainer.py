@@ -1,0 +1,245 @@
+"""The parts of a training step, for loops of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain import registry
+from posttrain.algorithms.objectives.surrogate import with_regularizers
+from posttrain.api.inputs import Data, Model, Place, Rewards, overrides_of, without_command_line
+from posttrain.api.measure import Prompt, example_of
+from posttrain.api.training import given, read_recipe
+from posttrain.data.render import encode_prompt
+from posttrain.errors import UsageError
+from posttrain.randomness import derive_key
+from posttrain.recipes.sections import read_word
+from posttrain.registry import stop_import
+from posttrain.sampling.rollout import RolloutRequest, Sampler, collect
+from posttrain.store.durable import storage_errors
+from posttrain.training.build import Parts, prepare
+from posttrain.training.checkpoint import write_model
+from posttrain.training.sources.rollouts import RolloutSource
+from posttrain.training.step import Method, accumulate, apply_update, learning_rate
+from posttrain.training.streams import needed_streams
+from posttrain.types import Batch, Example, Loss, Outputs, Rollout
+
+# Of a trainer without a recipe; its prompts come from the loop.
+BASE: Mapping[str, Any] = {"task": {"name": "sums", "size": 1}, "objective": "grpo", "rollout": {}}
+Objective = str | Mapping[str, Any] | Callable[[Outputs, Batch], Loss]
+Groups = Sequence[Sequence[Rollout]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The result of ``forward_backward``: the loss, and the means of the objective's metrics."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """A model with its sampler, its objective and its optimizer, in one process; the loop is yours.
+
+    The random numbers of step k are those of step k of ``pt.train`` with the same seed.
+
+    Args:
+        model: a run, a folder, a name, or a loaded ``(model, tokenizer)``, of which a copy is trained.
+        recipe: names the method and all options; by default GRPO's objective.
+        data, rewards, keys: as of ``pt.train``. Rewards grade what is sampled; ``data`` gives ``prompts``.
+
+    Raises:
+        UsageError: the model or an option cannot be used.
+
+    Example:
+        >>> trainer = pt.Trainer("tiny-sft", data=rows, rewards=["correct"], lr=1e-5, group_size=8)
+        >>> groups = trainer.sample(trainer.prompts(1))
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        recipe: str | os.PathLike[str] | Mapping[str, Any] = BASE,
+        *,
+        data: Data | None = None,
+        rewards: Rewards | None = None,
+        runs_dir: Place = "runs",
+        **keys: Any,
+    ) -> None:
+        stop_import()
+        name = dict(recipe) if isinstance(recipe, Mapping) else os.fspath(recipe)
+        with without_command_line():
+            overrides = [*overrides_of(keys), ("eval.every", "0"), ("eval.num_kl_prompts", "0")]
+            self.recipe, _ = read_recipe(name, overrides, given(runs_dir, data, None, rewards, model))
+        if self.recipe.rollout is None:
+            raise UsageError("recipe: it trains on data, and a trainer samples. Give a recipe with 'rollout'")
+        self.parts: Parts = prepare(self.recipe)
+        assert isinstance(self.parts.source, RolloutSource), "of a recipe with rollout"
+        self.source = self.parts.source
+        self.step = 0  # number of updates
+        self._calls, self._loss = 0, 0.0
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that is trained."""
+        return self.parts.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return self.parts.tokenizer
+
+    def prompts(self, step: int) -> list[Example]:
+        """Return the examples of step ``step`` (from 1), in the order in which ``pt.train`` takes them.
+
+        Example:
+            >>> [example.answer for example in trainer.prompts(1)]
+            ['34', '8']
+        """
+        return [self.source.task.examples[self.source.kept[place]] for place in self.source.order.turn(step - 1).places]
+
+    def sample(
+        self, prompts: Sequence[Prompt | Example], *, n: int | None = None, max_tokens: int | None = None
+    ) -> list[list[Rollout]]:
+        """Sample ``n`` completions of each prompt with the current weights, and grade them.
+
+        Args:
+            prompts: questions, lists of messages, or the examples of ``prompts``, which have gold answers.
+            n: by default ``rollout.group_size``.
+            max_tokens: by default ``rollout.max_tokens``.
+
+        Returns:
+            A list for each prompt. A ``Rollout`` has ``text``, ``reward`` and its ``parts``, and takes an
+            ``advantage``.
+
+        Example:
+            >>> groups = trainer.sample(["What is 3 plus 4?"], n=2)
+            >>> [rollout.text for rollout in groups[0]]
+        """
+        source, step = self.source, self.step + 1
+        examples = [one if isinstance(one, Example) else example_of(one, i) for i, one in enumerate(prompts)]
+        if not examples:
+            raise UsageError("prompts: there are none. Give at least one")
+        template, sampling = source.grader.template, source.sampling
+        request = RolloutRequest(
+            examples,
+            [encode_prompt(self.tokenizer, template, one.messages, one.variables) for one in examples],
+            sampling if max_tokens is None else replace(sampling, max_tokens=max_tokens),
+            key=(self.recipe.train.seed, f"rollout {self._calls}", step),
+            group=n or source.options.group_size,
+            step=step,
+        )
+        self._calls += 1
+        source.engine.sync(self.step)
+        sampler = Sampler(source.engine, self.tokenizer, source.grader, source.context_tokens, stage=source.stage)
+        groups, _ = collect(sampler, request)
+        source.engine.rest()
+        return groups
+
+    def batch(self, groups: Groups) -> Batch:
+        """Return sampled completions as rows, with the numbers that the objective reads (``old_logprobs``, ...).
+
+        Each has its ``advantage``, where the objective reads advantages.
+
+        Raises:
+            UsageError: one has none, or the objective reads pairs.
+
+        Example:
+            >>> trainer.batch(groups).tokens.shape
+            torch.Size([16, 61])
+        """
+        if self.source.rows_per_unit != 1:
+            raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
+        units = [((n, g),) for n, group in enumerate(groups) for g in range(len(group))]
+        needs = self.source.streams.needs
+        if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
+            raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")
+        return self.source.streams(self.source.batch_of(groups, units))
+
+    def forward_backward(self, batch: Batch | Groups, objective: Objective | None = None) -> Gradients:
+        """Add the gradients of an objective to those of the parameters.
+
+        Args:
+            batch: of ``batch``, or what ``sample`` returned, with advantages.
+            objective: a name, a name with options, or a function ``(outputs, batch) -> Loss``; by default the recipe's.
+
+        Raises:
+            UsageError: the objective reads something that the batch does not have.
+
+        Example:
+            >>> trainer.forward_backward(groups, "grpo").loss
+            -0.0021
+        """
+        rows = batch if isinstance(batch, Batch) else self.batch(batch)
+        rows = self.source.streams.before_step(rows)
+        method = self.parts.learning()
+        if objective is not None:
+            method = self._with_objective(method, objective, rows)
+        torch.manual_seed(derive_key(self.recipe.train.seed, "dropout", self.step + 1) % (1 << 63))
+        loss, metrics = accumulate(method, rows, self.recipe.train)
+        self._loss += loss
+        return Gradients(loss, metrics)
+
+    def _with_objective(self, method: Method, objective: Objective, batch: Batch) -> Method:
+        if not isinstance(objective, str | Mapping):
+            return replace(method, objective=objective)
+        word = read_word(objective, "objective")
+        entry = registry.find("objective", word.name, "objective")
+        missing = sorted(needed_streams(entry, word.options, True) - batch.streams.keys())
+        if missing or entry.traits.get("level", "token") != method.level:
+            lacks = f"reads {', '.join(missing)}" if missing else "is of another unit"
+            raise UsageError(
+                f"objective: {word.name!r} {lacks}, which the trainer has not prepared. Name it where the trainer is "
+                f"made: pt.Trainer(..., objective={word.name!r})"
+            )
+        function, regularize = entry.bind(word.options, "objective"), self.recipe.regularize
+        if regularize is not None and entry.traits.get("policy_term"):
+            return replace(method, objective=with_regularizers(function, **regularize.model_dump()))
+        return replace(method, objective=function)
+
+    def optim_step(self, lr: float | None = None) -> float:
+        """Clip the gradients, update the weights, and clear the gradients; return the norm before clipping.
+
+        Args:
+            lr: by default that of the recipe's schedule.
+
+        Raises:
+            NonFiniteLoss: loss or norm is not finite; the weights are as before.
+
+        Example:
+            >>> trainer.optim_step(lr=1e-5)
+            0.73
+        """
+        options, step, loss = self.recipe.train, self.step + 1, self._loss
+        own, apart = self.parts.split_parameters()
+        rate = learning_rate(options, step) if lr is None else lr
+        self._loss = 0.0
+        norm = apply_update(self.parts.optimizer, own, rate, options.max_grad_norm, loss, step, apart)
+        self.step, self._calls = step, 0
+        return norm
+
+    def save(self, path: Place) -> Path:
+        """Write model and tokenizer to a folder, which transformers and every command can open; return it.
+
+        Example:
+            >>> pt.generate(trainer.save("out"), ["What is 3 plus 4?"])
+        """
+        folder = Path(path)
+        with storage_errors("the model", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_model(folder, self.model, self.parts.score_head(), None)
+            self.tokenizer.save_pretrained(folder)
+        return folder
+
+    def close(self) -> None:
+        """End what samples in other processes.
+
+        Example:
+            >>> trainer.close()
+        """
+        self.parts.close()

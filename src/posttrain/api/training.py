@@ -1,0 +1,215 @@
+"""Training by a recipe, with data, rewards and callbacks of Python."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.api.inputs import (
+    Data,
+    Model,
+    Override,
+    Place,
+    Rewards,
+    data_word,
+    model_name,
+    overrides_of,
+    reward_words,
+    without_command_line,
+)
+from posttrain.api.run import Run
+from posttrain.commands.progress import choose_progress
+from posttrain.errors import UsageError
+from posttrain.recipes.recipe import Recipe, load_recipe, lost_options
+from posttrain.recipes.sections import task_words
+from posttrain.registry import find, stop_import
+from posttrain.runs.launch import RunResult, launch
+from posttrain.runs.processes import follow, is_follower
+from posttrain.training.checks import words_of
+from posttrain.training.files import Observer
+
+
+@dataclass
+class Event:
+    """An event of a run, which a callback is given; ``event.stop()`` ends the run after this step.
+
+    ``metrics``: of a step, or the results of an evaluation on ``task``. ``path``: of a checkpoint; ``is_best``: it has
+    the best weights so far.
+    """
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    task: str | None = None
+    path: Path | None = None
+    is_best: bool = False
+    is_stopped: bool = False
+
+    def stop(self) -> None:
+        """End the run cleanly: it saves a checkpoint, writes its report, and its state is ``stopped``."""
+        self.is_stopped = True
+
+
+Callback = Callable[[Event], object]
+
+
+@dataclass
+class Callbacks:
+    """An observer that calls functions of the user after a view of the progress."""
+
+    view: Observer
+    on_step: Callback | None = None
+    on_evaluation: Callback | None = None
+    on_checkpoint: Callback | None = None
+    is_stopped: bool = False
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        self.view(event, facts)
+        callback = {"step": self.on_step, "evaluation": self.on_evaluation, "checkpoint": self.on_checkpoint}.get(event)
+        if callback is None:
+            return
+        metrics = dict(facts.get("metrics") or facts.get("results") or {})
+        happened = Event(int(facts["step"]), metrics, facts.get("name"))
+        if "path" in facts:
+            happened.path, happened.is_best = Path(facts["path"]), bool(facts.get("best"))
+        callback(happened)
+        self.is_stopped = self.is_stopped or happened.is_stopped
+
+
+def train(
+    recipe: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    rewards: Rewards | None = None,
+    model: Model | None = None,
+    run: str | None = None,
+    runs_dir: Place = "runs",
+    resume: bool = False,
+    accept_changes: bool = False,
+    progress: bool = True,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+    **keys: Any,
+) -> Run:
+    """Train by a recipe, as ``posttrain train`` does, and return the run; curves and report are written.
+
+    Args:
+        recipe: a name that ``posttrain recipes`` lists, a YAML file, or a mapping (``{"extends": "tiny/grpo", ...}``).
+        data: rows, a Hugging Face Dataset, a file, a task's name, or a task with options. By default the recipe's task.
+        eval_data: what is evaluated on; by default the recipe's tasks, and with ``data`` a part of it that is held out.
+        rewards: names, functions, or either with a weight: ``["correct", (short, 0.1)]``. A function takes any of
+            ``text``, ``answer``, ``meta``, ... by name, or has TRL's form, ``(completions, **columns)``.
+        model: a name, a folder, a run, or a loaded ``(model, tokenizer)``, of which a copy is trained.
+        run: the name of its folder below ``runs_dir``; by default the recipe's name, with a number where that is taken.
+        resume: continue the run from its newest checkpoint; all other arguments are the same as when it began.
+        accept_changes: continue although recipe or records are others than those of the checkpoint.
+        progress: show the progress; without it, nothing but notes.
+        on_step, on_evaluation, on_checkpoint: called with an ``Event``, whose ``stop()`` ends the run.
+        keys: keys of the recipe: ``lr=1e-5`` where one section alone has the key, else ``rollout__max_tokens=96``,
+            ``rollout={"max_tokens": 96}``. A function may stand for a component: ``objective=mine``.
+
+    Raises:
+        UsageError: the recipe, or what is given with it, cannot be used; nothing was changed.
+        RunConflict: there is a run of this name.
+        RunFailure: the work failed; what was saved can be resumed.
+
+    Example:
+        >>> run = pt.train("tiny/grpo", data=rows, rewards=["correct", (short, 0.1)], steps=50, lr=1e-5, run="mine")
+        >>> run.status.state
+        'finished'
+    """
+    stop_import()
+    if is_follower():  # torchrun has started several of this script; the first one goes on with the run
+        raise SystemExit(follow())
+    name = dict(recipe) if isinstance(recipe, Mapping) else os.fspath(recipe)
+    called = "run" if isinstance(name, dict) else name
+    with without_command_line():
+        checked, notes = read_recipe(name, overrides_of(keys), given(runs_dir, data, eval_data, rewards, model))
+    notes += session_notes(checked)
+    with choose_progress(called, not progress) as view:
+        callbacks = Callbacks(view, on_step, on_evaluation, on_checkpoint)
+        options: dict[str, Any] = {"resume": resume, "accept_changes": accept_changes, "notes": notes}
+        result, _ = carry_out(
+            checked, called, runs_dir, run, callbacks, should_stop=lambda: callbacks.is_stopped, **options
+        )
+    return Run(result.folder)
+
+
+def given(
+    runs_dir: Place, data: Data | None, eval_data: Data | None, rewards: Rewards | None, model: Model | None
+) -> list[Override]:
+    """Return what was given in Python as keys of a recipe."""
+    keys: dict[str, Any] = {}
+    if model is not None:
+        keys["model.name"] = model_name(model, runs_dir)
+    if data is not None:
+        keys["task"] = data_word(data, runs_dir)
+    if eval_data is not None:
+        word = data_word(eval_data, runs_dir)
+        keys["eval.tasks"] = [{"split": "test"} | word if "path" in word else word]
+        if "path" in keys.get("task", {}):  # nothing of it need be held out
+            keys["task"] = {"validation_share": 0} | keys["task"]
+    if rewards is not None:
+        keys["rewards"] = reward_words(rewards)
+    return overrides_of(keys)
+
+
+def read_recipe(
+    name: str | dict[str, Any], overrides: Sequence[Override], given: Sequence[Override] = ()
+) -> tuple[Recipe, list[str]]:
+    """Return the checked and resolved recipe, and a line for each component whose options an override replaces.
+
+    ``given``: what comes before the overrides and replaces components on purpose.
+
+    Raises:
+        UsageError: it cannot be used; nothing was built.
+    """
+    recipe = load_recipe(name, [*given, *overrides]).resolve()
+    refuse_tasks(recipe)
+    words_of(recipe)
+    return recipe, lost_options(name, overrides)
+
+
+def refuse_tasks(recipe: Recipe) -> None:
+    """Call the trait ``refuse`` of tasks, which knows options that cannot be used; nothing is read for that.
+
+    Raises:
+        UsageError: from the trait.
+    """
+    for word in (word for named in (recipe.task, *recipe.eval.tasks) for word in task_words(named)):
+        refuse = find("task", word.name).traits.get("refuse")
+        if refuse is not None:
+            refuse(**word.options)
+
+
+def session_notes(recipe: Recipe, *, is_alone: bool = True) -> list[str]:
+    """Return a line for each function of this session, which no other process can import.
+
+    Raises:
+        UsageError: the recipe has several processes, or (``is_alone`` False) another process trains by it.
+    """
+    names = sorted(set(re.findall(rf"{registry.SESSION}:\w+", recipe.to_yaml())))
+    is_alone = is_alone and recipe.scale.processes == 1 and recipe.scale.launcher == "local"
+    if names and not is_alone:
+        raise UsageError(
+            f"{', '.join(names)}: a lambda or a function of a notebook is in no file, so other "
+            "processes cannot import it. Put it into a file (mine.py) and import it from there"
+        )
+    what = "a lambda or a function of a notebook is in no file, so the run cannot be resumed by another process"
+    return [f"{name}: {what}" for name in names]
+
+
+def carry_out(
+    recipe: Recipe, called: str, runs_dir: Place, run: str | None, observer: Observer, **options: Any
+) -> tuple[RunResult, Path]:
+    """Train by a recipe, draw the curves and write the report; ``options``: as of ``runs.launch.launch``."""
+    from posttrain.commands.summary import write_summary  # it draws
+
+    result = launch(recipe, root=Path(runs_dir), name=run, recipe_name=called, observer=observer, **options)
+    return result, write_summary(result.folder)

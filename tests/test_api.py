@@ -1,0 +1,442 @@
+"""The public Python interface: runs, measuring, training, sweeps, and loops of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import posttrain as pt
+from posttrain import registry
+from posttrain.api.inputs import data_word, model_name, overrides_of, reward_words
+from posttrain.api.run import Run
+from posttrain.errors import RecipeError, RewardFailure, RunConflict, UnallowedCode, UsageError
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+ROWS = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(40)]
+RECIPE = {"task": "sums", "objective": "grpo", "advantage": "centered", "rollout": {}}
+SMALL: dict[str, Any] = {
+    "model": "tiny-sft",
+    "data": ROWS,
+    "template": {"name": "r1_zero", "preamble": ""},
+    "num_prompts": 2,
+    "group_size": 2,
+    "rollout__max_tokens": 8,
+    "steps": 2,
+    "progress": False,
+}
+WITHOUT_EVALUATION = {"eval__every": 0}
+SCRIPT = """\
+import posttrain as pt
+rows = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(300)]
+train_rows, held_out = rows[:200], rows[200:]
+def short(completions, **kwargs):                    # TRL's signature; (text, answer) -> float works too
+    return [1.0 - len(c) / 200 for c in completions]
+run = pt.train("tiny/grpo", data=train_rows, rewards=["correct", (short, 0.1)], steps=50, lr=1e-5, run="mine")
+measured = pt.evaluate(run, data=held_out).accuracy  # value, interval, items
+answers = pt.generate(run, ["What is 3 plus 4?"])
+run = pt.load_run("runs/mine")                       # .metrics, .rollouts(step=10), .checkpoint("best"), .report, ...
+"""
+EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo_own_loop.py"
+
+
+def brief(text: str) -> float:
+    return 1.0 - len(text) / 200
+
+
+def short(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0 - len(text) / 200 for text in completions]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    ours, theirs = weights(a), weights(b)
+    return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two steps, with an evaluation before and after."""
+    runs = tmp_path_factory.mktemp("api") / "runs"
+    rewards = ["correct", (brief, 0.5), (short, 0.1)]
+    return pt.train(RECIPE, rewards=rewards, run="mine", runs_dir=runs, eval__every=2, eval__num_examples=2, **SMALL)
+
+
+def test_import_posttrain_loads_only_the_standard_library():
+    code = (
+        "import sys, posttrain; print(len([n for n in sys.modules if n.split('.')[0] in ('torch', 'numpy', 'yaml')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def test_public_names_have_types_and_an_example():
+    stub = Path(pt.__file__).with_suffix(".pyi").read_text()
+    assert sorted(re.findall(r"import (\w+) as \1$", stub, re.MULTILINE)) == sorted(pt._PUBLIC)
+    for name in pt._PUBLIC:
+        assert (getattr(pt, name).__doc__ or "").count("Example:") == 1, name
+        assert name in dir(pt)
+    with pytest.raises(AttributeError, match="no attribute 'tran'"):
+        pt.tran  # noqa: B018
+
+
+def test_train_with_rows_and_functions_records_their_rewards(run: Run):
+    assert run.status.state == "finished"
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert [(word["name"], word["weight"]) for word in run.recipe["rewards"]] == [
+        ("correct", 1.0), ("test_api:brief", 0.5), ("test_api:short", 0.1),
+    ]  # fmt: skip
+    for rollout in run.rollouts(step=1):
+        expected = 1.0 - len(rollout.completion) / 200
+        assert rollout.parts["test_api:brief"] == rollout.parts["test_api:short"] == pytest.approx(expected)
+        assert rollout.reward == pytest.approx(rollout.parts["correct"] + 0.6 * expected)
+    assert len(run.rollouts(step=1)) == 4
+    assert len(run.rollouts()) == 8
+
+
+def test_run_shows_its_evaluations_checkpoints_and_files(run: Run):
+    assert [(one["step"], one["task"]) for one in run.evaluations] == [(0, "jsonl/validation"), (2, "jsonl/validation")]
+    assert run.checkpoint() == run.checkpoint("last") == run.checkpoint(2) == run.folder / "checkpoints" / "step-000002"
+    assert run.report == run.folder / "report.html"
+    assert (run.name, os.fspath(run)) == ("mine", str(run.folder))
+    with pytest.raises(UsageError, match=r"no checkpoint 'bset'\. Did you mean 'best'\? .* There: 2"):
+        run.checkpoint("bset")
+
+
+def test_load_run_by_path_or_name_finds_it(run: Run):
+    assert pt.load_run(run.folder) == run
+    assert pt.load_run("mine", runs_dir=run.folder.parent) == run
+    with pytest.raises(UsageError, match=r"there is no run 'mime'.*Did you mean 'mine'"):
+        pt.load_run("mime", runs_dir=run.folder.parent)
+
+
+def test_export_of_a_run_writes_a_model_elsewhere(run: Run, tmp_path: Path):
+    folder = run.export(tmp_path / "out")
+    assert same(folder, run.checkpoint("best"))
+    with pytest.raises(UsageError, match="has no adapter"):
+        run.export(tmp_path / "merged", merge=True)
+
+
+def test_evaluate_on_rows_gives_value_interval_and_items(run: Run):
+    measured = pt.evaluate(run, data=ROWS[:6], max_tokens=4, progress=False)
+    accuracy = measured.accuracy
+    assert [item.question for item in accuracy.items] == [row["question"] for row in ROWS[:6]]
+    assert accuracy.value == float(accuracy) == sum(item.num_right for item in accuracy.items) / 6
+    low, high = accuracy.interval
+    assert low <= accuracy.value <= high
+    assert measured["truncated"].interval is None
+    assert measured.folder.is_relative_to(run.folder / "evaluation")
+    with pytest.raises(UsageError, match=r"no result 'acuracy'\. Did you mean 'accuracy'"):
+        measured["acuracy"]
+
+
+def test_generate_answers_each_prompt_in_order(run: Run):
+    messages = [{"role": "user", "content": "What is 1 plus 1?"}]
+    answers = pt.generate(run, ["What is 3 plus 4?", messages], n=2, max_tokens=6)
+    assert [answer.prompt for answer in answers] == ["What is 3 plus 4?"] * 2 + ["What is 1 plus 1?"] * 2
+    assert all(0 < answer.num_tokens <= 6 and answer.text.startswith("<think>") for answer in answers)
+    alone = pt.generate(run, "What is 3 plus 4?", n=2, max_tokens=6)
+    assert [answer.text for answer in alone] == [answer.text for answer in answers[:2]]
+    with pytest.raises(UsageError, match=r"prompts\.0: the prompt is empty"):
+        pt.generate(run, [" "])
+
+
+def test_train_in_a_thread_and_again_gives_two_equal_runs(tmp_path: Path):
+    runs: list[Run] = []
+
+    def work() -> None:
+        runs.append(pt.train(RECIPE, runs_dir=tmp_path, **SMALL, **WITHOUT_EVALUATION))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    work()
+    assert [(run.name, run.status.state) for run in runs] == [("run", "finished"), ("run-2", "finished")]
+    assert same(runs[0].checkpoint(), runs[1].checkpoint())
+    assert len(list((tmp_path / ".rows").iterdir())) == 1
+
+
+def test_callback_that_stops_ends_the_run_which_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps, paths = [], []
+
+    def on_step(event: Any) -> None:
+        steps.append((event.step, "reward" in event.metrics))
+        if event.step == 1:
+            event.stop()
+
+    options = {"run": "mine", "runs_dir": tmp_path, "rewards": [lambda text: len(text) / 100], **WITHOUT_EVALUATION}
+    stopped = pt.train(
+        RECIPE, **options, **SMALL, on_step=on_step, on_checkpoint=lambda event: paths.append(event.path)
+    )
+    assert (stopped.status.state, stopped.status.step, steps) == ("stopped", 1, [(1, True)])
+    assert paths == [stopped.checkpoint(1)]
+    assert stopped.report.is_file()
+    log = (stopped.folder / "log.txt").read_text()
+    assert "python_session:function_" in log
+    assert "cannot be resumed by another process" in log
+    with pytest.raises(RunConflict, match=r"is at step 1 of 2 \(stopped\)"):
+        pt.train(RECIPE, **options, **SMALL)
+    resumed = pt.train(RECIPE, **options, **SMALL, resume=True)
+    monkeypatch.setattr(registry, "_FUNCTIONS", {})  # as in another session
+    monkeypatch.setattr("posttrain.untrusted._FOLDERS", {})
+    assert pt.evaluate(resumed, data=ROWS[:2], max_tokens=2, progress=False).results["n"] == 2
+    monkeypatch.undo()
+    whole = pt.train(RECIPE, **{**options, "run": "whole"}, **SMALL)
+    assert resumed.status.state == "finished"
+    assert same(resumed.checkpoint(), whole.checkpoint())
+
+
+def test_function_of_a_session_with_several_processes_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"python_session:function_\d+: a lambda .* Put it into a file"):
+        pt.train(RECIPE, rewards=[lambda text: 1.0], runs_dir=tmp_path, processes=2, **SMALL)
+    assert not (tmp_path / "run").exists()
+
+
+def test_function_of_another_session_is_refused_by_name():
+    with pytest.raises(UnallowedCode, match=r"is in no file\. Put it into a file"):
+        registry.find("reward", "python_session:gone", "rewards.0")
+
+
+def test_script_that_trains_is_imported_up_to_its_first_call(tmp_path: Path):
+    (tmp_path / "api_script.py").write_text(
+        SCRIPT.replace("import posttrain as pt\n", "import posttrain as pt\nX = 1\n")
+    )
+    from posttrain.untrusted import declare_code
+
+    declare_code("api_script:short", tmp_path)
+    function = registry.find("reward", "api_script:short").function
+    assert function(completions=["a" * 20]) == [0.9]
+    assert not hasattr(sys.modules["api_script"], "run")
+
+
+def test_reward_in_the_form_of_trl_gets_the_columns_of_the_rows(tmp_path: Path):
+    seen: list[dict[str, Any]] = []
+
+    def graded(prompts: list[str], completions: list[str], answer: list[str], level: list[int | None]) -> list[Any]:
+        seen.append({"prompts": prompts, "answer": answer, "level": level})
+        return [None if one is None else float(one) for one in level]
+
+    rows = [ROWS[0] | {"level": 3}, ROWS[1]]
+    settings = SMALL | {"data": {"name": "jsonl", "path": data_word(rows, tmp_path)["path"], "validation_share": 0}}
+    run = pt.train(RECIPE, rewards=[graded], runs_dir=tmp_path, **settings | {"steps": 1}, **WITHOUT_EVALUATION)
+    pairs = {(a, b) for one in seen for a, b in zip(one["answer"], one["level"], strict=True)}
+    assert pairs == {("0", 3), ("2", None)}
+    assert sorted(rollout.reward for rollout in run.rollouts()) == [0.0, 0.0, 3.0, 3.0]
+
+
+def test_reward_with_the_wrong_number_of_results_is_refused(tmp_path: Path):
+    with pytest.raises(RewardFailure, match="returned 1 results for 4 completions"):
+        pt.train(RECIPE, rewards=[lambda completions, **rest: [1.0]], runs_dir=tmp_path, **SMALL, **WITHOUT_EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"lr": 1e-5, "steps": 3, "seed": 1}, [("train.lr", "1e-05"), ("train.steps", "3"), ("train.seed", "1")]),
+        ({"rollout__max_tokens": 8}, [("rollout.max_tokens", "8")]),
+        ({"rollout": {"max_tokens": 8}}, [("rollout.max_tokens", "8")]),
+        ({"rollout.max_tokens": 8}, [("rollout.max_tokens", "8")]),
+        ({"objective": {"name": "grpo", "clip_high": 0.3}}, [("objective", '{"name": "grpo", "clip_high": 0.3}')]),
+        ({"objective": brief}, [("objective", '"test_api:brief"')]),
+        ({"train__max_grad_norm": None}, [("train.max_grad_norm", "null")]),
+    ],
+)
+def test_keywords_mean_keys_of_the_recipe(keys: dict[str, Any], expected: list[tuple[str, str]]):
+    assert overrides_of(keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"learning_rate": 1e-5}, r"learning_rate: .* This is called train\.lr here"),
+        ({"stesp": 3}, r"stesp: .* Did you mean 'steps'"),
+        ({"max_tokens": 3}, r"max_tokens: several sections .* Write rollout__max_tokens or eval__max_tokens"),
+        ({"train__lrr": 3}, r"\Atrain\.lrr: section 'train' has no key 'lrr'"),
+        ({"lr": "fast"}, r"\Atrain\.lr: "),
+        ({"recipe_file": object()}, "recipe_file"),
+    ],
+)
+def test_train_with_an_unknown_keyword_is_refused_with_a_suggestion(keys: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(RecipeError, match=message):
+        pt.train(RECIPE, runs_dir=tmp_path, **SMALL, **keys)
+
+
+def test_data_of_each_kind_is_a_task(tmp_path: Path):
+    word = data_word(iter(ROWS), tmp_path)
+    assert word["name"] == "jsonl"
+    assert [json.loads(line) for line in Path(word["path"]).read_text().splitlines()] == ROWS
+    assert (
+        data_word([{"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}], tmp_path)["name"] == "preferences"
+    )
+    assert data_word("gsm8k", tmp_path) == {"name": "gsm8k"}
+    assert data_word(Path("rows.jsonl"), tmp_path) == {"name": "jsonl", "path": "rows.jsonl"}
+    assert data_word("hf:org/name", tmp_path) == {"name": "jsonl", "path": "hf:org/name"}
+    assert data_word({"name": "sums", "size": 4}, tmp_path) == {"name": "sums", "size": 4}
+    for bad, message in [([], "no rows"), (["a"], "row 1 is a str"), ({"a": 1}, "no 'name'"), (3, "int is no data")]:
+        with pytest.raises(UsageError, match=message):
+            data_word(bad, tmp_path)
+    with pytest.raises(UsageError, match="row 1 cannot be stored as JSON: a object"):
+        data_word([{"prompt": object()}], tmp_path)
+
+
+def test_data_of_a_hugging_face_dataset_is_its_rows(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    path = data_word(datasets.Dataset.from_list(ROWS[:2]), tmp_path)["path"]
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS[:2]
+
+
+def test_eval_data_is_evaluated_and_all_of_data_is_trained(tmp_path: Path):
+    run = pt.train(RECIPE, run="mine", runs_dir=tmp_path, eval_data=ROWS[:3], eval__every=1, **SMALL | {"steps": 1})
+    assert [(one["task"], one["n"]) for one in run.evaluations] == [("jsonl/test", 3.0)] * 2
+    assert run.recipe["task"]["validation_share"] == 0
+
+
+def test_rewards_are_names_functions_and_mappings_with_weights():
+    words = reward_words(["correct", (brief, 0.5), {"name": "truncated", "weight": 2}, ("xml_format", 0.2)])
+    assert [(word["name"], word.get("weight")) for word in words] == [
+        ("correct", None), ("test_api:brief", 0.5), ("truncated", 2), ("xml_format", 0.2),
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"rewards\.0: int is no reward"):
+        reward_words([3])  # type: ignore[list-item]
+
+
+def test_model_that_is_loaded_is_saved_once_by_its_weights(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from posttrain.models.sources import TINY
+
+    loaded = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    name = model_name(loaded, tmp_path)
+    assert model_name(loaded, tmp_path) == name
+    assert [path.name for path in (tmp_path / ".models").iterdir()] == [Path(name).name]
+    text = pt.generate(loaded, ["What is 3 plus 4?"], max_tokens=4, runs_dir=tmp_path)[0].text
+    assert text == pt.generate("tiny", ["What is 3 plus 4?"], max_tokens=4)[0].text
+    with pytest.raises(UsageError, match=r"with its tokenizer: \(model, tokenizer\)"):
+        model_name(loaded[0], tmp_path)
+
+
+def test_trainer_loop_of_the_example_equals_train_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(EXAMPLE.read_text().splitlines()) <= 80
+    example = runpy.run_path(str(EXAMPLE), run_name="grpo_own_loop")
+    example["train"](3, "own")
+    run = pt.train(
+        RECIPE,
+        model="tiny-sft",
+        data=example["ROWS"],
+        rewards=["correct", (example["brief"], 0.5)],
+        steps=3,
+        progress=False,
+        **WITHOUT_EVALUATION,
+        **example["SETTINGS"],
+    )
+    assert same(tmp_path / "own", run.checkpoint())
+    assert not same(tmp_path / "own", Path(pt.__file__).parent / "models" / "tiny-sft")
+
+
+def test_trainer_takes_objectives_by_name_or_function(tmp_path: Path):
+    from posttrain.types import Batch, Loss, Outputs
+
+    settings = {name: SMALL[name] for name in ("data", "template", "rollout__max_tokens")}
+    trainer = pt.Trainer("tiny-sft", runs_dir=tmp_path, rewards=[brief], **settings)
+    groups = trainer.sample(["What is 3 plus 4?", trainer.prompts(1)[0]], n=2)
+    assert [len(group) for group in groups] == [2, 2]
+    with pytest.raises(UsageError, match="a completion has no advantage"):
+        trainer.forward_backward(groups)
+    for group in groups:
+        for number, rollout in enumerate(group):
+            rollout.advantage = float(number)
+    batch = trainer.batch(groups)
+
+    def likelihood(outputs: Outputs, rows: Batch) -> Loss:
+        return Loss(-outputs.logprobs * rows.stream("advantages"))
+
+    named = trainer.forward_backward(batch, "reinforce").loss
+    assert trainer.forward_backward(batch, likelihood).loss == pytest.approx(named)
+    assert trainer.optim_step(lr=1e-4) > 0
+    assert trainer.step == 1
+    with pytest.raises(UsageError, match=r"objective: 'distillation' .*pt\.Trainer"):
+        trainer.forward_backward(batch, "distillation")
+    with pytest.raises(UsageError, match="Give a recipe with 'rollout'"):
+        pt.Trainer("tiny-sft", {"task": "sums", "objective": "cross_entropy", "data": {}}, runs_dir=tmp_path)
+
+
+def test_sweep_with_a_wrong_description_is_refused(tmp_path: Path):
+    for spec, message in [
+        ({"recipe": "tiny/grpo", "ovr": {}}, r"ovr: a sweep has no such key\. Did you mean 'over'"),
+        ({"seeds": 2}, "recipe: a sweep needs this key"),
+        ({"recipe": "tiny/grpo", "over": {"train.lr": 1e-5}}, "over: one key with its values"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            pt.sweep(spec, runs_dir=tmp_path)
+
+
+def test_script_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    small = "steps=1, num_prompts=2, group_size=2, rollout__max_tokens=8, eval__max_tokens=8"
+    (tmp_path / "few.py").write_text(SCRIPT.replace("steps=50", small))
+    left = runpy.run_path("few.py")
+    assert len(left["measured"].items) == 100
+    assert left["run"].status.state == "finished"
+
+
+def run_file(path: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments, str(path)] if not arguments else [sys.executable, *arguments],
+        cwd=path.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_script_runs_as_it_stands(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT + "print(measured.value, answers, run.report, run.export('out'))\n")
+    run_file(tmp_path / "script.py")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    run = pt.load_run(tmp_path / "runs" / "mine")
+    assert run.status.step == 50
+    assert run.recipe["rewards"][1]["name"] == "script:short"
+    assert (run.folder / "curves.png").is_file()
+
+
+@pytest.mark.slow
+def test_script_trains_in_two_processes_and_is_resumed_by_the_command_line(tmp_path: Path):
+    small = "steps=2, num_prompts=2, group_size=2, rollout__max_tokens=8, eval__every=0, processes=2"
+    text = SCRIPT.replace("steps=50", f"{small}, on_step=lambda event: event.step == 1 and event.stop()")
+    (tmp_path / "script.py").write_text(text.partition("measured =")[0])
+    run_file(tmp_path / "script.py")
+    run = pt.load_run(tmp_path / "runs" / "mine")
+    assert (run.status.state, run.status.step) == ("stopped", 1)
+    command = ("-m", "posttrain", "runs", "resume", "mine")
+    refused = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--allow-code script:short" in refused.stderr
+    run_file(tmp_path / "script.py", *command, "--allow-code", "script:short")
+    assert (run.status.state, run.status.step) == ("finished", 2)
+
+
+@pytest.mark.slow
+def test_sweep_trains_every_value_and_seed(tmp_path: Path):
+    spec = {"recipe": "tiny/grpo", "over": {"train.lr": [1e-5, 1e-4]}, "seeds": 2}
+    done = pt.sweep(
+        spec, data=ROWS, rewards=["correct", (brief, 0.1)], runs_dir=tmp_path, progress=False,
+        steps=2, num_prompts=2, group_size=2, rollout__max_tokens=8, eval__num_examples=4, eval__every=2,
+    )  # fmt: skip
+    assert done.failures == {}
+    names = [f"{lr}-seed{seed}" for lr in ("lr-0.0001", "lr-1e-05") for seed in (0, 1)]
+    assert sorted(run.name for run in done.runs) == names
+    assert done.report is not None
+    assert done.report.is_file()
