@@ -72,17 +72,20 @@ def write_summary(folder: str | Path) -> Path:
 def describe_settings(recipe: Recipe) -> str:
     """Describe what was trained and how: the run's own settings, whatever its recipe's description says."""
     model, rollout, data, train = recipe.model, recipe.rollout, recipe.data, recipe.train
-    name = model.name.replace("/checkpoints/", ", ")
-    name = name.rpartition("/")[2] if os.path.isabs(name) else name  # of a path, the run and its step
-    parts = [name if model.init is None else f"a new model ({model.init.architecture})"]
-    parts += [f"LoRA of rank {model.adapter.rank}"] if model.adapter is not None else []
-    parts += [f"loaded in {model.load_bits} bits"] if model.load_bits is not None else []
-    if rollout is not None:
-        parts.append(f"{rollout.num_prompts} prompts × {rollout.group_size} answers of {rollout.max_tokens} tokens")
-    elif data is not None:
-        parts.append(f"{data.batch_size} examples a step, {data.max_length:,} tokens each at most")
-    length = f"{train.steps:,} steps" if train.steps is not None else f"{train.num_epochs:g} epochs"
-    return " · ".join([*parts, length, f"learning rate {train.lr:g}", train.precision, f"seed {train.seed}"])
+    place = Path(model.name)
+    name = f"{place.parts[-3]}, {place.name}" if place.match("*/checkpoints/step-*") else model.name
+    parts = [
+        f"a new model ({model.init.architecture})" if model.init is not None else name,
+        model.adapter and f"LoRA of rank {model.adapter.rank}",
+        model.load_bits and f"loaded in {model.load_bits} bits",
+        rollout and f"{rollout.num_prompts} prompts × {rollout.group_size} answers of {rollout.max_tokens} tokens",
+        data and f"{data.batch_size} examples a step, {data.max_length:,} tokens each at most",
+        f"{train.steps:,} steps" if train.steps is not None else f"{train.num_epochs:g} epochs",
+        f"learning rate {train.lr:g}",
+        train.precision,
+        f"seed {train.seed}",
+    ]
+    return " · ".join(filter(None, parts))
 
 
 def write_results(

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.evaluation.statistics import Summary
 from posttrain.store.durable import storage_errors
 from posttrain.untrusted import harmless
 
@@ -126,6 +127,15 @@ def axis_range(panel: Panel) -> Range:
         return 0.0, 1.0 if high > 0.25 or high <= 0 else high * 1.15
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return (0.0 if 0 <= low < 0.35 * high else low - room), high + room
+
+
+def interval_ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
+    """Return means and the ends of their intervals: NaN where a mean has none, no ends where none has one."""
+    means, halves = [s.mean for s in summaries], [s.half_width or math.nan for s in summaries]
+    if all(map(math.isnan, halves)):
+        return means, [], []
+    pairs = list(zip(means, halves, strict=True))
+    return means, [mean - half for mean, half in pairs], [mean + half for mean, half in pairs]
 
 
 def draw_svg(panel: Panel) -> str:

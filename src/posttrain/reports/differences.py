@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.evaluation.statistics import student_t_quantile, summarize_seeds
-from posttrain.reports.charts import Panel, Series
+from posttrain.reports.charts import Panel, Series, interval_ends
 from posttrain.reports.page import render
 
 Facts = Mapping[str, Any]
@@ -226,10 +226,7 @@ def _causal_panels(causal: Facts) -> list[Panel]:
 def _over_seeds(label: str, xs: list[float], rows: Sequence[Sequence[float]], color: str) -> Series:
     """The mean over seeds (rows) at each x, with its 95 % Student-t band where there are several."""
     summaries = [s for column in zip(*rows, strict=True) if (s := summarize_seeds(list(column))) is not None]
-    halves = [s.half_width for s in summaries if s.half_width is not None]
-    means = [s.mean for s in summaries]
-    low, high = ([m + sign * half for m, half in zip(means, halves, strict=False)] for sign in (-1, 1))
-    return Series(label, xs, means, low, high, color=color)
+    return Series(label, xs, *interval_ends(summaries), color=color)
 
 
 def _half_width(error: float, num_answers: int) -> float:

@@ -43,11 +43,6 @@ class Answer:
     reward: float | None = None
 
     @property
-    def about(self) -> str:
-        """``12 tokens``; empty where that is not known."""
-        return "" if self.num_tokens is None else f"{self.num_tokens} tokens"
-
-    @property
     def verdict(self) -> str:
         """``right``, ``no answer``, or the wrong answer; without a gold answer the reward, or nothing."""
         if self.is_right is None:

@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from posttrain.evaluation.statistics import Summary
-from posttrain.reports.charts import NUM_TOGETHER, Panel, Series, axis_range, draw_png, nth_color, show_tick
+from posttrain.reports.charts import (
+    NUM_TOGETHER,
+    Panel,
+    Series,
+    axis_range,
+    draw_png,
+    interval_ends,
+    nth_color,
+    show_tick,
+)
 from posttrain.reports.page import render, write_html
 from posttrain.reports.run import Answer, Transcript, turns_of
 from posttrain.store.durable import replace_file
@@ -96,9 +104,10 @@ def learning_panels(
     label, about = f"held-out: {primary.label}", f"held-out {name}, numbered by rank"
     together = Panel("Learning curves", f"{label}; band: lowest to highest seed", curves, is_share, "updates",
                      levels=level)  # fmt: skip
-    panels = [*_result_panels(drawn, primary, level, over), together]
-    if len(drawn) > NUM_TOGETHER:
-        panels = [panels[0], *_each_alone(together)]
+    is_many = len(drawn) > NUM_TOGETHER
+    panels = [_result_panel(drawn, primary, level, over)] if drawn and (over or is_many) else []
+    panels += _each_alone(together) if is_many else [together]
+    if is_many:
         drift = [replace(one, xs=one.xs[-1:], ys=one.ys[-1:]) for one in drift]
         about = f"{about}; at the last evaluation"
     panels.append(
@@ -107,37 +116,29 @@ def learning_panels(
     return [panel for panel in panels if any(series.xs for series in panel.series)]
 
 
-def _result_panels(
+def _result_panel(
     rows: Sequence[RowResult],
     primary: Metric,
     level: Sequence[tuple[str, float]],
     over: tuple[str, Mapping[str, float]] | None,
-) -> list[Panel]:
-    """The last results with their intervals: over a number that is varied, or by rank where there are many rows."""
-    if over is None and len(rows) <= NUM_TOGETHER:
-        return []
-    places = {row.name: float(rank) if over is None else over[1][row.name] for rank, row in enumerate(rows)}
+) -> Panel:
+    """The last results with their intervals: over a number that is varied, or else by rank."""
+    key, places = over or (" ", {row.name: float(index) for index, row in enumerate(rows)})
     rows = sorted(rows, key=lambda row: places[row.name])
-    xs, summaries = [places[row.name] for row in rows], [row.summaries[primary.name] for row in rows]
-    means, halves = [s.mean for s in summaries], [s.half_width or math.nan for s in summaries]
-    low, high = ([m + sign * half for m, half in zip(means, halves, strict=True)] for sign in (-1, 1))
+    xs, ends = [places[row.name] for row in rows], interval_ends([row.summaries[primary.name] for row in rows])
     seeds = [(places[row.name], trial.facts[primary.name]) for row in rows for trial in row.finished]
     series = [
         Series("single seeds", [x for x, _ in seeds], [y for _, y in seeds], is_points=True, color="soft"),
-        Series("mean, 95 %", xs, means, low, high, is_points=True, color="c0"),
+        Series("mean, 95 %", xs, *ends, is_points=True, color="c0"),
+        *([Series("", xs, ends[0], is_thin=True, color="c0")] if over else []),
     ]
-    name, caption = primary.label.capitalize(), "held out, after the last update"
-    if over is None:
-        names = [f"{rank} {row.name}" for rank, row in enumerate(rows, 1)]
-        caption += "; dashed: the start" * bool(level)
-        return [Panel(f"{name} by rank", caption, series, primary.is_share, " ", levels=level, names=names)]
-    is_log = min(xs) > 0 and max(xs) >= 10 * min(xs)
-    series.append(Series("", xs, means, is_thin=True, color="c0"))
-    ticks = [(x, show_tick(x)) for x in xs]
-    return [
-        Panel(f"{name} over {over[0]}", caption, series, primary.is_share, over[0], log_x=is_log, x_ticks=ticks,
-              levels=level)
-    ]  # fmt: skip
+    title = primary.label.capitalize() + (f" over {key}" if over else " by rank")
+    caption = "held out, after the last update" + "; dashed: the start" * bool(level)
+    return Panel(
+        title, caption, series, primary.is_share, key, levels=level, x_ticks=[(x, show_tick(x)) for x in xs],
+        log_x=min(xs) > 0 and max(xs) >= 10 * min(xs),
+        names=[] if over else [f"{rank} {row.name}" for rank, row in enumerate(rows, 1)],
+    )  # fmt: skip
 
 
 def _each_alone(together: Panel) -> list[Panel]:
@@ -160,7 +161,7 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
     gold, proxy, plane = [], [], []
     for index, method in enumerate(methods):
         color, distances = nth_color(index), [point.distance for point in method.means]
-        golds, proxies = (_ends([getattr(point, kind) for point in method.means]) for kind in ("gold", "proxy"))
+        golds, proxies = (interval_ends([getattr(point, kind) for point in method.means]) for kind in ("gold", "proxy"))
         gold.append(Series(method.name, distances, *golds, color=color))
         proxy.append(Series(method.name, distances, *proxies, color=color))
         plane.append(Series(method.name, proxies[0], golds[0], color=color))
@@ -174,15 +175,6 @@ def overoptimization_panels(methods: Sequence[MethodCurve]) -> list[Panel]:
         Panel("Proxy: the reward that is optimized", about, proxy, x_label=DISTANCE),
         Panel("Gold against proxy", "up and right: the proxy means what it says", plane, True, "proxy"),
     ]
-
-
-def _ends(summaries: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
-    """Means, and ends of the intervals where all have one."""
-    means, halves = [s.mean for s in summaries], [s.half_width for s in summaries if s.half_width is not None]
-    if len(halves) < len(means):
-        return means, [], []
-    pairs = list(zip(means, halves, strict=True))
-    return means, [mean - half for mean, half in pairs], [mean + half for mean, half in pairs]
 
 
 def best_of_n_panels(choices: Sequence[Chosen], num_models: int) -> list[Panel]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.errors import DataError, RunFailure
@@ -54,17 +54,13 @@ def collect_sweep(plan: Plan, outcome: Outcome, command: str) -> SweepResults:
         file=plan.to_yaml(),
         differences=_describe_differences(plan) if plan.base is not None else [],
         problems=[f"{name}: {message}" for name, message in failures.items()] + _describe_no_learning(plan),
-        runs=list(_list_runs(plan)),
+        runs=[
+            (run.name, run.state, run.result, page.relative_to(plan.folder).as_posix() if page.is_file() else "")
+            for run in plan.trials
+            if isinstance(run, Training)
+            for page in [run.folder / "report.html"]
+        ],
     )
-
-
-def _list_runs(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, state, result and the address of the report (empty where there is none) of each run."""
-    for run in plan.trials:
-        if isinstance(run, Training):
-            page = run.folder / "report.html"
-            address = page.relative_to(plan.folder).as_posix() if page.is_file() else ""
-            yield run.name, run.state, run.result, address
 
 
 def _read_learning(plan: Plan, failures: Mapping[str, str]) -> dict[str, Part]:
