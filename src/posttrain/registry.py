@@ -294,14 +294,14 @@ def import_word(kind: str, path: str, where: str) -> Entry:
     for entry in _ENTRIES.get(kind, {}).values():
         if entry.function.__module__ == module.__name__ and entry.function.__name__ == attribute:
             return entry  # it registered itself, with its traits
-    function = getattr(module, attribute, None)
-    if not callable(function):
+    named = getattr(module, attribute, None)
+    if not callable(named):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UnknownWord(
             f"{place}{kind} {path!r}: {module_name} has no function {shorten(attribute)}.{suggest(attribute, names)} "
             "Give one that is there"
         )
-    return Entry(kind, path, function, {})
+    return Entry(kind, path, named, {})
 
 
 SESSION = "python_session"  # the module in the name of a function that is in no file

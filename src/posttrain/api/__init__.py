@@ -1,1 +1,1 @@
-"""The public Python interface: training, measuring and looking into runs without a command line (docs/reference/python.md)."""
+"""The public Python interface: training, measuring and looking into runs without a command line (docs/reference)."""

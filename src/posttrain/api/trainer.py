@@ -155,7 +155,9 @@ class Trainer:
         """
         if self.source.rows_per_unit != 1:
             raise UsageError("batch: the objective reads pairs. Make them with posttrain.types.collate")
-        units = [((n, g),) for n, group in enumerate(groups) for g in range(len(group))]
+        units: list[tuple[tuple[int, int], ...]] = [
+            ((n, g),) for n, group in enumerate(groups) for g in range(len(group))
+        ]
         needs = self.source.streams.needs
         if "advantages" in needs and any(one.advantage is None for group in groups for one in group):
             raise UsageError("batch: a completion has no advantage. Set rollout.advantage of each, such as 0.0")

@@ -85,7 +85,7 @@ def describe_settings(recipe: Recipe) -> str:
         train.precision,
         f"seed {train.seed}",
     ]
-    return " · ".join(filter(None, parts))
+    return " · ".join(str(part) for part in parts if part)
 
 
 def write_results(
