@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
+from posttrain.store.metrics import MetricsLog, evaluation_points
 
 
 @pytest.mark.slow
@@ -21,6 +22,9 @@ def test_grpo_turns_a_guesser_into_a_worker(seed: int, tmp_path: Path) -> None:
     assert results["after GRPO"]["accuracy"] >= 0.95
     assert results["after GRPO"]["format"] >= 0.99
     assert results["after GRPO"]["shows_reasoning"] > results["after SFT"]["shows_reasoning"] + 0.5
+    logs = (MetricsLog(tmp_path / name / "metrics.jsonl").read() for name in ("demo-sft", "demo-grpo"))
+    sft, grpo = (evaluation_points(rows) for rows in logs)
+    assert sft[-1].results["accuracy"] == grpo[0].results["accuracy"]  # one model on one set of problems
 
 
 @pytest.mark.slow
