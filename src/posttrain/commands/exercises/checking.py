@@ -14,7 +14,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from posttrain.commands.exercises.catalog import EXERCISES, Answer, Exercise
+from posttrain.commands.exercises.catalog import EXERCISES
+from posttrain.commands.exercises.exercise import Answer, Exercise
 
 TOLERANCE = 1e-6
 MAX_CHARS = 2000  # of what the function printed

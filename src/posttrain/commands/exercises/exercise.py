@@ -1,0 +1,49 @@
+"""An exercise, and how its cases are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Batch
+
+Answer: TypeAlias = Tensor | float | str | tuple[Tensor, ...] | None
+Lists: TypeAlias = list[float] | list[list[float]]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function to write.
+
+    ``chapter``: of the RLHF book. ``library``: the place of the library's own function, which ``reference`` calls.
+    ``cases``: arguments by what is particular about them. ``mistakes``: what is wrong, and a function that does it.
+    """
+
+    chapter: str
+    about: str
+    library: str
+    stub: str
+    reference: Callable[..., Answer]
+    cases: Mapping[str, tuple[object, ...]]
+    mistakes: Mapping[str, Callable[..., Answer]]
+
+
+def numbers(values: Lists) -> Tensor:
+    """Return a float64 tensor."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def bits(*rows: str) -> Tensor:
+    """Return the mask that rows such as ``0110`` spell."""
+    return torch.tensor([[char == "1" for char in row] for row in rows])
+
+
+def batch_of(mask: Tensor, rows_per_unit: int = 1, **streams: Tensor) -> Batch:
+    """Return a batch of this mask whose other fields are not read."""
+    zeros = torch.zeros(len(mask), dtype=torch.long)
+    return Batch(torch.zeros_like(mask, dtype=torch.long), zeros + mask.shape[1], mask, zeros, zeros, streams,
+                 rows_per_unit=rows_per_unit)  # fmt: skip
