@@ -504,7 +504,7 @@ def show_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     if not any("\\x" in text or "<0x" in text for text in alone):
         return alone
     added = map(stream.push, tokens)
-    return [text if text and "\ufffd" not in text else own for text, own in zip(added, alone, strict=True)]
+    return [text.strip("\ufffd") or own for text, own in zip(added, alone, strict=True)]
 
 
 @torch.no_grad()
