@@ -204,7 +204,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("accuracy_erroneous", "share", "higher", "`solution_accuracy` of solutions with an error."),
         Metric("accuracy_correct", "share", "higher", "`solution_accuracy` of solutions without an error."),
         Metric("num_problems", "count", "none", "Problems with several answers."),
-        Metric("num_labelled_steps", "count", "none", "Labelled steps."),
+        Metric("labelled_steps", "count", "none", "Labelled steps."),
         Metric("dropped", "count", "lower", "Items that could not be scored."),
     ),
     "Evaluations": (
