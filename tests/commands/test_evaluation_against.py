@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
+from posttrain.store.metric_names import find_metric
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
 SMALL = ["--task.size", "40", "--data.batch_size", "2", "--train.steps", "2", "--eval.every", "0", "--quiet"]
@@ -41,6 +42,7 @@ def test_a_policy_against_its_base(runs: Path, capsys: pytest.CaptureFixture[str
     assert str(folder) in shown.replace("\n", "")
     content, items = read(folder)
     results = content["results"]
+    assert [name for name in results if find_metric(name) is None] == []
     assert (content["a"], content["b"], results["n"], len(items)) == ("sft", "tiny", 6.0, 6)
     assert results["win_rate"] == pytest.approx(sum(item["win_rate"] for item in items) / 6)
     assert results["wins"] + results["ties"] + results["losses"] == pytest.approx(1.0)

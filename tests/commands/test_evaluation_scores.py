@@ -14,6 +14,7 @@ from posttrain.errors import UsageError
 from posttrain.evaluation.reward_models.measures import ACCURACIES
 from posttrain.evaluation.reward_models.scoring import open_reward_model
 from posttrain.runs.models import find_source
+from posttrain.store.metric_names import find_metric
 
 pytestmark = pytest.mark.usefixtures("quick_stories", "no_curves")
 SMALL = ["--model.name", "tiny", "--task.size", "40", "--data.batch_size", "2", "--train.steps", "2"]
@@ -61,6 +62,7 @@ def test_a_reward_model_is_measured_on_its_own_task(
     results = content["results"]
     assert results["n"] == len(items) == n
     assert measured <= results.keys()
+    assert [name for name in results if find_metric(name) is None] == []
     assert all(math.isfinite(value) for value in results.values())
     rights = [item["right"] for item in items]
     (name_of,) = measured & {*ACCURACIES.values()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from posttrain.errors import UsageError
-from posttrain.store.metric_names import ACCURACY, METRICS, REWARD, Metric, choose_primary_metric, find_metric
+from posttrain.store.metric_names import ACCURACY, GROUPS, METRICS, REWARD, Metric, choose_primary_metric, find_metric
 
 GRADED = {"n": 8.0, "accuracy": 0.5, "accuracy_low": 0.2, "accuracy_high": 0.8, "reward": 0.7, "format": 1.0}
 UNGRADED = {"n": 8.0, "reward": 0.7, "reward_low": 0.6, "reward_high": 0.8, "format": 1.0}
@@ -117,6 +117,12 @@ def test_find_metric_knows_families(name: str, label: str, unit: str) -> None:
     metric = find_metric(name)
     assert metric is not None
     assert (metric.name, metric.label, metric.unit) == (name, label, unit)
+
+
+def test_every_metric_is_registered_once_with_a_sentence() -> None:
+    every = [metric for group in GROUPS.values() for metric in group]
+    assert len(every) == len(METRICS) > 140
+    assert [metric.name for metric in every if not metric.meaning.endswith(".")] == []
 
 
 def test_find_metric_of_an_unknown_name_is_none() -> None:

@@ -205,7 +205,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("accuracy_erroneous", "share", "higher", "`solution_accuracy` of solutions with an error."),
         Metric("accuracy_correct", "share", "higher", "`solution_accuracy` of solutions without an error."),
         Metric("num_problems", "count", "none", "Problems with several answers."),
-        Metric("num_labelled_steps", "count", "none", "Labelled steps."),
+        Metric("labelled_steps", "count", "none", "Labelled steps."),
         Metric("dropped", "count", "lower", "Items that could not be scored."),
     ),
     "Evaluations": (
@@ -231,6 +231,26 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("loss_rows", "count", "none", "Demonstrations that the held-out loss is the mean over."),
         Metric("rows_dropped", "count", "lower", "Held-out rows that could not be used."),
         Metric("seconds", "seconds", "none", "Time of an evaluation."),
+    ),
+    "Two models, A and B, against one another": (
+        Metric("win_rate", "share", "higher", "How often an answer of A beats one of B; a tie counts half."),
+        Metric("win_rate_similar", "share", "higher", "The same of answers whose lengths differ by at most 10 %."),
+        Metric("wins", "share", "higher", "Share of the pairs in which A is better."),
+        Metric("ties", "share", "none", "Share of the pairs in which both are equally good."),
+        Metric("losses", "share", "lower", "Share of the pairs in which B is better."),
+        Metric("n_similar", "count", "none", "Items with answers of similar lengths."),
+        Metric("characters_a", "number", "none", "Characters of an answer of A, the mean."),
+        Metric("characters_b", "number", "none", "Characters of an answer of B, the mean."),
+        Metric("accuracy_a", "share", "higher", "`accuracy` of A."),
+        Metric("accuracy_b", "share", "higher", "`accuracy` of B."),
+        Metric("kl_ab", "nats", "none", "KL of A from B of a whole answer of A; `kl_ab_per_token`.", "KL(A ‖ B)"),
+        Metric("kl_ba", "nats", "none", "KL of B from A of a whole answer of B; `kl_ba_per_token`.", "KL(B ‖ A)"),
+        Metric("judge_first", "share", "none", "How often the answer that is shown first wins."),
+        Metric("judge_consistent", "share", "higher", "How often both orders have the same outcome."),
+        Metric("judge_longer", "share", "none", "How often the longer answer wins."),
+        Metric("judge_failed", "share", "lower", "Share of the pairs that were not judged."),
+        Metric("judge_tokens_in", "count", "none", "Tokens that the judge read."),
+        Metric("judge_tokens_out", "count", "none", "Tokens that the judge wrote."),
     ),
     "Runs of a sweep, over the seeds": (
         Metric("gain", "number", "higher", "By how much the primary metric got better over the run."),
@@ -276,6 +296,7 @@ FAMILIES = {
     "NAME_low, NAME_high": "the 95 % interval of NAME",
     "start_NAME, mean_NAME": "of a sweep: NAME of the first evaluation, and its mean over the run's evaluations",
     "NAME_last": "of a sweep: NAME of the last update",
+    "NAME_per_token": "NAME by the tokens of the answers",
     "NAME_n": "items that NAME is the mean over",
     "completion_length_p50, _p90, _max": "median, 90th percentile and maximum of the lengths",
 }
@@ -285,7 +306,8 @@ _COUNTS = {"n", "num_graded", "samples", "seconds", "prompts_too_long", "rows_dr
 # Primary metrics in the order in which they are looked for. Agreement is with the labels that the data have.
 _PREFERRED = ("accuracy", "pair_accuracy", "answer_accuracy", "step_accuracy", "loss")
 _AROUND = re.compile(
-    r"(?:eval/.+?/(?=(?:sampled_)?reward/[^/]*$|[^/]+$))?((?:sampled|start|mean)_)?((?:.*:)?)(.*?)((?:_low|_high|_n|_p50|_p90|_max|_last|@\d+)*)"
+    r"(?:eval/.+?/(?=(?:sampled_)?reward/[^/]*$|[^/]+$))?((?:sampled|start|mean)_)?((?:.*:)?)(.*?)"
+    r"((?:_low|_high|_n|_p50|_p90|_max|_last|_per_token|@\d+)*)"
 )
 
 

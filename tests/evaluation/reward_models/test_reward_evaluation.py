@@ -178,7 +178,7 @@ def test_steps_by_hand() -> None:
     assert results["error_f1"] == pytest.approx(2 * 0.5 * (2 / 3) / (0.5 + 2 / 3))
     probabilities = [0.9, 0.2, 0.8, 0.7, 0.4, 0.9, 0.1, 0.6, 0.5, 0.9]  # the unlabelled step counts nowhere
     good = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
-    assert results["num_steps"] == 10.0
+    assert results["labelled_steps"] == 10.0
     assert results["step_accuracy"] == pytest.approx((1 + 1 + 1 + 1 + 0 + 0 + 1 + 1 + 0.5 + 1) / 10)
     assert results["positive_share"] == pytest.approx(0.7)
     pairs = list(zip(probabilities, good, strict=True))

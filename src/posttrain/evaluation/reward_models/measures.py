@@ -266,7 +266,7 @@ def _summarize_steps(view: RewardEvaluation) -> None:
     ]
     probabilities, good, of_problem = ([row[i] for row in judged] for i in range(3))
     called = pair_wins(probabilities, [0.5] * len(judged))
-    view.results["num_labelled_steps"] = float(len(judged))
+    view.results["labelled_steps"] = float(len(judged))
     rightly = [c if z else 1.0 - c for c, z in zip(called, good, strict=True)]
     add_share(view.results, "step_accuracy", rightly, of_problem)
     view.results["positive_share"] = statistics.fmean(good)
